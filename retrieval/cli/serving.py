@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Hit
     from retrieval.serving.store.address import IndexPlace
 
-_LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer
 _DEVICE = Choice(["auto", "cpu", "cuda", "tensorrt"])
 
@@ -171,8 +170,7 @@ def serve_command(indexes: tuple[str, ...], host: str, port: int, workers: int |
     Several indexes have names: PATH is called what its folder is, NAME=PATH as you like.
     """
     _quiet_threads()
-    from retrieval.serving.http.listening import named
-    from retrieval.serving.http.server import serve
+    from retrieval.serving.http.server import named, serve
 
     settings = Settings(workers=workers or cores(), **given)
     serve(named(indexes), host=host, port=port, settings=settings)

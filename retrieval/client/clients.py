@@ -204,19 +204,20 @@ class AsyncClient:
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> AsyncIterator[answers.ItemAnswer]:
         """Iterate over the items, or those that match, in the order of their ids; a page at a time is asked for."""
+        async for items in self._pages(filter, fields, page):
+            for item in items:
+                yield item
+
+    async def _pages(
+        self, filter: Filter | None, fields: Sequence[str] | None, limit: int
+    ) -> AsyncIterator[Sequence[answers.ItemAnswer]]:
         cursor: str | None = None
         while True:
-            got = await self._page(filter, fields, page, cursor)
-            for item in got.items:
-                yield item
-            if (cursor := got.cursor) is None:
+            params = texts_of({"filter": filter, "fields": fields, "limit": limit, "cursor": cursor})
+            page = await self._send("GET", "/items", answers.read_page, params=params)
+            yield page.items
+            if (cursor := page.cursor) is None:
                 return
-
-    async def _page(
-        self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
-    ) -> answers.Page:
-        params = texts_of({"filter": filter, "fields": fields, "limit": limit, "cursor": cursor})
-        return await self._send("GET", "/items", answers.read_page, params=params)
 
     async def delete(self, id: str) -> None:
         """Delete an item; `ServerError` with status 404 where there is none."""
@@ -329,12 +330,9 @@ class Client:
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> Iterator[answers.ItemAnswer]:
         """Iterate over the items; see `AsyncClient.items`."""
-        cursor: str | None = None
-        while True:
-            got = self._run(self._client._page(filter, fields, page, cursor))
-            yield from got.items
-            if (cursor := got.cursor) is None:
-                return
+        pages = self._client._pages(filter, fields, page)
+        while (items := self._run(_next(pages))) is not None:
+            yield from items
 
     def push(
         self,
@@ -383,6 +381,10 @@ class Client:
         except BaseException:
             future.cancel()
             raise
+
+
+async def _next(iterator: AsyncIterator[T]) -> T | None:
+    return await anext(iterator, None)
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
@@ -81,12 +81,10 @@ class PushReport:
     bad: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class _File:
+class _File(NamedTuple):
     path: Path
     id: str
     label: str
-    size: int
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
@@ -108,46 +106,37 @@ class _Push:
         self, client: Server, folder: Path, batch: int, progress: Callable[[PushProgress], None] | None
     ) -> None:
         self._client, self._folder, self._progress, self._batch = client, folder, progress, batch
-        self._turn = asyncio.Lock()
-        self._began = time.monotonic()
-        self._added = self._replaced = self._there = self._left_out = self._sent = self._done = (
-            self._total
-        ) = 0
+        self._turn, self._began = asyncio.Lock(), time.monotonic()
+        self._counts = dict.fromkeys(("total", "left_out", "done", "sent", "added", "replaced", "there"), 0)
         self._bad: list[tuple[str, str]] = []
-        self._largest = self._most_bytes = 0
-        self._batches: Iterator[list[_File]] = iter(())
 
     async def run(self, connections: int) -> PushReport:
         next(walk(self._folder), None)  # before the server is asked: a folder that is none
         index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
-        limits = index.limits
+        limits, counts = index.limits, self._counts
         self._batch, self._largest = min(self._batch, limits.batch), min(limits.bytes, limits.batch_bytes)
         self._most_bytes = min(limits.batch_bytes, _BYTES)
         await asyncio.to_thread(self._count)
-        if not self._total:
+        if not counts["total"]:
             raise DataError(f"{self._folder} holds no image (looked for {', '.join(sorted(EXTENSIONS))}).")
         self._batches = self._batched()
-        fault: ServerError | DataError | None = None
+        fault: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(connections):
                     group.create_task(self._work())
         except* (ServerError, DataError) as faults:
-            first: BaseException = faults
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            assert isinstance(first, ServerError | DataError)
-            fault = first
+            fault = faults.exceptions[0]
         if fault is not None:
             raise fault
-        return PushReport(self._added, self._replaced, self._there, self._left_out, tuple(sorted(self._bad)))
+        ends = (counts["added"], counts["replaced"], counts["there"], counts["left_out"])
+        return PushReport(*ends, tuple(sorted(self._bad)))
 
     def _count(self) -> None:
         for _, image in walk(self._folder):
-            self._total += image
-            self._left_out += not image
+            self._counts["total" if image else "left_out"] += 1
 
     def _batched(self) -> Iterator[list[_File]]:
         files: list[_File] = []
@@ -156,10 +145,9 @@ class _Push:
             if not image:
                 continue
             inside = path.relative_to(self._folder)
-            id, weight = inside.as_posix(), 0
+            id = inside.as_posix()
             try:
-                length = len(quote(id, safe=""))
-                weight = path.stat().st_size
+                length, weight = len(quote(id, safe="")), path.stat().st_size
             except UnicodeEncodeError:
                 self._refuse(id, "Its name is not text in UTF-8.")
                 continue
@@ -172,7 +160,7 @@ class _Push:
                 yield files
                 files, size, address = [], 0, 0
             label = inside.parts[0] if len(inside.parts) > 1 else own_name(self._folder)
-            files.append(_File(path, id, label, weight))
+            files.append(_File(path, id, label))
             size, address = size + weight, address + length
         if files:
             yield files
@@ -183,22 +171,18 @@ class _Push:
                 files = await asyncio.to_thread(next, self._batches, None)
             if files is None:
                 return
-            known = await self._known(files)
-            items, size = await asyncio.to_thread(self._read, files, known)
+            where = {"id": {"in": [file.id for file in files]}}
+            stored = self._client.items(where, fields=[HASH], page=len(files))
+            hashes = {item.id: item.metadata.get(HASH) async for item in stored}
+            items, size = await asyncio.to_thread(self._read, files, hashes)
             if items:
                 await self._send(items)
-            self._sent += size
+            self._counts["sent"] += size
             if self._progress is not None:
-                took = time.monotonic() - self._began
-                self._progress(PushProgress(self._done, self._total, self._sent, took))
+                done, total, sent = (self._counts[name] for name in ("done", "total", "sent"))
+                self._progress(PushProgress(done, total, sent, time.monotonic() - self._began))
 
-    async def _known(self, files: Sequence[_File]) -> dict[str, object]:
-        """Return the hashes of the items that are there."""
-        where = {"id": {"in": [file.id for file in files]}}
-        found = self._client.items(where, fields=[HASH], page=len(files))
-        return {str(item.id): item.metadata.get(HASH) async for item in found}
-
-    def _read(self, files: Sequence[_File], known: dict[str, object]) -> tuple[list[NewItem], int]:
+    def _read(self, files: Sequence[_File], hashes: Mapping[str, object]) -> tuple[list[NewItem], int]:
         """Return the items to send, and their bytes; for a thread."""
         items, size = [], 0
         for file in files:
@@ -208,9 +192,9 @@ class _Push:
                 self._refuse(file.id, str(fault))
                 continue
             hash = hashlib.sha256(content).hexdigest()
-            if known.get(file.id) == hash:
-                self._there += 1
-                self._done += 1
+            if hashes.get(file.id) == hash:
+                self._counts["there"] += 1
+                self._counts["done"] += 1
                 continue
             items.append(NewItem(file.id, content, None, file.label, {HASH: hash}))
             size += len(content)
@@ -226,17 +210,16 @@ class _Push:
             if len(items) == 1:
                 self._refuse(items[0].id, fault.detail or str(fault))
                 return
+            for half in (items[: len(items) // 2], items[len(items) // 2 :]):
+                await self._send(half)
         else:
-            self._added += answer.added
-            self._replaced += answer.replaced
-            self._done += len(items)
-            return
-        for half in (items[: len(items) // 2], items[len(items) // 2 :]):
-            await self._send(half)
+            self._counts["added"] += answer.added
+            self._counts["replaced"] += answer.replaced
+            self._counts["done"] += len(items)
 
     def _refuse(self, id: str, why: str) -> None:
         self._bad.append((id, why))
-        self._done += 1
+        self._counts["done"] += 1
 
 
 async def push_folder(

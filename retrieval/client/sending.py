@@ -10,10 +10,11 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 from urllib.request import getproxies_environment
 
@@ -65,8 +66,7 @@ class Retries:
             )
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     status: int
     headers: Mapping[str, str]
     content: bytes
@@ -192,15 +192,15 @@ class Sender:
             done += 1
             await asyncio.sleep(pause)
 
-    async def _once(self, **sent: Any) -> _Answer:
-        parts, size = list[bytes](), 0
-        async with self._http.stream(**sent) as response:
-            async for piece in response.aiter_raw():
-                size += len(piece)
+    async def _once(self, **request: Any) -> _Answer:
+        chunks, size = list[bytes](), 0
+        async with self._http.stream(**request) as response:
+            async for chunk in response.aiter_raw():
+                size += len(chunk)
                 if size > MAX_ANSWER_BYTES:
                     raise httpx.RemoteProtocolError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
-                parts.append(piece)
-            return _Answer(response.status_code, response.headers, b"".join(parts))
+                chunks.append(chunk)
+            return _Answer(response.status_code, response.headers, b"".join(chunks))
 
     def _understood(self, answer: _Answer, read: Callable[[bytes], T]) -> T:
         try:
@@ -220,17 +220,17 @@ class Sender:
             name = f" (request {request})" if request else ""
             text = f"The server at {self._url} answered {outcome.status}: {sentence}{come_again}{tried}{name}"
             return ServerError(text, outcome.status, request, sentence)
-        said = (
-            "did not answer in time"
-            if isinstance(outcome, httpx.TimeoutException)
-            else "broke the connection off"
+        failed = "broke the connection off"
+        if isinstance(outcome, httpx.TimeoutException):
+            failed = "did not answer in time"
+        failed = {_TooLong: "took too long", httpx.ConnectError: "cannot be reached"}.get(
+            type(outcome), failed
         )
-        said = {_TooLong: "took too long", httpx.ConnectError: "cannot be reached"}.get(type(outcome), said)
         more = f": {outcome}".rstrip(".") if str(outcome) else ""
         proxies = (
             f" It was asked through a proxy of the environment: {self._proxies}." if self._proxies else ""
         )
-        return ServerError(f"The server at {self._url} {said}{more}.{proxies}{tried}")
+        return ServerError(f"The server at {self._url} {failed}{more}.{proxies}{tried}")
 
 
 def _is_loopback(host: str) -> bool:
@@ -252,12 +252,10 @@ def _problem(answer: _Answer) -> tuple[str, str | None]:
     """Return a server's sentence, and the request's id."""
     request: Any = answer.headers.get("x-request-id")
     sentence: Any = None
-    try:
-        said = json.loads(answer.content[:100_000])
-    except (ValueError, RecursionError):
-        said = None
-    if isinstance(said, dict):
-        sentence, request = said.get("detail"), said.get("instance") or request
+    with suppress(ValueError, RecursionError):
+        problem = json.loads(answer.content[:100_000])
+        if isinstance(problem, dict):
+            sentence, request = problem.get("detail"), problem.get("instance") or request
     if not isinstance(sentence, str) or not sentence:
         where = answer.headers.get("location", "")[:_MAX_TEXT]
         sentence = f"it sends on to {where}; give that address." if where else "no reason is given."

@@ -136,7 +136,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_wrong_host_is_no_wrong_port() -> None:
-    from retrieval.serving.http.listening import listen
+    from retrieval.serving.http.server import listen
 
     with pytest.raises(StoreError) as refused:
         listen("203.0.113.1", 0, "--port")  # an address for documentation, which no machine has

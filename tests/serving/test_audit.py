@@ -109,8 +109,8 @@ def test_a_full_disk_makes_no_change_and_rotation_loses_none(living, served, tmp
 def test_a_line_is_bounded_and_whole(tmp_path):
     audit = Audit(tmp_path / "a")
     ids = ["x" * 100_000, "line\nbreak", "\ud800", *map(str, range(5000))]
-    with audit.recording(change("delete", ids)) as outcome:
-        outcome.count = 3
+    with audit.recording(deleted := change("delete", ids)):
+        deleted.count = 3
     where = as_filter({"label": {"in": [str(number) * 50 for number in range(900)]}})
     with audit.recording(change("delete", where=where)):
         pass

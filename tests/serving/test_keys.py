@@ -94,7 +94,7 @@ def test_mistakes_are_sentences(cli, tmp_path):
         (("add", "two words", "-o", path), "name: it has letters, digits and"),
         (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),
         (("add", "x", "-o", tmp_path / "no" / "keys"), "cannot be locked"),
-        (("add", "x", "-o", tmp_path), "Is a directory"),
+        (("add", "x", "-o", tmp_path), "not a regular file"),
         (("remove", "shoe", "-o", path), "has no key shoe. It has: shop."),
         (("remove", "shop", "-o", tmp_path / "none"), "retrieval keys add NAME --output"),
         (("list", tmp_path / "none"), "There is no file of keys"),

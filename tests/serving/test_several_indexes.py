@@ -59,7 +59,7 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
 
 def test_names_of_indexes(tmp_path):
     from retrieval.errors import StoreError
-    from retrieval.serving.http.listening import named
+    from retrieval.serving.http.server import named
 
     assert named(["a/photos.index", "b=c/photos.index", "/x/ü"]) == {
         "photos": "a/photos.index",

@@ -1,11 +1,12 @@
-"""Who asks, and what they may do: roles."""
+"""Who asks, and what they may do: hosts, other sites, keys and their roles."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from retrieval.serving.http.keys import MAX_SENT, KeySource
 from retrieval.serving.http.problems import RequestError
@@ -14,6 +15,7 @@ from retrieval.serving.http.settings import HEALTH, ROLES, Role, Settings
 _FREE = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
 _SEARCHES = re.compile(r"/v1(?:/indexes/[^/]+)?/search(?:/batch)?")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
+_CLOSE = {"Connection": "close"}
 _DOES = {
     "read": "searching and looking",
     "write": "adding, changing and deleting",
@@ -38,8 +40,7 @@ def needed_role(method: str, path: str, keyed: bool) -> Role:
     return "write"
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(NamedTuple):
     """Who has sent a request.
 
     Attributes:
@@ -57,11 +58,7 @@ class Caller:
     keyed: bool = True
 
     def require(self, role: Role) -> None:
-        """Refuse a caller who may not do so much.
-
-        Raises:
-            RequestError: 401, a key is needed; 403, a key with another role is, or the server has none.
-        """
+        """Refuse a caller who may not do so much: RequestError 401 without a key, else 403."""
         if self.role is not None and ROLES.index(self.role) >= ROLES.index(role):
             return
         if not self.keyed:
@@ -69,16 +66,12 @@ class Caller:
                 403, "This server is read-only. Its operator can allow changes with keys, or with --open."
             )
         if not self.name:
-            sentence = (
+            raise _unauthorised(
                 f"A key is needed for {_DOES[role]}. Send one in the header: Authorization: Bearer KEY."
             )
-            raise _unauthorised(sentence)
-        asked = f'Bearer realm="retrieval", error="insufficient_scope", scope="{role}"'
-        raise RequestError(
-            403,
-            f"This key has the role {self.role}; {_DOES[role]} takes a key with the role {role}.",
-            headers={"WWW-Authenticate": asked},
-        )
+        sentence = f"This key has the role {self.role}; {_DOES[role]} takes a key with the role {role}."
+        scope = f'Bearer realm="retrieval", error="insufficient_scope", scope="{role}"'
+        raise RequestError(403, sentence, headers={"WWW-Authenticate": scope})
 
     def may_use(self, index: str) -> bool:
         """Return whether an index is one of theirs."""
@@ -86,48 +79,86 @@ class Caller:
 
 
 class Access:
-    """Says who sends a request, and refuses what they may not do.
-
-    Args:
-        settings: what everybody may do.
-        source: of the keys; None: there are none.
-    """
+    """Says who sends a request, by the keys of `source` (None: there are none), and refuses what they may not do."""
 
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
-        self.source = source
+        self._settings, self._source = settings, source
         self._open: Role | None = settings.open or (None if source is not None else "read")
-        self._health_port = settings.health_port
+        self._is_served = lru_cache(64)(self._is_our_name)
 
-    def admit(self, scope: Any, authorization: list[bytes]) -> Caller:
-        """Return who has sent a request.
-
-        Args:
-            scope: of ASGI.
-            authorization: the values of that header.
+    def admit(self, scope: Any) -> Caller:
+        """Return who has sent a request of ASGI.
 
         Raises:
-            RequestError: 401 or 403.
+            RequestError: 400, 404 or 421, it is for no host that is served; 401 or 403, its sender may not send it.
         """
-        address, method, path = (scope.get("client") or ("",))[0], scope["method"], scope["path"]
-        nobody = Caller("", self._open, address, keyed=self.source is not None)
-        on_health_port = self._health_port is not None and scope["server"][1] == self._health_port
-        if is_free(method, path) or (on_health_port and path in HEALTH):
-            return nobody
-        caller = self._holder(address, authorization) if self.source and authorization else nobody
-        caller.require(needed_role(method, path, self.source is not None))
+        method, path, address = scope["method"], scope["path"], (scope.get("client") or ("",))[0]
+        keyed = self._source is not None
+        caller = Caller("", self._open, address, keyed=keyed)
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        if not host and scope["http_version"] == "1.1":
+            raise RequestError(400, "The request has no Host.", headers=_CLOSE)
+        health_port = self._settings.health_port
+        if health_port is not None and scope["server"][1] == health_port:
+            if path not in HEALTH:  # for monitors, by whatever name they know the machine: it shows no item
+                raise RequestError(404, f"This port answers {', '.join(HEALTH)} only.", headers=_CLOSE)
+            return caller
+        if host and not self._is_served(host):
+            sentence = (
+                "The server does not answer for this host name. Its operator can add names with --allow-host."
+            )
+            raise RequestError(421, sentence, headers=_CLOSE)
+        if method not in ("GET", "HEAD"):
+            self._refuse_other_sites(host, dict(scope["headers"]))
+        if is_free(method, path):
+            return caller
+        authorization = [value for name, value in scope["headers"] if name == b"authorization"]
+        if self._source is not None and authorization:
+            caller = _holder(self._source, address, authorization)
+        caller.require(needed_role(method, path, keyed))
         return caller
 
-    def _holder(self, address: str, authorization: list[bytes]) -> Caller:
-        assert self.source is not None
-        scheme, _, sent = authorization[0].partition(b" ")
-        if len(authorization) > 1 or scheme.lower() != b"bearer" or len(sent) > MAX_SENT:
-            sentence = "The header Authorization cannot be read. Send it once, as: Bearer KEY."
-            raise _unauthorised(sentence, ', error="invalid_request"')
-        key = self.source.keys.find(sent.strip().decode("latin-1"))
-        if key is None:
-            sentence = "This key is not known here. Ask the server's operator for one."
-            raise _unauthorised(sentence, ', error="invalid_token"')
-        return Caller(key.name, key.role, address, key.indexes)
+    def _refuse_other_sites(self, host: str, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse requests of other sites' pages: RequestError 403."""
+        origin = headers.get(b"origin")
+        foreign = headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
+        if origin is not None and not foreign:
+            site = origin.decode("latin-1").partition("://")[2]
+            foreign = site.lower() != host.lower() and _name(site) not in (self._settings.hosts or ())
+        if foreign:
+            raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
+
+    def _is_our_name(self, host: str) -> bool:
+        """Return whether the server answers for a Host; a page that rebinds a name of its own has no address to use."""
+        known, name = self._settings.hosts, _name(host)
+        return known is None or name in known or name == "localhost" or _is_address(name)
+
+
+def _name(host: str) -> str:
+    """Return a Host's name without its port, lower case, without the dot at its end."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _holder(source: KeySource, address: str, authorization: list[bytes]) -> Caller:
+    scheme, _, sent = authorization[0].partition(b" ")
+    if len(authorization) > 1 or scheme.lower() != b"bearer" or len(sent) > MAX_SENT:
+        sentence = "The header Authorization cannot be read. Send it once, as: Bearer KEY."
+        raise _unauthorised(sentence, ', error="invalid_request"')
+    key = source.keys.find(sent.strip().decode("latin-1"))
+    if key is None:
+        sentence = "This key is not known here. Ask the server's operator for one."
+        raise _unauthorised(sentence, ', error="invalid_token"')
+    return Caller(key.name, key.role, address, key.indexes)
 
 
 def _unauthorised(sentence: str, error: str = "") -> RequestError:

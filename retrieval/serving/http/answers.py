@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +17,7 @@ from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, filter_to_json
 from retrieval.serving.http.bodies import BodyMemory
 from retrieval.serving.http.models import Query
-from retrieval.serving.http.problems import RequestError
+from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BODY_MEMORY, SEND_SECONDS
 from retrieval.serving.index.index import Hit, Index
@@ -45,19 +43,14 @@ class Picture(Response):
         super().__init__(content, headers=headers, media_type=media_type)
         self._memory = memory
         if memory.held + len(content) > BODY_MEMORY:
-            raise RequestError(503, "The server is busy: pictures take all its memory. Try again.", "memory")
+            raise busy("pictures take all its memory", "memory")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send it, to a client that takes it."""
-        with self._counted():
-            async with asyncio.timeout(SEND_SECONDS):
-                await super().__call__(scope, receive, send)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
         self._memory.held += len(self.body)
         try:
-            yield
+            async with asyncio.timeout(SEND_SECONDS):
+                await super().__call__(scope, receive, send)
         finally:
             self._memory.held -= len(self.body)
 
@@ -80,14 +73,14 @@ def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[st
     }
 
 
-def hit_json(hit: Hit, served: Served, prefix: str, query: Query) -> dict[str, Any]:
-    """Return one answer of a query."""
+def hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:
+    """Return a hit as JSON, with the named metadata; None: with all."""
     return {
         "id": hit.id,
         "key": hit.id,
         "label": hit.label,
         "distance": hit.distance,
-        "metadata": _chosen(hit.metadata, query.options.fields),
+        "metadata": _chosen(hit.metadata, names),
         **_urls(served, prefix, str(hit.id), hit.keep, hit.path),
     }
 
@@ -162,25 +155,17 @@ def cursor_after(after: str, where: Filter | None) -> str:
 
 
 def after_cursor(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the id behind which a page begins.
-
-    Raises:
-        RequestError: 400, the cursor is another list's, or none at all.
-    """
+    """Return the id behind which a page begins; RequestError 400 for another list's cursor, or none at all."""
     if cursor is None:
         return None
     try:
         if len(cursor) > _MAX_CURSOR:
             raise ValueError
-        said = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
-    except (ValueError, binascii.Error):
+        after, digest = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
+        if not isinstance(after, str) or digest != _digest(where):
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
         raise RequestError(400, _NO_CURSOR) from None
-    ours = (
-        isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] == _digest(where)
-    )
-    if not ours:
-        raise RequestError(400, _NO_CURSOR)
-    after: str = said[0]
     return after
 
 

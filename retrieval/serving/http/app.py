@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import os
 import re
@@ -12,7 +11,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import lru_cache
 from importlib.resources import files
 from time import perf_counter
 from typing import Any
@@ -27,13 +25,12 @@ from retrieval.errors import DataError
 from retrieval.serving.http.access import Access
 from retrieval.serving.http.audit import Audit
 from retrieval.serving.http.keys import KeySource
-from retrieval.serving.http.listening import plain_address
 from retrieval.serving.http.monitoring import CONTENT_TYPE, METHODS, OTHER, Metrics, Traces
 from retrieval.serving.http.problems import RequestError, new_request_id, problem, report
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.routes import Routes
 from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import HEALTH, Settings
+from retrieval.serving.http.settings import DRAIN_SECONDS, GRACE_SECONDS, HEALTH, Settings, plain_address
 from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import Index
 from retrieval.serving.stages import Trail, current, following
@@ -65,21 +62,13 @@ _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2}
 
 
 class Application:
-    """One server's ASGI application.
-
-    Args:
-        indexes: opened, by name.
-        settings: limits.
-        keys: of callers; None: there are none.
-        audit: the record of changes; None for none.
-        traces: None for none.
-        reopen: opens the index that lies in a folder by now, by the index's name.
+    """One server's ASGI application, for opened indexes by name; `reopen` opens the index that is in a folder by now.
 
     Attributes:
-        routes: of all addresses.
-        served: the indexes, by name.
-        readiness: of each.
+        ends_process: whether the process is gone in time when the server ends, whatever its threads are at.
     """
+
+    ends_process = False
 
     def __init__(
         self,
@@ -109,9 +98,8 @@ class Application:
             for route in reversed(self.routes)
             if isinstance(route, Route)
         }
-        self._metrics = Metrics(self.served, self._patterns.values())
+        self._metrics = Metrics(self.served)
         self._access = Access(settings, keys)
-        self._is_served = lru_cache(64)(self._is_our_name)
         self._router = Router(self.routes, redirect_slashes=False, lifespan=self._lifespan)
         self._observed: Any = self._observe if traces is None else traces.around(self._observe)
         if settings.proxies:
@@ -128,49 +116,46 @@ class Application:
         await self._observed(scope, receive, send)
 
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, with its id and its line in the log; nothing that it does fails the server."""
-        began, headers = perf_counter(), dict(scope["headers"])
-        trace = _trace_id(scope["headers"])
+        """Answer a request, with its id and its line in the log; no fault of a request fails the server."""
+        began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace))
         scope["retrieval.request_id"] = trail.id
         own = [*_HEADERS, (b"x-request-id", trail.id.encode())]
         if trace:
-            own.append((b"traceparent", headers[b"traceparent"]))
-        status = given = taken = 0
+            own.append((b"traceparent", dict(scope["headers"])[b"traceparent"]))
+        status = bytes_out = bytes_in = 0
         sending = began
 
         async def counted_receive() -> Any:
-            nonlocal taken
+            nonlocal bytes_in
             message = await receive()
-            taken += len(message.get("body", b""))
+            bytes_in += len(message.get("body", b""))
             return message
 
         async def counted_send(message: Any) -> None:
-            nonlocal status, given, sending
+            nonlocal status, bytes_out, sending
             if message["type"] == "http.response.start":
                 status, sending = message["status"], perf_counter()
                 if self._traces is not None:  # the instrumentation ends the span with the answer
                     self._traces.begin(trail, scope["method"], self._route(scope))
                 message = {**message, "headers": [*message.get("headers", []), *own]}
-            given += len(message.get("body", b""))
+            bytes_out += len(message.get("body", b""))
             await send(message)
 
         with following(trail):
             try:
-                await self._admit(scope, counted_receive, counted_send, headers)
+                await self._admit(scope, counted_receive, counted_send)
             except (ClientDisconnect, TimeoutError):  # nobody waits for the answer, or takes it
                 pass
             except BaseException as error:
-                stopping = isinstance(error, asyncio.CancelledError)
-                if not stopping:
+                refusal = RequestError(500, "The server failed on this request; its log says why.")
+                if isinstance(error, asyncio.CancelledError):
+                    refusal = RequestError(503, "The server is stopping. Try again in a moment.")
+                else:
                     report(error)
                 if not status:
-                    sentence = "The server failed on this request; its log says why."
-                    refusal = RequestError(500, sentence)
-                    if stopping:
-                        refusal = RequestError(503, "The server is stopping. Try again in a moment.")
                     await problem(scope, refusal)(scope, counted_receive, counted_send)
-                if not isinstance(error, Exception) and not stopping:
+                if not isinstance(error, Exception | asyncio.CancelledError):
                     raise
             finally:
                 ended = perf_counter()
@@ -182,37 +167,35 @@ class Application:
                 if self._traces is not None:
                     self._traces.finish(trail)
                 if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
-                    said = {"ms": round(1000 * (ended - began), 2), "bytes_in": taken, "bytes_out": given}
-                    self._log(
-                        scope, trail, {"method": method, "route": route, "status": status, **said}, trace
-                    )
+                    line = {"method": method, "route": route, "status": status}
+                    line |= {"ms": round(1000 * (ended - began), 2)}
+                    line |= {"bytes_in": bytes_in, "bytes_out": bytes_out}
+                    self._log(scope, trail, line, trace)
 
     @staticmethod
-    def _log(scope: Any, trail: Trail, said: dict[str, Any], trace: str) -> None:
+    def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
         """Write the line of a request that is over."""
         caller, client = scope.get("retrieval.caller"), scope.get("client")
-        known = {
+        optional = {
             "request_id": trail.id,
             "trace_id": trace,
             "key": caller.name if caller else None,
             "client": client[0] if client else None,
             "reason": trail.reason,
-            "stages": {name: round(1000 * each, 2) for name, each in trail.seconds().items()},
+            "stages": {name: round(1000 * seconds, 2) for name, seconds in trail.seconds().items()},
         }
-        said |= {name: value for name, value in known.items() if value not in (None, "", {})}
-        log.info("request", extra={"request": said})
+        line |= {name: value for name, value in optional.items() if value not in (None, "", {})}
+        log.info("request", extra={"request": line})
 
     def _route(self, scope: Any) -> str:
         """Return the pattern of a request's address."""
         key = (scope.get("endpoint"), frozenset(scope.get("path_params", ())))
         return self._patterns.get(key, OTHER)
 
-    async def _admit(self, scope: Any, receive: Any, send: Any, headers: Mapping[bytes, bytes]) -> None:
+    async def _admit(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request for a host that is served, whose sender may send it."""
         try:
-            self._refuse_strangers(scope, headers)
-            authorization = [value for name, value in scope["headers"] if name == b"authorization"]
-            scope["retrieval.caller"] = self._access.admit(scope, authorization)
+            scope["retrieval.caller"] = self._access.admit(scope)
             await self._router(scope, receive, send)
         except HTTPException as error:
             refusal = RequestError(
@@ -231,43 +214,6 @@ class Application:
             trail.reason = refusal.reason
         await problem(scope, refusal)(scope, receive, send)
 
-    def _refuse_strangers(self, scope: Any, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse requests for other hosts and of other sites' pages.
-
-        Raises:
-            RequestError: 400, 403, 404 or 421.
-        """
-        close = {"Connection": "close"}
-        host = headers.get(b"host", b"").decode("latin-1")
-        if not host and scope["http_version"] == "1.1":
-            raise RequestError(400, "The request has no Host.", headers=close)
-        on_health_port = (
-            self._settings.health_port is not None and scope["server"][1] == self._settings.health_port
-        )
-        if on_health_port:  # for monitors, by whatever name they know the machine: it shows no item
-            if scope["path"] not in HEALTH:
-                raise RequestError(404, f"This port answers {', '.join(HEALTH)} only.", headers=close)
-            return
-        if host and not self._is_served(host):
-            sentence = (
-                "The server does not answer for this host name. Its operator can add names with --allow-host."
-            )
-            raise RequestError(421, sentence, headers=close)
-        if scope["method"] in ("GET", "HEAD"):
-            return
-        origin = headers.get(b"origin")
-        foreign = headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
-        if origin is not None and not foreign:
-            where = origin.decode("latin-1").partition("://")[2]
-            foreign = where.lower() != host.lower() and _name(where) not in (self._settings.hosts or ())
-        if foreign:
-            raise RequestError(403, "The request comes from another site's page.", headers=close)
-
-    def _is_our_name(self, host: str) -> bool:
-        """Return whether the server answers for a Host; a page that rebinds a name of its own has no address to use."""
-        known, name = self._settings.hosts, _name(host)
-        return known is None or name in known or name == "localhost" or _is_address(name)
-
     # Health
 
     async def _live(self, request: Request) -> Response:
@@ -275,16 +221,14 @@ class Application:
 
     async def _ready(self, request: Request) -> Response:
         """Say whether all indexes can be searched, and what is wrong with which."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, one in self.readiness.items():
-            fallback = {"fallback": one.fallback} if one.fallback else {}
-            found[name] = {"items": one.items, "bundle": one.bundle, **fallback, "checks": one.checks()}
-        several = len(found) > 1
-        members: dict[str, Any] = {"indexes": found} if several else next(iter(found.values()))
-        for name, one in self.readiness.items():
-            if reason := one.reason():
-                told = members if several else {"checks": members["checks"]}
-                raise RequestError(503, f"Index {name}: {reason}" if several else reason, members=told)
+        states = {name: readiness.state() for name, readiness in self.readiness.items()}
+        several = len(states) > 1
+        members: dict[str, Any] = {"indexes": states} if several else next(iter(states.values()))
+        for name, readiness in self.readiness.items():
+            if reason := readiness.reason():
+                sentence = f"Index {name}: {reason}" if several else reason
+                shown = members if several else {"checks": members["checks"]}
+                raise RequestError(503, sentence, members=shown)
         return JSONResponse({"status": "ready", **members})
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -295,18 +239,22 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
-        watching: list[Awaitable[None]] = [each.watch() for each in self.readiness.values()]
+        watching: list[Awaitable[None]] = [readiness.watch() for readiness in self.readiness.values()]
         if self._keys is not None:
             watching.append(self._watch_keys(self._keys))
-        tasks = [asyncio.ensure_future(each) for each in watching]
+        tasks = [asyncio.ensure_future(watch) for watch in watching]
         if os.name == "posix" and threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_again)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reopen_audit)
         # looking through what is there for garbage would keep the event loop from its clients for a tenth of a second
         gc.collect()
         gc.freeze()
         try:
             yield
         finally:
+            if self.ends_process:
+                timer = threading.Timer(GRACE_SECONDS - DRAIN_SECONDS - 1, os._exit, (0,))
+                timer.daemon = True
+                timer.start()
             for task in tasks:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
@@ -319,15 +267,15 @@ class Application:
         if self._traces is not None:
             self._traces.close()
 
+    def _reopen_audit(self) -> None:
+        if self._audit is not None:
+            self._audit.reopen()
+
     async def _watch_keys(self, keys: KeySource) -> None:
         while True:
             await asyncio.sleep(_KEYS_SECONDS)
             with suppress(RequestError):
                 await self.workers.pictures.run(keys.look)
-
-    def _read_again(self) -> None:
-        if self._audit is not None:
-            self._audit.reopen()
 
 
 def _static(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
@@ -339,28 +287,13 @@ def _static(name: str, media_type: str) -> Callable[[Request], Awaitable[Respons
     return give
 
 
-def _name(host: str) -> str:
-    """Return a Host's name without its port, lower case, without the dot at its end."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower().removesuffix(".")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:
     """Return the trace's id of a valid `traceparent`, as W3C Trace Context 1 has it; empty where there is none."""
-    given = [value for name, value in headers if name == b"traceparent"]
-    found = _PARENT.fullmatch(given[0]) if len(given) == 1 else None
-    if found is None:
+    parents = [value for name, value in headers if name == b"traceparent"]
+    match = _PARENT.fullmatch(parents[0]) if len(parents) == 1 else None
+    if match is None:
         return ""
-    version, trace, span, _, more = found.groups()
+    version, trace, span, _, more = match.groups()
     if version == b"ff" or (version == b"00" and more) or not trace.strip(b"0") or not span.strip(b"0"):
         return ""
     return trace.decode()

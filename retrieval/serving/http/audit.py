@@ -36,9 +36,9 @@ _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | g
 _REFUSED = "The server cannot record changes now, and so makes none. Its log says why. Try again in a moment."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Change:
-    """A change that somebody asks for.
+    """A change that a caller asks for.
 
     Attributes:
         what: "put", "change", "delete" or "snapshot".
@@ -47,6 +47,7 @@ class Change:
         request: the request's id.
         ids: of the items.
         where: the filter in their place.
+        count: items that were changed, once they are.
     """
 
     what: str
@@ -55,10 +56,11 @@ class Change:
     request: str
     ids: Sequence[str] = ()
     where: Filter | None = None
+    count: int | None = None
 
-    def members(self) -> dict[str, Any]:
+    def line(self) -> dict[str, Any]:
         """Return what a line says of the change, within bounds."""
-        found: dict[str, Any] = {
+        line: dict[str, Any] = {
             "request": self.request,
             "key": self.caller.name or None,
             "role": self.caller.role,
@@ -67,25 +69,15 @@ class Change:
             "what": self.what,
         }
         if self.where is not None:
-            found["filter"] = filter_to_text(self.where)[:_MAX_FILTER]
+            line["filter"] = filter_to_text(self.where)[:_MAX_FILTER]
         elif self.what != "snapshot":
-            found["ids"] = [id[:_MAX_TEXT] for id in self.ids[:MAX_IDS]]
-            found["ids_left_out"] = max(0, len(self.ids) - MAX_IDS)
-        return found
-
-
-@dataclass
-class Outcome:
-    """How a change ended; whoever makes it sets `count`."""
-
-    count: int | None = None
+            line["ids"] = [id[:_MAX_TEXT] for id in self.ids[:MAX_IDS]]
+            line["ids_left_out"] = max(0, len(self.ids) - MAX_IDS)
+        return line
 
 
 class Audit:
-    """A file of JSON lines, written by any thread and any process.
-
-    Args:
-        path: made where there is none, for its owner only.
+    """A file of JSON lines, written by any thread and any process; made for its owner only where there is none.
 
     Raises:
         RetrievalError: the file cannot be written to.
@@ -97,30 +89,27 @@ class Audit:
         try:
             self._file = self._open()
         except OSError as error:
-            raise RetrievalError(
-                f"The record of changes {path} cannot be written to: {error.strerror or error}."
-            ) from None
+            reason = error.strerror or error
+            raise RetrievalError(f"The record of changes {path} cannot be written to: {reason}.") from None
 
     @contextmanager
-    def recording(self, change: Change) -> Iterator[Outcome]:
+    def recording(self, change: Change) -> Iterator[None]:
         """Record a change that is made inside the block; for a thread.
 
         Raises:
             RequestError: 503, the record cannot be written; nothing inside is done then.
         """
-        said, outcome = change.members(), Outcome()
+        line = change.line()
+        if not self._write({**line, "outcome": "begun"}):
+            raise RequestError(503, _REFUSED, "audit")
         try:
-            self._write({**said, "outcome": "begun"})
-        except OSError as error:
-            log.error("The record of changes %s: %s", self._path, error.strerror or error)
-            raise RequestError(503, _REFUSED, "audit") from None
-        try:
-            yield outcome
+            yield
         except BaseException as error:
             reason = str(error)[:_MAX_TEXT] if isinstance(error, RetrievalError) else type(error).__name__
-            self._ended({**said, "outcome": "failed", "reason": reason})
+            self._write({**line, "outcome": "failed", "reason": reason})
             raise
-        self._ended({**said, "outcome": "done", "count": outcome.count})
+        # where the disk refuses this line, the change is made all the same, and its client is told so
+        self._write({**line, "outcome": "done", "count": change.count})
 
     def reopen(self) -> None:
         """Open the file by its name again, after it was renamed; the next change reports a fault."""
@@ -128,47 +117,45 @@ class Audit:
             self._swap()
 
     def _swap(self) -> None:
-        made = self._open()
+        file = self._open()
         os.close(self._file)
-        self._file = made
+        self._file = file
 
     def _open(self) -> int:
-        handle = os.open(self._path, _FLAGS, 0o600)
+        file = os.open(self._path, _FLAGS, 0o600)
         try:
-            known = os.fstat(handle)
-            if not stat.S_ISREG(known.st_mode):
+            state = os.fstat(file)
+            if not stat.S_ISREG(state.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            if known.st_size and os.pread(handle, 1, known.st_size - 1) != b"\n":
-                os.write(handle, b"\n")  # a power cut left a line unfinished
+            if state.st_size and os.pread(file, 1, state.st_size - 1) != b"\n":
+                os.write(file, b"\n")  # a power cut left a line unfinished
         except OSError:
-            os.close(handle)
+            os.close(file)
             raise
-        return handle
+        return file
 
-    def _ended(self, said: dict[str, Any]) -> None:
-        try:
-            self._write(said)
-        except OSError as error:  # the change is made, and its client is told so
-            log.error("The record of changes %s: %s", self._path, error.strerror or error)
-
-    def _write(self, said: dict[str, Any]) -> None:
-        """Append a whole line and sync it, or append nothing.
-
-        Raises:
-            OSError: the disk refuses.
-        """
+    def _write(self, line: dict[str, Any]) -> bool:
+        """Append a whole line and sync it, or append nothing, log why, and return False."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
-        line = json.dumps({"time": now, **said}, ensure_ascii=False, separators=(",", ":"))
-        content = line.encode("utf-8", "backslashreplace") + b"\n"
-        with self._lock:
-            if not os.fstat(self._file).st_nlink:  # rotated, and removed since
-                self._swap()
-            size = os.fstat(self._file).st_size
-            try:
-                if os.write(self._file, content) < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(self._file)
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(self._file, size)
-                raise
+        text = json.dumps({"time": now, **line}, ensure_ascii=False, separators=(",", ":"))
+        content = text.encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            with self._lock:
+                self._append(content)
+        except OSError as error:
+            log.error("The record of changes %s: %s", self._path, error.strerror or error)
+            return False
+        return True
+
+    def _append(self, content: bytes) -> None:
+        if not os.fstat(self._file).st_nlink:  # rotated, and removed since
+            self._swap()
+        size = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file, size)
+            raise

@@ -17,48 +17,56 @@ from retrieval.serving.index.index import Index
 from retrieval.serving.stages import stage
 from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item
 
-_KEPT_BYTES = 64_000_000
+_COPIED_BYTES = 64_000_000
 """Originals that one request copies when it changes labels or metadata."""
 
 
 def embedded(
     bundle: Bundle,
     widths: Mapping[str, int],
-    items: Sequence[NewItem],
-    decoded: Sequence[Decoded],
-    small: Mapping[str, bytes],
+    new_items: Sequence[NewItem],
+    images: Sequence[Decoded],
+    thumbnails: Mapping[str, bytes],
 ) -> dict[str, Item]:
-    """Return the items that have an image or a vector, with what the index keeps of them.
+    """Return the items that have an image or a vector, by id, with the arrays that the index keeps of them.
 
     Args:
         bundle: embeds them.
         widths: numbers of each array that the index keeps of an item, by name.
-        items: all of them.
-        decoded: the images of those that have one, in order.
-        small: thumbnails, by id, where no more is kept.
+        new_items: all of them.
+        images: decoded, of those that have one, in order.
+        thumbnails: by id, where no more is kept.
 
     Raises:
         DataError: vectors that the index does not take.
     """
-    made: dict[str, Item] = {}
-    pictured = [item for item in items if item.image is not None]
-    if pictured:
-        arrays = _arrays(bundle, widths, np.stack([one.pixels for one in decoded]))
-        for item, picture, row in zip(pictured, decoded, arrays, strict=True):
-            assert item.image is not None
-            original = item.image if item.keep == "copy" else small.get(item.id)
-            made[item.id] = Item(item.id, item.label, item.metadata, None, None, item.keep, original, len(item.image), picture.width, picture.height, row)  # fmt: skip
-    if numbered := [item for item in items if item.vector is not None]:
-        for item, row in zip(numbered, _of_vectors(bundle, widths, numbered), strict=True):
-            made[item.id] = Item(item.id, item.label, item.metadata, keep="nothing", arrays=row)
-    return made
+    items: dict[str, Item] = {}
+    if images:
+        rows = _arrays(bundle, widths, np.stack([image.pixels for image in images]))
+        with_image = [new for new in new_items if new.image is not None]
+        for new, image, arrays in zip(with_image, images, rows, strict=True):
+            assert new.image is not None
+            items[new.id] = Item(
+                new.id,
+                new.label,
+                new.metadata,
+                keep=new.keep,
+                original=new.image if new.keep == "copy" else thumbnails.get(new.id),
+                bytes=len(new.image),
+                width=image.width,
+                height=image.height,
+                arrays=arrays,
+            )
+    if with_vector := [new for new in new_items if new.vector is not None]:
+        for new, arrays in zip(with_vector, _of_vectors(bundle, widths, with_vector), strict=True):
+            items[new.id] = Item(new.id, new.label, new.metadata, keep="nothing", arrays=arrays)
+    return items
 
 
 def _arrays(bundle: Bundle, widths: Mapping[str, int], inputs: NDArray[Any]) -> list[dict[str, Floats]]:
-    """Return the arrays that the index keeps of images or features."""
+    """Return the arrays that the index keeps of each image or each row of features."""
     with stage("encode", len(inputs)):
-        keeps = FEATURES in widths
-        features = bundle.features(inputs) if keeps else None
+        features = bundle.features(inputs) if FEATURES in widths else None
         encoded = bundle.encode(inputs) if features is None else bundle.encode_features(features)
     arrays = {VECTOR: encoded.vector}
     if encoded.code is not None:
@@ -71,15 +79,14 @@ def _arrays(bundle: Bundle, widths: Mapping[str, int], inputs: NDArray[Any]) -> 
 def _of_vectors(
     bundle: Bundle, widths: Mapping[str, int], items: Sequence[NewItem]
 ) -> list[dict[str, Floats]]:
-    given = bundle.manifest.input
-    width = given.shape[0] if given.kind == "features" else bundle.manifest.vector
+    takes_features = bundle.manifest.input.kind == "features"
+    width = bundle.manifest.input.shape[0] if takes_features else bundle.manifest.vector
     if wrong := next((item for item in items if len(item.vector or ()) != width), None):
-        what = "features" if given.kind == "features" else "numbers"
-        raise DataError(
-            f"A vector of this index has {width} {what}, not {len(wrong.vector or ())} (item {wrong.id[:80]!a})."
-        )
+        what = "features" if takes_features else "numbers"
+        length = len(wrong.vector or ())
+        raise DataError(f"A vector of this index has {width} {what}, not {length} (item {wrong.id[:80]!a}).")
     vectors = np.array([item.vector for item in items], np.float64)
-    if given.kind == "features":
+    if takes_features:
         return _arrays(bundle, widths, vectors)
     if set(widths) != {VECTOR}:
         raise DataError(
@@ -89,32 +96,26 @@ def _of_vectors(
         return [{VECTOR: row} for row in vectors.astype(np.float32)]
 
 
-def write(items: Sequence[NewItem], made: Mapping[str, Item], bundle: Bundle, index: Index) -> int:
-    """Write items in one transaction; return how many were there.
+def write(index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Mapping[str, Item]) -> int:
+    """Write items in one transaction; return how many were there. For the thread that writes.
 
-    Args:
-        items: all of them.
-        made: those that are embedded; the others are there, and change in what they name.
-        bundle: has embedded them.
-        index: is written to, in the thread that writes.
+    Those that are not among the embedded `items` are there already, and change in what they name.
 
     Raises:
         DataError: an item that is not embedded is not there.
     """
-    kept = [item for item in items if item.id not in made]
-    there = index.get([item.id for item in kept], arrays=True) if kept else {}
-    if missing := [item.id for item in kept if item.id not in there]:
+    changes = [new for new in new_items if new.id not in items]
+    stored = index.get([new.id for new in changes], arrays=True) if changes else {}
+    if missing := [new.id for new in changes if new.id not in stored]:
+        more = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
+        raise DataError(f"There is no item {missing[0][:80]!a}, so that it needs an image or a vector{more}.")
+    size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
+    if len(changes) > 1 and size > _COPIED_BYTES:
         raise DataError(
-            f"There is no item {missing[0][:80]!a}, so that it needs an image or a vector"
-            + (f" ({len(missing):,} such items)." if len(missing) > 1 else ".")
+            f"The originals of these items have more than {_COPIED_BYTES:,} bytes. Change fewer at a time."
         )
-    size = sum(there[item.id].bytes or 0 for item in kept if there[item.id].keep == "copy")
-    if len(kept) > 1 and size > _KEPT_BYTES:
-        raise DataError(
-            f"The originals of these items have more than {_KEPT_BYTES:,} bytes. Change fewer at a time."
-        )
-    with stage("write", len(items)):
-        whole = [made.get(item.id) or _changed(index, there[item.id], item) for item in items]
+    with stage("write", len(new_items)):
+        whole = [items.get(new.id) or _changed(index, stored[new.id], new) for new in new_items]
         return index.store.upsert(whole, bundle.sha256)
 
 

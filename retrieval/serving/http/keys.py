@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retrieval.errors import RetrievalError, listed
 from retrieval.host.files import whole_file
 from retrieval.serving.files.locks import hold
+from retrieval.serving.files.plain import read_plain
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.http.settings import Role
 
@@ -37,7 +38,6 @@ MAX_SENT = 200
 
 _KEY = re.compile(r"rk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _HEAD = b"# Keys of `retrieval serve`, as salted hashes, one JSON object a line. See: retrieval keys --help\n"
-_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _Index = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -82,23 +82,18 @@ class Keys(tuple[Key, ...]):
 
 
 def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Key]:
-    """Make a key; return what its holder sends, and what is kept of it.
-
-    Args:
-        name: of the key.
-        role: what its holder may do.
-        indexes: names of the indexes that it opens; empty for all.
+    """Make a key that opens the named indexes (empty: all); return what its holder sends, and what is kept of it.
 
     Raises:
         RetrievalError: the name has characters that no key's name may have.
     """
     secret, salt, id = secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_hex(6)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
+    key: dict[str, object] = {"name": name, "role": role, "id": id, "salt": salt, "hash": _hash(salt, secret)}
+    key |= {"created": datetime.now(UTC).isoformat(timespec="seconds"), "indexes": tuple(indexes) or None}
     try:
-        key = Key(name=name, role=role, id=id, salt=salt, hash=_hash(salt, secret), created=now, indexes=tuple(indexes) or None)  # fmt: skip
+        return f"rk_{id}_{secret}", Key.model_validate(key)
     except ValidationError as error:
         raise RetrievalError(f"This key cannot be made: {_problems(error)}.") from None
-    return f"rk_{id}_{secret}", key
 
 
 def _hash(salt: str, secret: str) -> str:
@@ -107,25 +102,27 @@ def _hash(salt: str, secret: str) -> str:
 
 def _problems(error: ValidationError) -> str:
     """Return what pydantic found, without the values: one may be somebody's key in the wrong place."""
-    found = []
-    for each in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
-        where = ".".join(map(str, each["loc"][:1])) or "it"
-        if where == "name" and each["type"] == "string_pattern_mismatch":
-            found.append("name: it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter or digit")  # fmt: skip
-        else:
-            found.append(f"{where}: {each['msg']}")
-    return "; ".join(found)
+    problems = []
+    for fault in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
+        member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
+        if member == "name" and fault["type"] == "string_pattern_mismatch":
+            message = (
+                "it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter or digit"
+            )
+        problems.append(f"{member}: {message}")
+    return "; ".join(problems)
 
 
 # The file
 
 
 def parse_keys(text: bytes, where: str) -> Keys:
-    """Return the keys in a file's text.
+    """Return the keys in a file's text: a JSON object a line; empty lines and lines that begin with # say nothing.
+
+    A text without any line is refused, since a file that is being written begins so.
 
     Args:
-        text: a JSON object a line; empty lines and lines that begin with # say nothing. A text without any line is
-            refused, since a file that is being written begins so.
+        text: of the file.
         where: whose text it is, for errors.
 
     Raises:
@@ -148,25 +145,22 @@ def parse_keys(text: bytes, where: str) -> Keys:
             key = _parsed(line)
         except ValidationError as error:
             problems.append(f"line {number}: {_problems(error)}.")
+            continue
         except ValueError:
             problems.append(f"line {number} is not a JSON object.")
-        else:
-            for what in (f"name {key.name}", f"id {key.id}"):
-                if what in seen:
-                    problems.append(f"line {number} has the {what} of line {seen[what]} again.")
-                seen[what] = number
-            keys.append(key)
+            continue
+        for what in (f"name {key.name}", f"id {key.id}"):
+            if what in seen:
+                problems.append(f"line {number} has the {what} of line {seen[what]} again.")
+            seen[what] = number
+        keys.append(key)
     if problems:
         raise RetrievalError(listed(where, problems))
     return Keys(keys)
 
 
 def read_keys(path: Path) -> Keys:
-    """Return the keys in a file.
-
-    Raises:
-        RetrievalError: the file cannot be read, or a line of it is wrong.
-    """
+    """Return the keys in a file; RetrievalError where it cannot be read, or a line of it is wrong."""
     return parse_keys(_read(path), str(path))
 
 
@@ -178,11 +172,11 @@ def add_key(path: Path, key: Key) -> None:
     """
     with hold(path, "changing these keys"):
         text = _read(path) if path.exists() else _HEAD
-        if any(each.name == key.name for each in parse_keys(text, str(path))):
+        if any(other.name == key.name for other in parse_keys(text, str(path))):
             raise RetrievalError(
                 f"{path} has a key {key.name} already. Choose another name, or remove that one first."
             )
-        text = text + (b"" if text.endswith(b"\n") else b"\n") + key.line().encode()
+        text += (b"" if text.endswith(b"\n") else b"\n") + key.line().encode()
         parse_keys(text, str(path))  # refuses one key too many
         _write(path, text)
 
@@ -195,7 +189,7 @@ def remove_key(path: Path, name: str) -> None:
     """
     with hold(path, "changing these keys"):
         text = _read(path)
-        names = sorted(each.name for each in parse_keys(text, str(path)))
+        names = sorted(key.name for key in parse_keys(text, str(path)))
         if name not in names:
             raise RetrievalError(f"{path} has no key {name}. It has: {', '.join(names[:20]) or 'none'}.")
         kept = [line for line in text.split(b"\n") if not _is_key(line) or _parsed(line).name != name]
@@ -213,11 +207,7 @@ def _parsed(line: bytes) -> Key:
 
 def _read(path: Path) -> bytes:
     try:
-        handle = os.open(path, _READ)
-        with os.fdopen(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise RetrievalError(f"{path} is not a regular file.")
-            return file.read(MAX_FILE_BYTES + 1)
+        return read_plain(Path(os.path.realpath(path)), MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise RetrievalError(
             f"There is no file of keys {path}. Make one with: retrieval keys add NAME --output {path}"
@@ -232,10 +222,10 @@ def _write(path: Path, text: bytes) -> None:
     with whole_file(place, RetrievalError, private=True) as temporary:
         temporary.write_bytes(text)
         if place.exists() and os.name == "posix":
-            known = place.stat()
-            if (known.st_uid, known.st_gid) != (os.getuid(), os.getgid()):
-                os.chown(temporary, known.st_uid, known.st_gid)
-            temporary.chmod(stat.S_IMODE(known.st_mode))
+            state = place.stat()
+            if (state.st_uid, state.st_gid) != (os.getuid(), os.getgid()):
+                os.chown(temporary, state.st_uid, state.st_gid)
+            temporary.chmod(stat.S_IMODE(state.st_mode))
 
 
 class KeySource:
@@ -253,32 +243,32 @@ class KeySource:
     """
 
     def __init__(self, path: Path | None, text: str = "") -> None:
-        self.path = path
+        self._path = path
         self._read = self._seen = self._stamp()
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
         """Read a file that has changed and was the same twice in a row: nobody writes it any more. For a thread."""
-        if self.path is None:
+        if self._path is None:
             return
         before, self._seen = self._seen, self._stamp()
         if self._seen != before or self._seen == self._read:
             return
         self._read = self._seen
         try:
-            self.keys = read_keys(self.path)
+            self.keys = read_keys(self._path)
         except RetrievalError as error:
             log.warning("The keys stay as they were. %s", error)
         else:
             count = "1 key" if len(self.keys) == 1 else f"{len(self.keys):,} keys"
-            log.warning("Read %s again; it has %s.", self.path, count)
+            log.warning("Read %s again; it has %s.", self._path, count)
 
     def _stamp(self) -> tuple[int, ...] | None:
         try:
-            known = None if self.path is None else self.path.stat()
+            state = None if self._path is None else self._path.stat()
         except OSError:
             return None
-        return known and (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns)
+        return state and (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
 
 
 def key_source(path: Path | None) -> KeySource | None:

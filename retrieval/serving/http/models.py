@@ -1,4 +1,4 @@
-"""What requests say: options, queries and items, from JSON, forms and addresses, with a sentence for what is wrong."""
+"""What requests say: options, queries and items, from JSON, forms and addresses; pydantic checks them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from retrieval.errors import DataError
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, as_filter
-from retrieval.serving.http.bodies import Body, Form
+from retrieval.serving.http.bodies import Body, read_form
 from retrieval.serving.http.problems import RequestError
 
 SEARCH_TYPES = (
@@ -31,6 +31,7 @@ ADD_TYPES = (
 
 MAX_K = 1000
 MAX_CANDIDATES = 10_000
+MAX_PAGE = 1000
 MAX_FIELDS = 100
 MAX_CONDITIONS, MAX_VALUES = 100, 1000
 MAX_DELETED_IDS = 10_000
@@ -38,45 +39,57 @@ OPTIONS = ("k", "filter", "candidates", "fields", "explain")
 
 Vector = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)]
 ItemId = Annotated[str, Field(min_length=1, max_length=1000)]
-FilterForm = str | dict[str, JsonValue]
+FilterForm = Annotated[str | dict[str, JsonValue] | None, Field(description="text or an object")]
+Names = Annotated[list[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")]
 Keep = Literal["copy", "thumbnail", "nothing"]
 
-_FILTER = "text or an object"
 _VECTOR = "a list of finite numbers"
 
 
 class JsonBody(BaseModel):
-    """A JSON object that a request holds; `shape` is the sentence for one of another shape."""
+    """A JSON object of a request, or the fields of a form or an address."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     shape: ClassVar[str] = ""
+    """The sentence for an object with other members."""
+    one_of: ClassVar[tuple[str, ...]] = ()
+    """Members of which a request has exactly one."""
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if self.one_of and sum(getattr(self, name) is not None for name in self.one_of) != 1:
+            raise ValueError(self.shape)
+        return self
 
     @classmethod
     def of(cls, content: object) -> Self:
-        """Return what a JSON value says.
+        """Return the body that a JSON value holds.
 
         Raises:
-            RequestError: 400, it says something else; names the fields that are wrong.
+            RequestError: 400, names the first three members that are wrong.
         """
         try:
             return cls.model_validate(content)
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False, include_input=False)
-        sentences = (_sentence(cls, each["type"], each["loc"]) for each in problems[:3])
+        sentences = (_sentence(cls, problem["type"], problem["loc"]) for problem in problems[:3])
         raise RequestError(400, " ".join(dict.fromkeys(sentences)))
+
+    @classmethod
+    def of_texts(cls, texts: Mapping[str, str]) -> Self:
+        """Return the body that a form's fields or an address's parameters hold; see `of`."""
+        return cls.of({name: _FROM_TEXT.get(name, str)(text) for name, text in texts.items()})
 
 
 class Options(JsonBody):
     """How to search."""
 
     k: Annotated[int, Field(ge=1, le=MAX_K, description="a whole number from 1 to 1000")] = 10
-    filter: Annotated[FilterForm | None, Field(description=_FILTER)] = None
+    filter: FilterForm = None
     candidates: Annotated[
         int | None, Field(ge=1, le=MAX_CANDIDATES, description="a whole number from 1 to 10000")
     ] = None
-    fields: Annotated[
-        list[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")
-    ] = None
+    fields: Names = None
     explain: Annotated[bool, Field(description="true or false")] = False
 
 
@@ -84,9 +97,14 @@ class GivenBody(JsonBody):
     """One of several queries."""
 
     shape = 'A query must be {"vector": [numbers]} or {"id": "the id of an item"}.'
+    one_of = ("vector", "id")
 
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
     id: Annotated[ItemId | None, Field(description="the id of an item")] = None
+
+    def given(self) -> Given:
+        """Return the vector, or the id of the item, to search with."""
+        return Given(id=self.id) if self.vector is None else Given(vector=np.array(self.vector, np.float64))
 
 
 class SearchBody(Options, GivenBody):
@@ -109,6 +127,15 @@ class BatchBody(Options):
     queries: Annotated[list[GivenBody], Field(min_length=1, description="a list of queries")]
 
 
+class ListParameters(JsonBody):
+    """Which items to list, and how many a page."""
+
+    cursor: str | None = None
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="a whole number from 1 to 1000")] = 100
+    filter: FilterForm = None
+    fields: Names = None
+
+
 class ItemChangeBody(JsonBody):
     """What of an item is to be changed; what is not named stays."""
 
@@ -116,6 +143,12 @@ class ItemChangeBody(JsonBody):
 
     label: Annotated[str | None, Field(description="text, or null for none")] = None
     metadata: Annotated[dict[str, JsonValue], Field(description="an object")] = {}
+
+
+class ItemForm(ItemChangeBody):
+    """What an item with an image is to be."""
+
+    keep: Annotated[Keep, Field(description="copy, thumbnail or nothing")] = "copy"
 
 
 class ItemBody(ItemChangeBody):
@@ -152,12 +185,13 @@ class DeleteBody(JsonBody):
     """Which items to delete: one of the three."""
 
     shape = 'JSON must be one of {"ids": ["an id"]}, {"filter": {"label": "shoe"}} and {"all": true}.'
+    one_of = ("ids", "filter", "all")
 
     ids: Annotated[
         list[ItemId] | None,
         Field(min_length=1, max_length=MAX_DELETED_IDS, description="a list of 1 to 10,000 ids"),
     ] = None
-    filter: Annotated[FilterForm | None, Field(description=_FILTER)] = None
+    filter: FilterForm = None
     all: Annotated[Literal[True] | None, Field(description="true")] = None
 
 
@@ -167,7 +201,7 @@ _ENTRIES: Mapping[str, type[JsonBody]] = {"queries": GivenBody, "items": NamedIt
 def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
     """Return the sentence for one fault that pydantic found."""
     where = ""
-    if len(place) > 2 and place[0] in _ENTRIES:
+    if len(place) > 1 and place[0] in _ENTRIES:
         where, model, place = f'"{place[0]}", entry {place[1]}: ', _ENTRIES[str(place[0])], place[2:]
     field = model.model_fields.get(str(place[0])) if place else None
     whole = kind in ("extra_forbidden", "missing") and len(place) == 1
@@ -176,8 +210,8 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     return f'{where}"{place[0]}" must be {field.description}.'
 
 
-def loads(text: bytes | str, sentence: str) -> Any:
-    """Return what a JSON text says: no key twice, 64 levels at most.
+def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
+    """Return what a JSON text holds: no key twice, 64 levels at most.
 
     Raises:
         RequestError: 400, with the sentence.
@@ -188,81 +222,67 @@ def loads(text: bytes | str, sentence: str) -> Any:
         raise RequestError(400, sentence) from None
 
 
-def json_of(body: Body) -> Any:
-    """Return what a JSON body says; see `loads`."""
-    return loads(body.content, "The request is not JSON.")
-
-
-# Options as text
-
-
-def filter_of(given: str | Mapping[str, Any] | None) -> Filter | None:
+def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
     """Return a filter from its text or its JSON form.
 
     Raises:
         RequestError: 400, it is none, or too large for a server.
     """
     try:
-        found = as_filter(given)
+        where = as_filter(form)
     except DataError as error:
         raise RequestError(400, str(error)) from None
-    if found and (found.size.conditions > MAX_CONDITIONS or found.size.values > MAX_VALUES):
-        sentence = f"The filter is too large: the server takes {MAX_CONDITIONS} conditions and {MAX_VALUES:,} values."
-        raise RequestError(400, sentence)
-    return found
+    if where and (where.size.conditions > MAX_CONDITIONS or where.size.values > MAX_VALUES):
+        limits = f"{MAX_CONDITIONS} conditions and {MAX_VALUES:,} values"
+        raise RequestError(400, f"The filter is too large: the server takes {limits}.")
+    return where
 
 
-def filter_form(text: str) -> Any:
-    """Return the filter that a form or an address gives: as text, or as JSON, which begins with a brace."""
+# Text of forms and addresses; what cannot be converted stays text, for the model to refuse.
+
+
+def _filter(text: str) -> Any:
     if text.lstrip().startswith("{"):
         return loads(text, 'The filter is not JSON, though it begins with "{".')
     return text if text.strip() else None
 
 
-def names_form(text: str) -> Any:
-    """Return the names that a form or an address gives: a JSON list, or divided by commas."""
+def _names(text: str) -> Any:
     if text.lstrip().startswith("["):
         return loads(text, '"fields" is not JSON, though it begins with "[".')
     return [name.strip() for name in text.split(",")] if text.strip() else []
 
 
-def number_form(text: str) -> int | str:
-    """Return a number from its digits; what is none stays text, for the model to refuse."""
+def _number(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else text
 
 
-def truth_form(text: str) -> bool | str:
-    """Return true or false from its word; what is neither stays text, for the model to refuse."""
+def truth(text: str) -> bool | str:
+    """Return true or false from its word."""
     return {"true": True, "false": False}.get(text, text)
 
 
-_READ: Mapping[str, Callable[[str], Any]] = {
-    "k": number_form,
-    "filter": filter_form,
-    "candidates": number_form,
-    "fields": names_form,
-    "explain": truth_form,
+def _metadata(text: str) -> Any:
+    return loads(text or "{}", '"metadata" must be a JSON object.')
+
+
+_FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
+    "k": _number,
+    "candidates": _number,
+    "limit": _number,
+    "filter": _filter,
+    "fields": _names,
+    "explain": truth,
+    "metadata": _metadata,
+    "keep": lambda text: text or "copy",
 }
-
-
-def options_of(get: Callable[[str], str | None]) -> Options:
-    """Return how to search, from a form's fields or an address's parameters.
-
-    Args:
-        get: returns a field's text, or None.
-
-    Raises:
-        RequestError: 400, one of them is not what it should be.
-    """
-    texts = {name: get(name) for name in OPTIONS}
-    return Options.of({name: _READ[name](text) for name, text in texts.items() if text is not None})
 
 
 # Queries and items
 
 
 class Given(NamedTuple):
-    """One thing that is searched for: an encoded image's bytes, a vector, or the id of an item."""
+    """One thing to search with: an encoded image's bytes, a vector, or the id of an item."""
 
     image: bytes | None = None
     vector: NDArray[np.float64] | None = None
@@ -270,13 +290,7 @@ class Given(NamedTuple):
 
 
 class Query(NamedTuple):
-    """What is searched for, and how.
-
-    Attributes:
-        given: one, or several.
-        options: how many answers, which fields, whether to explain.
-        where: which items.
-    """
+    """One search or several: what to search with, how, and among which items."""
 
     given: tuple[Given, ...]
     options: Options
@@ -295,33 +309,27 @@ def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query
         RequestError: 400, the body is not what it should be.
     """
     if body.kind == "image":
-        return _query([Given(body.content)], options_of(parameters.get))
+        return _query([Given(body.content)], Options.of_texts(parameters))
     if body.kind == "form":
-        form = Form(body, OPTIONS, max_bytes)
-        return _query([Given(form.images[0])], options_of(form.get))
-    said = SearchBody.of(json_of(body))
-    return _query([_given(said, SearchBody.shape)], said)
+        form = read_form(body, OPTIONS, max_bytes)
+        return _query([Given(form.images[0])], Options.of_texts(form.fields))
+    search = SearchBody.of(loads(body.content))
+    return _query([search.given()], search)
 
 
 def batch_of(body: Body, most: int, max_bytes: int) -> Query:
-    """Return the searches of a body; for a thread.
+    """Return the searches of a body, `most` at most; for a thread.
 
     Raises:
         RequestError: 400, the body is not what it should be, or the searches are too many.
     """
     if body.kind == "form":
-        form = Form(body, OPTIONS, max_bytes, most)
-        return _query([Given(image) for image in form.images], options_of(form.get))
-    said = BatchBody.of(json_of(body))
-    if len(said.queries) > most:
-        raise RequestError(400, f"The request has {len(said.queries):,} queries; {most:,} are the most.")
-    return _query([_given(one, GivenBody.shape) for one in said.queries], said)
-
-
-def _given(one: SearchBody | GivenBody, shape: str) -> Given:
-    if (one.vector is None) == (one.id is None):
-        raise RequestError(400, shape)
-    return Given(id=one.id) if one.vector is None else Given(vector=np.array(one.vector, np.float64))
+        form = read_form(body, OPTIONS, max_bytes, most)
+        return _query([Given(image) for image in form.images], Options.of_texts(form.fields))
+    batch = BatchBody.of(loads(body.content))
+    if len(batch.queries) > most:
+        raise RequestError(400, f"The request has {len(batch.queries):,} queries; {most:,} are the most.")
+    return _query([query.given() for query in batch.queries], batch)
 
 
 def _query(given: Sequence[Given], options: Options) -> Query:
@@ -341,57 +349,42 @@ class NewItem(NamedTuple):
 
 
 def changed_item(id: str, body: Body) -> NewItem:
-    """Return what PATCH makes of an item; for a thread.
-
-    Raises:
-        RequestError: 400, the body is not what it should be.
-    """
-    said = ItemChangeBody.of(json_of(body))
-    return NewItem(id, said.label, said.metadata, named=frozenset(said.model_fields_set))
+    """Return what PATCH makes of an item; RequestError 400 as in `query_of`. For a thread."""
+    change = ItemChangeBody.of(loads(body.content))
+    return NewItem(id, change.label, change.metadata, named=frozenset(change.model_fields_set))
 
 
 def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
-    """Return what PUT makes of an item; for a thread.
-
-    Raises:
-        RequestError: 400, the body is not what it should be.
-    """
+    """Return what PUT makes of an item; RequestError 400 as in `query_of`. For a thread."""
     if body.kind == "json":
-        said = ItemBody.of(json_of(body))
-        return NewItem(id, said.label, said.metadata, vector=said.vector)
-    form = Form(body, ("label", "metadata", "keep"), max_bytes)
-    metadata = loads(form.get("metadata") or "{}", '"metadata" must be a JSON object.')
-    if not isinstance(metadata, dict):
-        raise RequestError(400, '"metadata" must be a JSON object.')
-    keep: Any = form.get("keep") or "copy"
-    if keep not in ("copy", "thumbnail", "nothing"):
-        raise RequestError(400, '"keep" must be copy, thumbnail or nothing.')
-    return NewItem(id, form.get("label"), metadata, form.images[0], None, keep)
+        item = ItemBody.of(loads(body.content))
+        return NewItem(id, item.label, item.metadata, vector=item.vector)
+    form = read_form(body, ("label", "metadata", "keep"), max_bytes)
+    fields = ItemForm.of_texts(form.fields)
+    return NewItem(id, fields.label, fields.metadata, form.images[0], None, fields.keep)
 
 
 def several_items(body: Body, most: int, max_bytes: int) -> list[NewItem]:
-    """Return the items of a body; for a thread.
-
-    Raises:
-        RequestError: 400, the body is not what it should be.
-    """
+    """Return the items of a body, `most` at most; RequestError 400 as in `query_of`. For a thread."""
     if body.kind == "json":
-        said = ItemsBody.of(json_of(body)).items
-        images: list[bytes | None] = [None] * len(said)
+        items = ItemsBody.of(loads(body.content)).items
+        images: list[bytes | None] = [None] * len(items)
     else:
-        form = Form(body, ("items",), max_bytes, most)
-        listed = loads(form.get("items") or "[]", 'The field "items" is not JSON.')
-        said, images = ItemsBody.of({"items": listed}).items, [*form.images]
-        if len(said) != len(images) or any(one.vector is not None for one in said):
+        form = read_form(body, ("items",), max_bytes, most)
+        content = loads(form.fields.get("items") or "[]", 'The field "items" is not JSON.')
+        items, images = ItemsBody.of({"items": content}).items, [*form.images]
+        if len(items) != len(images) or any(item.vector is not None for item in items):
             raise RequestError(
                 400,
                 f'The field "items" must list what each of the {len(images)} images is, in their order, without vectors.',
             )
-    if len(said) > most:
-        raise RequestError(400, f"The request has {len(said):,} items; {most:,} are the most.")
-    if len({one.id for one in said}) < len(said):
+    if len(items) > most:
+        raise RequestError(400, f"The request has {len(items):,} items; {most:,} are the most.")
+    if len({item.id for item in items}) < len(items):
         raise RequestError(400, "The request names an id twice.")
     return [
-        NewItem(one.id, one.label, one.metadata, image, one.vector, named=frozenset(one.model_fields_set))
-        for one, image in zip(said, images, strict=True)
+        NewItem(
+            item.id, item.label, item.metadata, image, item.vector, named=frozenset(item.model_fields_set)
+        )
+        for item, image in zip(items, images, strict=True)
     ]

@@ -23,7 +23,6 @@ from prometheus_client.registry import Collector
 
 from retrieval.errors import MissingDependency, StoreError, printable
 from retrieval.serving.stages import STAGES, Trail, current
-from retrieval.serving.store.contract import Stats, patience
 
 if TYPE_CHECKING:
     from retrieval.serving.http.served import Served
@@ -45,29 +44,30 @@ _STATS_SECONDS = 15.0
 # The log
 
 
-class _FewLines(logging.Filter):
+class _RateLimit(logging.Filter):
     """Lets a burst of lines pass, then some a second; says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._left = {True: float(2 * _ANSWERED_PER_SECOND), False: float(_EVENTS_AT_ONCE)}
-        self._last = {True: time.monotonic(), False: time.monotonic()}
-        self._dropped = {True: 0, False: 0}
+        self._left = {True: 2.0 * _ANSWERED_PER_SECOND, False: float(_EVENTS_AT_ONCE)}
+        self._last = dict.fromkeys(self._left, time.monotonic())
+        self._dropped = dict.fromkeys(self._left, 0)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let a line pass, or leave it out."""
+        """Let a line pass, or leave it out; answered requests are counted apart from events and refusals."""
         request = getattr(record, "request", None)
-        good = request is not None and 0 < (request["status"] or 0) < 400
-        rate, most = (_ANSWERED_PER_SECOND, 2 * _ANSWERED_PER_SECOND) if good else (_EVENTS_PER_SECOND, _EVENTS_AT_ONCE)  # fmt: skip
+        answered = request is not None and 0 < (request["status"] or 0) < 400
+        rate, most = _EVENTS_PER_SECOND, _EVENTS_AT_ONCE
+        if answered:
+            rate, most = _ANSWERED_PER_SECOND, 2 * _ANSWERED_PER_SECOND
         now = time.monotonic()
-        self._left[good] = min(most, self._left[good] + rate * (now - self._last[good]))
-        self._last[good] = now
-        if self._left[good] < 1:
-            self._dropped[good] += 1
-            return False
-        self._left[good] -= 1
-        record.left_out, self._dropped[good] = self._dropped[good], 0
-        return True
+        left = min(most, self._left[answered] + rate * (now - self._last[answered]))
+        self._last[answered] = now
+        self._left[answered] = left - (left >= 1)
+        self._dropped[answered] += left < 1
+        if left >= 1:
+            record.left_out, self._dropped[answered] = self._dropped[answered], 0
+        return left >= 1
 
 
 class _Lines(QueueHandler):
@@ -84,48 +84,43 @@ class _Lines(QueueHandler):
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Return a record whose message is the whole line."""
-        said: dict[str, Any] = dict(getattr(record, "request", None) or {})
+        fields: dict[str, Any] = dict(getattr(record, "request", None) or {})
         message = ""
-        if not said:
+        if not fields:
             message = " ".join(record.getMessage().split())[:_MAX_TEXT]
             if record.exc_info and record.exc_info[0]:
-                said["traceback"] = logging.Formatter().formatException(record.exc_info)
+                fields["traceback"] = logging.Formatter().formatException(record.exc_info)
             if (trail := current()) is not None:
-                said["request_id"] = trail.id
-        said |= self._own
+                fields["request_id"] = trail.id
+        fields |= self._own
         if left_out := getattr(record, "left_out", 0):
-            said["left_out"] = left_out
-        record.msg = (
-            self._as_json(record, message, said) if self._json else self._as_text(record, message, said)
-        )
+            fields["left_out"] = left_out
+        record.msg = (_as_json if self._json else _as_text)(record, message, fields)
         record.args = record.exc_info = record.exc_text = None
         return record
 
-    @staticmethod
-    def _as_json(record: logging.LogRecord, message: str, said: dict[str, Any]) -> str:
-        head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": record.levelname}
-        if message:
-            head |= {"message": message, "logger": record.name}
-        return json.dumps({**head, **said}, separators=(",", ":"))
 
-    @staticmethod
-    def _as_text(record: logging.LogRecord, message: str, said: dict[str, Any]) -> str:
-        """Return `time INFO POST /v1/search 200 ms=3.1 …`; what could act on a terminal is escaped."""
-        now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
-        trace = said.pop("traceback", None)
-        head = [str(said.pop(name)) for name in ("method", "route", "status") if name in said]
-        rest = [
-            f"{name}={_plain(value)}"
-            for name, value in {**said, **said.pop("stages", {})}.items()
-            if name != "stages"
-        ]
-        line = printable(" ".join([now, record.levelname, *head, *([message] if message else []), *rest]))
-        return line if trace is None else f"{line}\n{trace}"
+def _as_json(record: logging.LogRecord, message: str, fields: dict[str, Any]) -> str:
+    head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": record.levelname}
+    if message:
+        head |= {"message": message, "logger": record.name}
+    return json.dumps({**head, **fields}, separators=(",", ":"))
 
 
-def _plain(value: object) -> str:
-    text = str(value)
-    return text if text.isprintable() and " " not in text else json.dumps(text)
+def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) -> str:
+    """Return `time INFO POST /v1/search 200 ms=3.1 …`; what could act on a terminal is escaped."""
+    now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
+    trace = fields.pop("traceback", None)
+    words = [now, record.levelname]
+    words += [str(fields.pop(name)) for name in ("method", "route", "status") if name in fields]
+    words += [message] if message else []
+    for name, value in {**fields, **fields.pop("stages", {})}.items():
+        if name != "stages":
+            text = str(value)
+            plain = text.isprintable() and " " not in text
+            words.append(f"{name}={text if plain else json.dumps(text)}")
+    line = printable(" ".join(words))
+    return line if trace is None else f"{line}\n{trace}"
 
 
 def start_log(form: Literal["text", "json"], several: bool = False) -> QueueListener:
@@ -137,7 +132,7 @@ def start_log(form: Literal["text", "json"], several: bool = False) -> QueueList
     """
     waiting: queue.Queue[Any] = queue.Queue(_WAITING_LINES)
     handler = _Lines(waiting, form, several)
-    handler.addFilter(_FewLines())
+    handler.addFilter(_RateLimit())
     for name, level in ((LOG, logging.INFO), ("uvicorn.error", logging.ERROR), ("asyncio", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
@@ -153,56 +148,40 @@ def start_log(form: Literal["text", "json"], several: bool = False) -> QueueList
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own.
+    """The metrics of one server and its indexes, in a registry of its own."""
 
-    Args:
-        indexes: whose queues, processes and items are looked up.
-        routes: the patterns of addresses; any other address counts as "other".
-    """
-
-    def __init__(self, indexes: Mapping[str, Served], routes: Iterable[str]) -> None:
+    def __init__(self, indexes: Mapping[str, Served]) -> None:
         self._several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        self._registry, self._routes = CollectorRegistry(), {*routes, OTHER}
+        self._registry = CollectorRegistry()
 
-        def histogram(name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> Histogram:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"retrieval_{name}", text, labels, registry=self._registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"retrieval_{name}", text, labels, buckets=buckets, registry=self._registry)
 
-        self._requests = Counter(
-            "retrieval_requests", "Requests answered.", ("method", "route", "status"), registry=self._registry
-        )
-        self._refused = Counter(
-            "retrieval_refused",
-            "Requests refused, by why; by their status where it says enough.",
-            ("reason",),
-            registry=self._registry,
+        self._requests = counter("requests", "Requests answered.", "method", "route", "status")
+        self._refused = counter(
+            "refused", "Requests refused, by why; by their status where it says enough.", "reason"
         )
         self._duration = histogram(
-            "request_seconds", "From a request's header to the end of its answer.", ("route",), _SECONDS
+            "request_seconds", "From a request's header to the end of its answer.", _SECONDS, "route"
         )
         stages = histogram(
-            "stage_seconds", "Of these, by stage, without the stages inside it.", ("stage",), _SECONDS
+            "stage_seconds", "Of these, by stage, without the stages inside it.", _SECONDS, "stage"
         )
         self._stages = {name: stages.labels(name) for name in STAGES}
         self._sizes = {
-            "encode": histogram("encode_batch", "Images or features encoded at once.", (), _BATCHES),
-            "search": histogram("search_batch", "Queries searched for at once.", (), _BATCHES),
+            "encode": histogram("encode_batch", "Images or features encoded at once.", _BATCHES),
+            "search": histogram("search_batch", "Queries searched for at once.", _BATCHES),
         }
-        self._looked_up = _LookedUp(indexes)
+        self._gauges = _Gauges(indexes)
         if not self._several:
-            self._registry.register(self._looked_up)
+            self._registry.register(self._gauges)
             ProcessCollector(registry=self._registry)
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
-        """Count one request.
-
-        Args:
-            trail: its stages.
-            method: of HTTP.
-            route: the pattern that its address matched.
-            status: of its answer; 0 when its client left before there was one.
-            seconds: that it took.
-        """
-        method, route = method if method in METHODS else OTHER, route if route in self._routes else OTHER
+        """Count one request; its status is 0 when its client left before there was an answer."""
         self._requests.labels(method, route, str(status)).inc()
         self._duration.labels(route).observe(seconds)
         for span in trail.spans:
@@ -214,22 +193,22 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's format; for a thread: it looks at processes and the disk."""
-        if not self._several:
-            return generate_latest(self._registry)
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        registry.register(self._looked_up)
-        ProcessCollector(registry=registry)
+        registry = self._registry
+        if self._several:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+            registry.register(self._gauges)
+            ProcessCollector(registry=registry)
         return generate_latest(registry)
 
 
-class _LookedUp(Collector):
+class _Gauges(Collector):
     """What is looked up when Prometheus asks; of several processes, in the one that answers."""
 
     def __init__(self, indexes: Mapping[str, Served]) -> None:
         self._indexes = indexes
         self._workers = next(iter(indexes.values())).workers
-        self._seen: dict[str, tuple[float, Stats | None]] = {}
+        self._seen: dict[str, tuple[float, dict[str, float]]] = {}
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: the names need no look."""
@@ -243,24 +222,33 @@ class _LookedUp(Collector):
         yield lengths
         pids = self._workers.decoders.pids
         yield GaugeMetricFamily("retrieval_decode_processes", "Processes that decode.", value=len(pids))
-        families: dict[str, Any] = {}
-        for index, served in self._indexes.items():
-            for name, value in _figures(self._stats(index, served)):
-                labels = ["index"] if len(self._indexes) > 1 else []
-                family = GaugeMetricFamily(f"retrieval_index_{name}", _INDEX_METRICS[name], labels=labels)
-                families.setdefault(name, family).add_metric([index] if labels else [], value)
-        yield from families.values()
+        several = len(self._indexes) > 1
+        for name, text in _INDEX_METRICS.items():
+            labels = ["index"] if several else []
+            family = GaugeMetricFamily(f"retrieval_index_{name}", text, labels=labels)
+            for index, served in self._indexes.items():
+                if (value := self._values(index, served).get(name)) is not None:
+                    family.add_metric([index] if several else [], value)
+            if family.samples:
+                yield family
 
-    def _stats(self, name: str, served: Served) -> Stats | None:
-        at, stats = self._seen.get(name, (-_STATS_SECONDS, None))
+    def _values(self, name: str, served: Served) -> dict[str, float]:
+        """Return the metrics of an index by name, looked up every 15 seconds at most."""
+        at, values = self._seen.get(name, (-_STATS_SECONDS, {}))
         if time.monotonic() - at >= _STATS_SECONDS:
-            try:
-                with served.use() as index, patience(served.settings.deadline):
+            values = {}
+            with suppress(StoreError):  # readiness says so
+                with served.use() as index:
                     stats = index.stats()
-            except StoreError:  # readiness says so
-                stats = None
-            self._seen[name] = time.monotonic(), stats
-        return stats
+                values["items"] = stats.count
+                if stats.bytes is not None:
+                    values["bytes"] = stats.bytes
+                for generation in stats.generations:
+                    if generation.state == "served":
+                        values["generation"] = generation.number
+                        values["generations"] = len(stats.generations)
+            self._seen[name] = time.monotonic(), values
+        return values
 
 
 _INDEX_METRICS = {
@@ -269,19 +257,6 @@ _INDEX_METRICS = {
     "generation": "Number of the generation that is served.",
     "generations": "Generations that there are.",
 }
-
-
-def _figures(stats: Stats | None) -> Iterator[tuple[str, float]]:
-    """Give name and value of each metric of an index."""
-    if stats is None:
-        return
-    yield "items", stats.count
-    if stats.bytes is not None:
-        yield "bytes", stats.bytes
-    for generation in stats.generations:
-        if generation.state == "served":
-            yield "generation", generation.number
-            yield "generations", len(stats.generations)
 
 
 # Traces
@@ -316,8 +291,8 @@ class Traces:
         """Make the spans of the stages of a request that is over."""
         offset = time.time_ns() - time.perf_counter_ns()
         for stage in trail.spans:
-            made = self._tracer.start_span(stage.stage, start_time=offset + int(stage.began * 1e9))
-            made.end(offset + int(stage.ended * 1e9))
+            span = self._tracer.start_span(stage.stage, start_time=offset + int(stage.began * 1e9))
+            span.end(offset + int(stage.ended * 1e9))
 
     def close(self) -> None:
         """Send what is left, within a second: a collector that does not answer holds nobody up."""
@@ -344,20 +319,18 @@ def traces_of_environment() -> Traces | None:
     name = name or "otlp"
     install = f"Install it with: pip install 'embedding-retrieval[otel]', or unset {variable}."
     try:
-        import opentelemetry.instrumentation.asgi
+        import opentelemetry.instrumentation.asgi  # noqa: F401
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        assert opentelemetry.instrumentation.asgi
     except ImportError as error:
         raise MissingDependency(f"{variable} asks for traces, which need {error.name}. {install}") from None
-    points = {point.name: point for point in entry_points(group="opentelemetry_traces_exporter")}
+    exporters = {point.name: point for point in entry_points(group="opentelemetry_traces_exporter")}
     names = (name, f"{name}_proto_http", f"{name}_proto_grpc")
-    point = next((points[each] for each in names if each in points), None)
+    point = next((exporters[name] for name in names if name in exporters), None)
     if point is None:
-        known = ", ".join(sorted(points)) or "none"
+        known = f"installed: {', '.join(sorted(exporters)) or 'none'}"
         raise MissingDependency(
-            f"{variable} asks for the exporter '{name}', which is not installed (installed: {known}). {install}"
+            f"{variable} asks for the exporter '{name}', which is not installed ({known}). {install}"
         )
     try:
         exporter = point.load()()

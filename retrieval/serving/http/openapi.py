@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -45,7 +44,7 @@ _OPTIONS = {
 }
 _LIST = {
     "cursor": {"type": "string", "description": "of the page before; with the same filter"},
-    "limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100},
+    "limit": {"type": "integer", "minimum": 1, "maximum": models.MAX_PAGE, "default": 100},
     "filter": _FILTER,
     "fields": _FIELDS,
 }
@@ -59,14 +58,13 @@ def _form(*required: str, **fields: Any) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One route and method.
+class Operation(NamedTuple):
+    """One route and method; the server's routes and the document are both made of these.
 
     Attributes:
         method: lower case.
         path: below `/v1`, and below `/v1/indexes/{index}` if it is an index's.
-        id: the `operationId`.
+        handler: name of the method of `Routes` that answers.
         summary: a sentence.
         answer: the type of the answer; None for a picture.
         query: schemas of the parameters behind the question mark, by name; `id` must be there.
@@ -77,17 +75,23 @@ class Operation:
 
     method: str
     path: str
-    id: str
+    handler: str
     summary: str
     answer: type | None
-    query: Mapping[str, Any] = field(default_factory=dict)
-    bodies: Mapping[str, Any] = field(default_factory=dict)
+    query: Mapping[str, Any] = {}
+    bodies: Mapping[str, Any] = {}
     status: int = 200
     of_index: bool = True
 
+    @property
+    def id(self) -> str:
+        """The `operationId`: the handler's name, and `ByQuery` where the item is named as `?id=`."""
+        head, *rest = self.handler.split("_")
+        return head + "".join(map(str.title, rest)) + ("ByQuery" if "id" in self.query else "")
 
-def _item_operations(path: str, end: str, query: Mapping[str, Any]) -> list[Operation]:
-    """Return the operations on one item, named in the path or, with `ByQuery`, as `?id=`."""
+
+def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
+    """Return the operations on one item, named in the path or as `?id=`. What ends in a word comes first."""
     new = _form(
         "image",
         image=_BINARY,
@@ -97,14 +101,14 @@ def _item_operations(path: str, end: str, query: Mapping[str, Any]) -> list[Oper
     )
     changed = {_JSON: _ref(models.ItemChangeBody)}
     return [
-        Operation("get", path, f"getItem{end}", "Give an item.", answers.ItemAnswer, {**query, **_VECTOR}),
-        Operation("put", path, f"putItem{end}", "Add an item, or replace the one of this id.", answers.PutAnswer, query,
+        Operation("get", f"{path}/image", "get_image", "Give an item's original, as browsers show it.", None, query),
+        Operation("get", f"{path}/thumbnail", "get_thumbnail", "Give a small JPEG of an item's original.", None, query),
+        Operation("get", path, "get_item", "Give an item.", answers.ItemAnswer, {**query, **_VECTOR}),
+        Operation("put", path, "put_item", "Add an item, or replace the one of this id.", answers.PutAnswer, query,
                   {_FORM: new, _JSON: _ref(models.ItemBody)}),
-        Operation("patch", path, f"patchItem{end}", "Change an item's label or metadata; what is left out stays.",
+        Operation("patch", path, "patch_item", "Change an item's label or metadata; what is left out stays.",
                   answers.PutAnswer, query, changed),
-        Operation("delete", path, f"deleteItem{end}", "Delete an item.", answers.Deleted, query),
-        Operation("get", f"{path}/image", f"getImage{end}", "Give an item's original, as browsers show it.", None, query),
-        Operation("get", f"{path}/thumbnail", f"getThumbnail{end}", "Give a small JPEG of an item's original.", None, query),
+        Operation("delete", path, "delete_item", "Delete an item.", answers.Deleted, query),
     ]  # fmt: skip
 
 
@@ -117,33 +121,36 @@ _ITEMS = {"type": "string", "description": "a JSON list that says what each imag
 OPERATIONS = (
     Operation("post", "/search", "search", "Search with an image, a vector or an item of the index.",
               answers.SearchAnswer, _OPTIONS, {**_ONE, _JSON: _ref(models.SearchBody)}),
-    Operation("post", "/search/batch", "searchBatch", "Search with several images, vectors or items.", answers.BatchAnswer, {},
+    Operation("post", "/search/batch", "search_batch", "Search with several images, vectors or items.",
+              answers.BatchAnswer, {},
               {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}),
-    Operation("get", "/index", "getIndex", "Say what the index is and holds.", answers.IndexAnswer),
-    Operation("get", "/items", "listItems", "List items, page by page.", answers.Page, _LIST),
-    Operation("post", "/items", "addItems", "Add, replace or change items: all of them, or none.", answers.AddAnswer, {},
+    Operation("get", "/index", "get_index", "Say what the index is and holds.", answers.IndexAnswer),
+    Operation("get", "/items", "list_items", "List items, page by page.", answers.Page, _LIST),
+    Operation("post", "/items", "add_items", "Add, replace or change items: all of them, or none.",
+              answers.AddAnswer, {},
               {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}),
-    *_item_operations("/items/{id}", "", {}),
-    *_item_operations("/item", "ByQuery", {"id": _ID}),
-    Operation("post", "/delete", "deleteItems", "Delete items by id, by filter, or all.", answers.Deleted, {},
+    *_item_operations("/items/{id}", {}),
+    *_item_operations("/item", {"id": _ID}),
+    Operation("post", "/delete", "delete_items", "Delete items by id, by filter, or all.", answers.Deleted, {},
               {_JSON: _ref(models.DeleteBody)}),
-    Operation("post", "/snapshots", "snapshot", "Write a copy of this moment to the operator's folder.", answers.Snapshot, status=201),
-    Operation("get", "/indexes", "listIndexes", "Name the server's indexes.", answers.Indexes, of_index=False),
+    Operation("post", "/snapshots", "snapshot", "Write a copy of this moment to the operator's folder.",
+              answers.Snapshot, status=201),
+    Operation("get", "/indexes", "list_indexes", "Name the server's indexes.", answers.Indexes, of_index=False),
     Operation("get", "/openapi.json", "openapi", "Give this document.", dict, of_index=False),
 )  # fmt: skip
-"""Every route of /v1."""
+"""Every route of /v1, in the order in which an address is compared with them."""
 
 
 @cache
 def document() -> dict[str, Any]:
     """Return the document; not to be changed."""
-    bodies = [models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody, models.SearchBody]
-    adapters: list[TypeAdapter[Any]] = [
-        TypeAdapter(model) for model in [*bodies, models.BatchBody, answers.Problem]
+    types = [
+        *(models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody),
+        *(models.SearchBody, models.BatchBody, answers.Problem),
+        *(operation.answer for operation in OPERATIONS if operation.answer not in (None, dict)),
     ]
-    adapters += [TypeAdapter(each.answer) for each in OPERATIONS if each.answer not in (None, dict)]
     _, schemas = TypeAdapter.json_schemas(
-        [(str(number), "validation", adapter) for number, adapter in enumerate(adapters)],
+        [(str(number), "validation", TypeAdapter[Any](type)) for number, type in enumerate(types)],
         ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, Any] = {}
@@ -162,49 +169,48 @@ def document() -> dict[str, Any]:
 
 def _described(operation: Operation, *, named: bool) -> dict[str, Any]:
     method, path = operation.method.upper(), f"/v1{operation.path}"
-    role = needed_role(method, path, keyed=True)
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "operationId": operation.id + ("Of" if named else ""),
         "summary": operation.summary,
-        "security": [] if is_free(method, path) else [{"key": [role]}, {}],
+        "security": [] if is_free(method, path) else [{"key": [needed_role(method, path, keyed=True)]}, {}],
         "parameters": _parameters(operation, named=named),
         "responses": _responses(operation),
     }
     if operation.bodies:
         content = {kind: {"schema": schema} for kind, schema in operation.bodies.items()}
-        found["requestBody"] = {"required": True, "content": content}
-    return found
+        described["requestBody"] = {"required": True, "content": content}
+    return described
 
 
 def _parameters(operation: Operation, *, named: bool) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    parameters: list[dict[str, Any]] = []
     if named:
-        found.append({"name": "index", "in": "path", "required": True, "schema": _NAME})
+        parameters.append({"name": "index", "in": "path", "required": True, "schema": _NAME})
     if "{id}" in operation.path:
-        said = "percent-encoded, slashes too"
-        found.append({"name": "id", "in": "path", "required": True, "schema": _ID, "description": said})
+        head = {"name": "id", "in": "path", "required": True, "schema": _ID}
+        parameters.append({**head, "description": "percent-encoded, slashes too"})
     for name, schema in operation.query.items():
-        found.append({"name": name, "in": "query", "required": name == "id", "schema": schema})
-    return found
+        parameters.append({"name": name, "in": "query", "required": name == "id", "schema": schema})
+    return parameters
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any]
+    responses: dict[str, Any] = {}
     if operation.answer is None:
-        kinds = ("image/jpeg",) if "humbnail" in operation.id else _IMAGES
+        kinds = ("image/jpeg",) if "thumbnail" in operation.handler else _IMAGES
         content = {kind: {"schema": _BINARY} for kind in kinds}
+        responses["304"] = {"description": "It is what the request's If-None-Match names."}
     else:
-        schema = {"type": "object"} if operation.answer is dict else _ref(operation.answer)
-        content = {_JSON: {"schema": schema}}
-    found: dict[str, Any] = {str(operation.status): {"description": "Done.", "content": content}}
-    if operation.answer is None:
-        found["304"] = {"description": "It is what the request's If-None-Match names."}
+        content = {
+            _JSON: {"schema": {"type": "object"} if operation.answer is dict else _ref(operation.answer)}
+        }
+    responses[str(operation.status)] = {"description": "Done.", "content": content}
     failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}
-    said = "The request cannot be answered; the sentence says why."
-    found["4XX"] = {"description": said, "content": failed}
-    found["503"] = {
+    sentence = "The request cannot be answered; the sentence says why."
+    responses["4XX"] = {"description": sentence, "content": failed}
+    responses["503"] = {
         "description": "Too much at a time, or the index is not to be had: come again.",
         "content": failed,
         "headers": {"Retry-After": {"schema": {"type": "integer"}}},
     }
-    return found
+    return responses

@@ -42,20 +42,13 @@ class RequestError(RetrievalError):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(sentence)
-        self.status = status
-        self.reason = reason
-        self.members = dict(members or {})
-        self.headers = dict(headers or {})
+        self.status, self.reason = status, reason
+        self.members, self.headers = dict(members or {}), dict(headers or {})
 
 
-def busy(waiting: str) -> RequestError:
-    """Return the refusal of a request that finds no room among those that wait.
-
-    Args:
-        waiting: what there is too much of: "searches".
-    """
-    sentence = f"The server is busy: too many {waiting} are waiting. Try again in a moment."
-    return RequestError(503, sentence, "queue")
+def busy(why: str, reason: str = "queue") -> RequestError:
+    """Return the refusal of a request for which there is no room now: "too many searches are waiting"."""
+    return RequestError(503, f"The server is busy: {why}. Try again in a moment.", reason)
 
 
 def no_item(where: str = "There") -> RequestError:
@@ -66,38 +59,21 @@ def no_item(where: str = "There") -> RequestError:
 def problem_json(
     status: int, sentence: str, request_id: str, members: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Return a problem document.
-
-    Args:
-        status: of HTTP.
-        sentence: what is wrong and what to do; the document's `detail`.
-        request_id: the document's `instance`.
-        members: further members.
-    """
-    title = HTTPStatus(status).phrase
-    said = {"type": "about:blank", "title": title, "status": status, "detail": sentence}
-    return to_json({**said, "instance": request_id, **(members or {})})
+    """Return a problem document; the sentence is its `detail`, the request's id its `instance`."""
+    head = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
+    return to_json({**head, "detail": sentence, "instance": request_id, **(members or {})})
 
 
 def problem(scope: Any, error: RequestError) -> Response:
     """Return the answer to a request that failed; a 503 says when to come again."""
     headers = {"Retry-After": "1"} if error.status == 503 else {}
-    body = problem_json(error.status, str(error), request_id_of(scope), error.members)
+    body = problem_json(error.status, str(error), scope["retrieval.request_id"], error.members)
     return Response(body, error.status, headers | error.headers, MEDIA_TYPE)
 
 
 def new_request_id(trace: str = "") -> str:
-    """Return a URN that names a request.
-
-    Args:
-        trace: id of the W3C trace that the request belongs to, 32 hexadecimal digits; empty for none.
-    """
+    """Return a URN that names a request, by its W3C trace's id (32 hexadecimal digits) where it has one."""
     return f"urn:uuid:{uuid.UUID(trace) if trace else uuid.uuid4()}"
-
-
-def request_id_of(scope: Any) -> str:
-    """Return the id of the request of an ASGI scope; the same each time."""
-    return str(scope.setdefault("retrieval.request_id", new_request_id()))
 
 
 def report(error: BaseException) -> None:

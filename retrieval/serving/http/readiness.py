@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -29,36 +30,32 @@ _FREE_BYTES = 16_000_000
 
 
 class Readiness:
-    """Runs a query from an image or features to items every few seconds, and looks at what it needs.
-
-    Args:
-        served: the index that is probed.
-
-    Attributes:
-        items: of the index, when it was last probed.
-        bundle: SHA-256 of the bundle that was served then.
-        fallback: why the encoder runs on the CPU though it could have been a GPU; None otherwise. The server is ready.
-    """
+    """Searches an index from an image or features to items every few seconds, and looks at what that needs."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._told = False
+        self._logged_change = False
         folder = served.index.path
-        written = served.settings.changeable and isinstance(folder, Path) and disk_fault(folder, 0) is None
-        self._folder = folder if isinstance(folder, Path) and written else None
+        writable = isinstance(folder, Path) and served.settings.changeable and disk_fault(folder, 0) is None
+        self._folder = folder if isinstance(folder, Path) and writable else None
         self._faults: dict[str, str | None] = {"search": _NEW}
-        self.items, self.bundle = 0, ""
-        self.fallback: str | None = None
+        self._items, self._bundle = 0, ""
+        self._fallback: str | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what the last probe saw; a `fallback` says why the encoder runs on the CPU."""
+        fallback = {"fallback": self._fallback} if self._fallback else {}
+        return {"items": self._items, "bundle": self._bundle, **fallback, "checks": self.checks()}
 
     def checks(self) -> dict[str, str]:
-        """Return what was found of each part: "ok", or a sentence. It costs nothing: probes run by themselves."""
+        """Return the state of each part: "ok", or a sentence. It costs nothing: probes run by themselves."""
         damaged = DAMAGED if self._served.failed is not None else None
         faults = {**self._faults, "index": self._faults.get("index") or damaged}
         return {name: fault or "ok" for name, fault in faults.items()}
 
     def reason(self) -> str | None:
         """Return why the server is not ready, or None when it is."""
-        return next((said for said in self.checks().values() if said != "ok"), None)
+        return next((state for state in self.checks().values() if state != "ok"), None)
 
     async def watch(self) -> None:
         """Probe, for ever."""
@@ -68,16 +65,17 @@ class Readiness:
 
     async def probe(self) -> None:
         """Look at each part now, and note what came of it."""
-        fallback, self.fallback = self.fallback, self._served.index.bundle.fallback
-        if self.fallback not in (None, fallback):
-            log.warning("%s", self.fallback)
-        parts = {
-            "index": self._unchanged,
-            "disk": self._disk,
-            "search": self._searched,
-            "model": self._embeds,
+        fallback, self._fallback = self._fallback, self._served.index.bundle.fallback
+        if self._fallback not in (None, fallback):
+            log.warning("%s", self._fallback)
+        slow = f"Searches take longer than {self._served.settings.deadline:g} seconds."
+        hanging = "The storage of the index does not answer."
+        faults = {
+            "index": await self._fault_of(self._files, hanging),
+            "disk": await self._fault_of(self._disk, hanging),
+            "search": await self._fault_of(self._search, slow),
+            "model": await self._fault_of(self._model, slow),
         }
-        faults = {name: await self._noted(part) for name, part in parts.items()}
         before, now = (next(filter(None, each.values()), None) for each in (self._faults, faults))
         if now != before and now is not None:
             log.warning("Not ready. %s", now)
@@ -85,15 +83,12 @@ class Readiness:
             log.warning("Ready again.")
         self._faults = faults
 
-    async def _noted(self, part: Callable[[], Awaitable[str | None]]) -> str | None:
-        seconds = self._served.settings.deadline
+    async def _fault_of(self, part: Callable[[], Awaitable[str | None]], late: str) -> str | None:
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self._served.settings.deadline):
                 return await part()
         except TimeoutError:
-            if part in (self._unchanged, self._disk):
-                return "The storage of the index does not answer."
-            return f"Searches take longer than {seconds:g} seconds."
+            return late
         except RequestError as error:
             return f"A search of the server's own was refused: {error}"
         except StoreUnavailable:
@@ -102,16 +97,15 @@ class Readiness:
             report(error)
             return f"A search of the server's own failed ({type(error).__name__}); the log says why."
 
-    async def _unchanged(self) -> str | None:
+    async def _files(self) -> str | None:
         """Return why the files on the disk are not what is served; another whole index is served from now on."""
         changed = await self._served.workers.pictures.run(self._served.take_up)
-        if changed is None:
-            self._told = False
-            return None
-        if not self._told:
+        if changed is not None and not self._logged_change:
             log.warning("%s", changed)  # its path is for the log only
-            self._told = True
-        return "The files of the index are no longer those that are served. Start the server again."
+        self._logged_change = changed is not None
+        return (
+            changed and "The files of the index are no longer those that are served. Start the server again."
+        )
 
     async def _disk(self) -> str | None:
         """Return why an index that could be written to when it was opened cannot be now."""
@@ -120,27 +114,23 @@ class Readiness:
             return None
         return await self._served.workers.pictures.run(lambda: disk_fault(folder))
 
-    async def _searched(self) -> str | None:
+    async def _search(self) -> str | None:
         served = self._served
-        bundle, before = await served.read(lambda index: (index.follow(), len(index)), DAMAGED)
-        found = await served.search(sample(bundle), lambda hits, index: bytes(len(hits[0])))
-        self.items, self.bundle = before, bundle.sha256
+        bundle, items = await served.read(lambda index: (index.follow(), len(index)), DAMAGED)
+        hits = await served.search(sample(bundle), lambda hits, index: bytes(len(hits[0])))
+        self._items, self._bundle = items, bundle.sha256
         if (again := served.failed) is not None:
             try:
                 await served.workers.searches.run(again)
-            except (
-                DataError,
-                RequestError,
-                Superseded,
-            ):  # another bundle is served since, or the item is gone
-                pass
+            except (DataError, RequestError, Superseded):
+                pass  # another bundle is served since, or the item is gone
             except StoreError as error:
                 report(error)
                 return DAMAGED
             served.failed = None
-        return None if found or not before else "A search of the server's own found nothing."
+        return None if hits or not items else "A search of the server's own found nothing."
 
-    async def _embeds(self) -> str | None:
+    async def _model(self) -> str | None:
         """Return why the encoder is not what it was when its bundle was made, where the bundle has a probe."""
         bundle = self._served.index.bundle
         return await self._served.workers.searches.run(lambda: probe_fault(bundle))
@@ -148,21 +138,19 @@ class Readiness:
 
 def sample(bundle: Bundle) -> Query:
     """Return a query that goes the whole way of a client's."""
-    given, noise = bundle.manifest.input, np.random.default_rng(0)
-    if given.kind == "features":
-        return Query((Given(vector=noise.normal(size=given.shape)),), Options(k=1), None)
-    pixels = noise.integers(0, 256, size=given.shape, dtype=np.uint8).transpose(1, 2, 0)
+    input, noise = bundle.manifest.input, np.random.default_rng(0)
+    if input.kind == "features":
+        return Query((Given(vector=noise.normal(size=input.shape)),), Options(k=1), None)
+    pixels = noise.integers(0, 256, size=input.shape, dtype=np.uint8).transpose(1, 2, 0)
     out = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG")
     return Query((Given(image=out.getvalue()),), Options(k=1), None)
 
 
 def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
-    """Return why a folder cannot be written to, or None, without writing to it; for a thread: the storage may hang.
+    """Return why a folder cannot be written to, or has less than `least` bytes free; None where it can.
 
-    Args:
-        folder: of an index.
-        least: bytes that must be free.
+    It writes nothing. For a thread: the storage may hang.
     """
     try:
         if not os.access(folder, os.W_OK):
@@ -176,7 +164,6 @@ def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
         return "The disk of the index is read-only."
     free = disk.f_bavail * disk.f_frsize
     if free < least:
-        return (
-            f"The disk of the index is full: {free:,} bytes are free, and writing needs {least:,}. Make room."
-        )
+        room = f"{free:,} bytes are free, and writing needs {least:,}"
+        return f"The disk of the index is full: {room}. Make room."
     return None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.files.plain import read_plain
 from retrieval.serving.http.audit import Audit, Change
 from retrieval.serving.http.changes import embedded, write
 from retrieval.serving.http.models import Given, NewItem, Query
@@ -27,15 +27,8 @@ from retrieval.serving.index.index import Hit, Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.stages import stage
-from retrieval.serving.store.contract import (
-    CODE,
-    VECTOR,
-    Item,
-    StoreUnavailable,
-    Superseded,
-    TooSlow,
-    patience,
-)
+from retrieval.serving.store import contract
+from retrieval.serving.store.contract import CODE, VECTOR, Item, StoreUnavailable, Superseded, TooSlow
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -47,10 +40,6 @@ _NOT_WRITTEN = (
 )
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
 _TRIES = 5
-_REGULAR = (
-    os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
-)
-
 T = TypeVar("T")
 
 
@@ -64,16 +53,8 @@ class _Held:
 class Served:
     """One index of a server.
 
-    Args:
-        name: in addresses.
-        index: opened.
-        settings: limits, and what may be shown.
-        workers: do the work.
-        audit: the record of changes; None for none.
-        reopen: opens the index that lies in the folder by now; None where another one is never taken up.
-
     Attributes:
-        failed: repeats a search that found the index damaged; None where there is none.
+        failed: repeats a search that saw damage; None where there is none.
     """
 
     def __init__(
@@ -103,7 +84,7 @@ class Served:
             held = self._held
             held.users += 1
         try:
-            with patience(self.settings.deadline):
+            with contract.patience(self.settings.deadline):
                 yield held.index
         finally:
             with self._lock:
@@ -136,11 +117,7 @@ class Served:
     # Searching
 
     async def search(self, query: Query, finish: Callable[[list[list[Hit]], Index], bytes]) -> bytes:
-        """Answer a query.
-
-        Args:
-            query: what is searched for.
-            finish: makes the answer of the hits of each query, in the thread that searched.
+        """Return what `finish` makes of the hits of each query, in the thread that searched.
 
         Raises:
             DataError: an image or vector cannot be used, or the filter names what no item has.
@@ -149,19 +126,17 @@ class Served:
         images = [given.image for given in query.given if given.image is not None]
 
         async def ask() -> bytes:
-            bundle, pixels, turns = self.index.bundle, None, self.workers.searches
-            if len(images) > 1:
-                pixels = np.stack([one.pixels for one in await self.workers.pixels(bundle, images)])
-            elif images:
-                turns = self.workers.images  # the thread that decodes goes on: a hop costs as much
+            bundle = self.index.bundle
+            if len(images) == 1:  # the thread that decodes goes on: a hop costs as much
 
-            def work() -> bytes:
-                made = pixels
-                if turns is self.workers.images:
-                    made = self.workers.decode("pixels", images[0], bundle).pixels[None]
-                return self._searched(query, bundle, made, finish)
+                def work() -> bytes:
+                    pixels = self.workers.decode("pixels", images[0], bundle).pixels[None]
+                    return self._searched(query, bundle, pixels, finish)
 
-            return await turns.run(work)
+                return await self.workers.images.run(work)
+            decoded = await self.workers.pixels(bundle, images)
+            pixels = np.stack([image.pixels for image in decoded]) if decoded else None
+            return await self.workers.searches.run(partial(self._searched, query, bundle, pixels, finish))
 
         return await self._again(ask, DAMAGED)
 
@@ -184,12 +159,7 @@ class Served:
             raise
 
     async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
-        """Return what some reading of the index gives.
-
-        Raises:
-            DataError: of a filter.
-            RequestError: 503, too many are waiting, or the index cannot be read now.
-        """
+        """Return what some reading of the index gives; raises as `search` does."""
 
         def used() -> T:
             with self.use() as index:
@@ -228,71 +198,63 @@ class Served:
 
     # Changing
 
-    async def put(self, items: Sequence[NewItem], change: Change) -> int:
+    async def put(self, new_items: Sequence[NewItem], change: Change) -> int:
         """Add items, replace or change them: all of them, or none; return how many were there.
 
         Raises:
             DataError: an image or item cannot be used, or one without an image and a vector is not there.
             RequestError: 503, too many changes wait, or the index cannot be written to.
         """
-        images = [item.image for item in items if item.image is not None]
-        vectors = any(item.vector is not None for item in items)
-        small = {
-            item.id: await self.workers.decoded("thumbnail", item.image)
-            for item in items
-            if item.image is not None and item.keep == "thumbnail"
+        images = [new.image for new in new_items if new.image is not None]
+        embeds = images or any(new.vector is not None for new in new_items)
+        thumbnails = {
+            new.id: await self.workers.decoded("thumbnail", new.image)
+            for new in new_items
+            if new.image is not None and new.keep == "thumbnail"
         }
 
         async def ask() -> int:
-            bundle = self.index.bundle
-            decoded = await self.workers.pixels(bundle, images) if images else []
-            widths = self.index.generation.widths
-            work = partial(embedded, bundle, widths, items, decoded, small)
-            made = await self.workers.searches.run(work) if images or vectors else {}
-            return int(await self._change(partial(write, items, made, bundle), change))
+            bundle, widths, items = self.index.bundle, self.index.generation.widths, {}
+            if embeds:
+                decoded = await self.workers.pixels(bundle, images)
+                embed = partial(embedded, bundle, widths, new_items, decoded, thumbnails)
+                items = await self.workers.searches.run(embed)
+
+            def work(index: Index) -> int:
+                replaced = write(index, bundle, new_items, items)
+                change.count = len(new_items)
+                return replaced
+
+            return await self._change(work, change, self.workers.changes)
 
         return await self._again(ask, _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
-        """Delete the items of a change, by id or by filter; return how many there were.
-
-        Raises:
-            DataError: the filter names what no item has.
-            RequestError: see `put`.
-        """
+        """Delete the items of a change, by id or by filter; return how many there were; raises as `put` does."""
 
         def work(index: Index) -> int:
-            return index.delete(change.ids, where=change.where)
+            change.count = index.delete(change.ids, where=change.where)
+            return change.count
 
-        return await self._again(lambda: self._change(work, change), _NOT_WRITTEN)
+        return await self._again(lambda: self._change(work, change, self.workers.changes), _NOT_WRITTEN)
 
     async def snapshot(self, target: Path, change: Change) -> None:
-        """Write a copy of one moment.
+        """Write a copy of one moment; RequestError 503: too many snapshots wait, or this one cannot be written."""
 
-        Raises:
-            RequestError: 503, too many snapshots wait, or this one cannot be written.
-        """
-
-        def work(index: Index) -> int | None:
+        def work(index: Index) -> None:
             index.snapshot(target)
-            return None
 
         sentence = "The snapshot cannot be written. The server's log says why."
         await self._again(lambda: self._change(work, change, self.workers.snapshots), sentence)
 
-    async def _change(self, work: Callable[[Index], Any], change: Change, turns: Turns | None = None) -> Any:
+    async def _change(self, work: Callable[[Index], T], change: Change, turns: Turns) -> T:
         """Change the index in its turn, with its lines in the record."""
 
-        def recorded() -> Any:
-            with self.use() as index:
-                if self._audit is None:
-                    return work(index)
-                with self._audit.recording(change) as outcome:
-                    count = work(index)
-                    outcome.count = len(change.ids) if change.what in ("put", "change") else count
-                return count
+        def recorded() -> T:
+            with self.use() as index, self._audit.recording(change) if self._audit else nullcontext():
+                return work(index)
 
-        return await (turns or self.workers.changes).run(recorded)
+        return await turns.run(recorded)
 
     # Pictures
 
@@ -333,22 +295,17 @@ class Served:
             raise RequestError(
                 404, f"Item {item.id} was indexed from features, or the index keeps nothing of its image."
             )
-        path = Path(os.path.realpath(item.path))
+        path, image = Path(os.path.realpath(item.path)), f"The image of item {item.id}"
         if not any(path.is_relative_to(folder) for folder in self._folders):
-            raise RequestError(404, f"The image of item {item.id} is in no folder that may be shown.")
+            raise RequestError(404, f"{image} is in no folder that may be shown.")
         try:
-            handle = os.open(path, _REGULAR)
-            with os.fdopen(handle, "rb") as file:
-                known = os.fstat(handle)
-                if not stat.S_ISREG(known.st_mode) or known.st_size > BATCH_BYTES:
-                    raise RequestError(404, f"The image of item {item.id} is too large to be shown.")
-                content = file.read(known.st_size + 1)
+            content = read_plain(path, BATCH_BYTES + 1)
         except (OSError, ValueError):
-            raise RequestError(
-                404, f"The image of item {item.id} is no longer where it was indexed."
-            ) from None
+            raise RequestError(404, f"{image} is no longer where it was indexed.") from None
+        if len(content) > BATCH_BYTES:
+            raise RequestError(404, f"{image} is too large to be shown.")
         if item.bytes is not None and len(content) != item.bytes:
-            raise RequestError(404, f"The image of item {item.id} was changed after it was indexed.")
+            raise RequestError(404, f"{image} was changed after it was indexed.")
         return content
 
 
@@ -364,31 +321,32 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[
         places = [place for place, given in enumerate(query.given) if (given.id is not None) == by_id]
         if not places:
             continue
-        given = [query.given[place] for place in places]
-        encoded = _stored(index, given) if by_id else _encoded(index.bundle, given, pixels)
+        queries = [query.given[place] for place in places]
+        encoded = _stored(index, queries) if by_id else _encoded(index.bundle, queries, pixels)
+        k = options.k + by_id
         with stage("search", len(places)):
-            found = index.search(encoded, options.k + by_id, candidates=options.candidates, where=query.where)
-        for place, hits in zip(places, found, strict=True):
+            results = index.search(encoded, k, candidates=options.candidates, where=query.where)
+        for place, hits in zip(places, results, strict=True):
             answers[place] = [hit for hit in hits if hit.id != query.given[place].id][: options.k]
     return answers
 
 
-def _encoded(bundle: Bundle, given: Sequence[Given], pixels: NDArray[Any] | None) -> Any:
+def _encoded(bundle: Bundle, queries: Sequence[Given], pixels: NDArray[Any] | None) -> Any:
     """Return images or vectors as an index is asked for them."""
     if pixels is None:
-        vectors = [one.vector for one in given if one.vector is not None]
+        vectors = [query.vector for query in queries if query.vector is not None]
         if len({len(vector) for vector in vectors}) > 1:
             raise DataError("The vectors of one request must have the same number of numbers.")
         stacked = np.stack(vectors)
         if bundle.manifest.input.kind != "features":
             return stacked
-    with stage("encode", len(given)):
+    with stage("encode", len(queries)):
         return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
 
 
-def _stored(index: Index, given: Sequence[Given]) -> Encoded:
+def _stored(index: Index, queries: Sequence[Given]) -> Encoded:
     """Return items of the index as queries."""
-    bundle, ids = index.bundle, [str(one.id) for one in given]
+    bundle, ids = index.bundle, [str(query.id) for query in queries]
     if bundle.manifest.query_vectors:
         raise DataError(
             "The bundle of this index encodes queries in another way than items: search with the item's image."

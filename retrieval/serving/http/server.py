@@ -1,32 +1,36 @@
-"""Serve indexes until told to stop: sockets, one process or several, the end in time."""
+"""Serve indexes until told to stop: settings, sockets, one process or several, the end in time."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
+import ipaddress
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import BundleError, MissingDependency, RetrievalError, StoreError
 from retrieval.host.cores import cores, default_threads
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.http.listening import checked, default_name, listen
-from retrieval.serving.http.settings import GRACE_SECONDS, Settings
+from retrieval.serving.http.keys import key_source
+from retrieval.serving.http.settings import DRAIN_SECONDS, Settings, plain_address
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.probing import probe_fault
 from retrieval.serving.providers import Device
-from retrieval.serving.store.address import Address
+from retrieval.serving.store.address import Address, place_of
 
 if TYPE_CHECKING:
     import uvicorn
@@ -34,37 +38,11 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 150
 """An idle connection is kept longer than nginx (60 s) and Caddy (120 s) keep theirs, so that they close first."""
 
-_DRAIN_SECONDS = 6
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?")
+_RULE = "A name has 1 to 100 letters, digits, dots, dashes and underscores, and begins with a letter or digit"
 
 Given = StrPath | Address | Index
-
-
-class Serving:
-    """A server that runs beside the program which started it, as in a notebook.
-
-    Attributes:
-        url: where the page is; it ends with a slash. Programs post an image as the field `image` of a form, and `k`,
-            to `v1/search` below it, and are answered in JSON.
-    """
-
-    def __init__(self, url: str, running: _Running) -> None:
-        self.url, self._running = url, running
-        self._thread = threading.Thread(target=running.run, name="serve", daemon=True)
-        self._thread.start()
-
-    def __repr__(self) -> str:
-        return f"Serving {self.url} ({'close() stops it' if self._thread.is_alive() else 'stopped'})"
-
-    def close(self) -> None:
-        """Stop; requests under way are finished first."""
-        self._running.server.should_exit = True
-        self._thread.join()
-
-    def __enter__(self) -> Serving:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def serve(
@@ -103,34 +81,89 @@ def serve(
     settings = checked(settings or Settings(workers=cores()), host)
     beside = _in_event_loop() if wait is None else not wait
     given = index if isinstance(index, Mapping) else {_name_of(index): index}
+    parts = Parts(given, settings, device, tuple(plugins))
+    if settings.processes > 1:
+        parts.require_shareable(beside)
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(host, port, "--port"))]
         if settings.health_port is not None:
             listeners.append(stack.enter_context(listen(host, settings.health_port, "--health-port")))
-            settings = replace(settings, health_port=listeners[1].getsockname()[1])
+            health_port = listeners[1].getsockname()[1]
+            parts = replace(parts, settings=replace(settings, health_port=health_port))
         if settings.processes > 1:
-            _serve_several(Parts(_places(given, beside), settings, device, tuple(plugins)), host, listeners)
+            _serve_several(parts, host, listeners)
             return None
-        running = _Running(Parts(given, settings, device, tuple(plugins)), listeners, leaves=not beside)
-        end = "close() stops it" if beside else "Ctrl-C stops"
-        url = announce(host, listeners, running.items, end)
+        serving = Serving(parts, host, listeners, beside)
         stack.pop_all()  # uvicorn closes the sockets
-    if beside:
-        return Serving(url, running)
-    running.run()
-    return None
+    if not beside:
+        serving.run()
+        return None
+    serving.start()
+    return serving
+
+
+class Serving:
+    """A server of one process; after `start` it runs beside the program, as in a notebook.
+
+    Attributes:
+        url: where the page is; it ends with a slash. Programs post an image as the field `image` of a form, and `k`,
+            to `v1/search` below it, and are answered in JSON.
+    """
+
+    def __init__(self, parts: Parts, host: str, listeners: list[socket.socket], beside: bool) -> None:
+        import uvicorn
+
+        from retrieval.serving.http.monitoring import start_log
+
+        return_large_blocks()
+        self._app = parts.application()
+        self._log = start_log(parts.settings.log_format or "text")
+        self._listeners, self._given = listeners, parts.given
+        self._app.ends_process = not beside
+        self._server = uvicorn.Server(_config(self._app))
+        self._thread = threading.Thread(target=self.run, name="serve", daemon=True)
+        items = sum(len(served.index) for served in self._app.served.values())
+        self.url = announce(host, listeners, items, "close() stops it" if beside else "Ctrl-C stops")
+
+    def __repr__(self) -> str:
+        return f"Serving {self.url} ({'close() stops it' if self._thread.is_alive() else 'stopped'})"
+
+    def run(self) -> None:
+        """Serve until a signal, or `close`."""
+        if threading.current_thread() is threading.main_thread():
+            # uvicorn takes signals itself while it serves, and raises them again at its end, which is no failure;
+            # one that comes before it listens must end the server too
+
+            def leave(number: int, frame: Any) -> None:
+                self._server.should_exit = True
+
+            signal.signal(signal.SIGTERM, leave)
+            signal.signal(signal.SIGINT, leave)
+        self._server.run(sockets=self._listeners)
+        for name, served in self._app.served.items():
+            if not isinstance(self._given[name], Index) and self._app.workers.idle:
+                served.index.close()  # closing it under a search that hangs would crash
+        self._log.stop()
+
+    def start(self) -> None:
+        """Serve in a thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; requests under way are finished first."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What one process makes a server of; for several processes it is pickled.
-
-    Attributes:
-        given: opened indexes, or where they are, by name.
-        settings: limits.
-        device: of the encoders.
-        plugins: files or modules of third-party stores.
-    """
+    """What one process makes a server of: opened indexes, or where they are, by name. Several processes pickle it."""
 
     given: Mapping[str, Any]
     settings: Settings
@@ -142,6 +175,17 @@ class Parts:
         """Threads of one encoder: the share of a search that runs beside the others."""
         searches = self.settings.workers * self.settings.processes
         return max(1, min(default_threads(), cores() // searches))
+
+    def require_shareable(self, beside: bool) -> None:
+        """Refuse what several processes cannot serve: StoreError."""
+        if beside:
+            raise StoreError(
+                "Several processes serve in the foreground only: start them with `retrieval serve --processes N`."
+            )
+        if any(isinstance(index, Index) for index in self.given.values()):
+            raise StoreError(
+                "Several processes cannot share an opened index: give its folder or its address."
+            )
 
     def open(self, place: StrPath | Address) -> Any:
         """Open an index.
@@ -168,12 +212,12 @@ class Parts:
 
         keys = key_source(self.settings.keys)
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
-        opened: dict[str, Any] = {
-            name: one if isinstance(one, Index) else self.open(one) for name, one in self.given.items()
-        }
         reopen = {
-            name: partial(self.open, one) for name, one in self.given.items() if not isinstance(one, Index)
+            name: partial(self.open, index)
+            for name, index in self.given.items()
+            if not isinstance(index, Index)
         }
+        opened = {name: reopen[name]() if name in reopen else index for name, index in self.given.items()}
         return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
 
     def __call__(self) -> Any:
@@ -187,63 +231,8 @@ class Parts:
         except RetrievalError as error:
             logging.getLogger("retrieval.serving.http").error("%s", error)
             raise SystemExit(3) from None  # uvicorn does not start it again
-        return _Ending(app, leaves=True)
-
-
-class _Ending:
-    """An application at whose end the process is gone in time, whatever its threads are at."""
-
-    def __init__(self, app: Any, *, leaves: bool) -> None:
-        self.app, self._leaves = app, leaves
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, or run from the server's start to its end."""
-        if scope["type"] != "lifespan":
-            await self.app(scope, receive, send)
-            return
-
-        async def told() -> Any:
-            message = await receive()
-            if message["type"] == "lifespan.shutdown" and self._leaves:
-                timer = threading.Timer(GRACE_SECONDS - _DRAIN_SECONDS - 1, os._exit, (0,))
-                timer.daemon = True
-                timer.start()
-            return message
-
-        await self.app(scope, told, send)
-
-
-class _Running:
-    """One process that serves."""
-
-    def __init__(self, parts: Parts, listeners: list[socket.socket], *, leaves: bool) -> None:
-        import uvicorn
-
-        from retrieval.serving.http.monitoring import start_log
-
-        return_large_blocks()
-        self.app = parts.application()
-        self.items = sum(len(served.index) for served in self.app.served.values())
-        self._log = start_log(parts.settings.log_format or "text")
-        self._listeners, self._given, self._leaves = listeners, parts.given, leaves
-        self.server = uvicorn.Server(_config(_Ending(self.app, leaves=leaves)))
-
-    def run(self) -> None:
-        """Serve until a signal."""
-        if threading.current_thread() is threading.main_thread():
-            # uvicorn takes signals itself while it serves, and raises them again at its end, which is no failure;
-            # one that comes before it listens must end the server too
-
-            def leave(number: int, frame: Any) -> None:
-                self.server.should_exit = True
-
-            signal.signal(signal.SIGTERM, leave)
-            signal.signal(signal.SIGINT, leave)
-        self.server.run(sockets=self._listeners)
-        for name, served in self.app.served.items():
-            if not isinstance(self._given[name], Index) and self.app.workers.idle:
-                served.index.close()  # closing it under a search that hangs would crash
-        self._log.stop()
+        app.ends_process = True
+        return app
 
 
 def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> None:
@@ -252,7 +241,7 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
 
     items = 0
     for place in parts.given.values():
-        with parts.open(place) as index:  # what is wrong with it is said here, and once
+        with parts.open(place) as index:  # a fault of it is told here, and once
             items += len(index)
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
@@ -276,42 +265,147 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_DRAIN_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
         **more,
     )
 
 
-def _places(given: Mapping[str, Given], beside: bool) -> dict[str, str]:
-    """Return where indexes are, for other processes.
+# Settings and sockets
+
+
+def checked(settings: Settings, host: str) -> Settings:
+    """Return settings with hosts and proxies as requests are compared with them.
 
     Raises:
-        StoreError: they cannot be served by several.
+        RetrievalError: a setting is wrong, or others could reach a server without keys.
     """
-    if beside:
-        raise StoreError(
-            "Several processes serve in the foreground only: start them with `retrieval serve --processes N`."
-        )
-    for one in given.values():
-        if isinstance(one, Index):
+    for option, folders in (("--images", settings.images), ("--snapshots", [settings.snapshots])):
+        for folder in folders:
+            if folder is not None and not folder.is_dir():
+                raise StoreError(f"There is no folder {folder}, which {option} names. Make it first.")
+    proxies = tuple(_proxy(text) for text in settings.proxies)
+    if key_source(settings.keys) is None and settings.open is None:
+        where = "through a proxy (--proxy-header-from)" if proxies else f"at {host}"
+        if proxies or not _is_loopback(host):
             raise StoreError(
-                "Several processes cannot share an opened index: give its folder or its address."
+                f"This server has no keys, and others could reach it {where}. Make keys (retrieval keys add NAME "
+                "--output KEYS) and name them with --keys KEYS, or say with --open read what everybody may do."
             )
-    return {name: str(one) for name, one in given.items()}
+    names = {_host(text) for text in settings.hosts or ()}
+    return replace(
+        settings,
+        hosts=tuple(sorted({*names, host.lower(), socket.gethostname().lower()})),
+        proxies=proxies,
+    )
+
+
+def _host(text: str) -> str:
+    """Return a name as it is compared with a request's Host; RetrievalError where no request could ever name it."""
+    if not _HOST.fullmatch(text.lower()):
+        raise RetrievalError(
+            f"--allow-host takes a host name as clients write it, such as photos.example: no scheme, port or star. "
+            f"'{text}' would never match."
+        )
+    return text.lower().removesuffix(".")
+
+
+def _proxy(text: str) -> str:
+    """Return an address or network as it is compared; RetrievalError where it is none."""
+    try:
+        network = ipaddress.ip_network(plain_address(text))
+    except ValueError:
+        raise RetrievalError(
+            "--proxy-header-from takes the address of a proxy or its network, such as 10.0.0.5 or 10.0.0.0/24, "
+            f"not '{text}'."
+        ) from None
+    return str(network) if "/" in text else str(network.network_address)
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host's addresses; an unknown host is nobody's."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in addresses)
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """Return a socket that listens; StoreError, which names the port's option, where it cannot."""
+    if not isinstance(port, int) or not 0 <= port < 2**16:
+        raise StoreError(
+            f"{option} is a whole number from 0, which takes a free port, to 65535, not {port!r}."
+        )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StoreError(
+            f"Cannot listen on {host}: {error.strerror or error}. --host takes an address of this machine, such as "
+            "127.0.0.1, or 0.0.0.0 for all."
+        ) from None
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        advice = f"Choose another port with {option}."
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            advice = "No network interface of this machine has that address: use 127.0.0.1, or 0.0.0.0 for all, with --host."
+        reason = error.strerror or error
+        raise StoreError(f"Cannot listen on {host}, port {port}: {reason}. {advice}") from None
+    return listener
+
+
+# Names of indexes
+
+
+def named(texts: Iterable[str]) -> dict[str, str]:
+    """Return indexes by name, from texts `PATH` and `NAME=PATH`: without a name it is the folder's, less `.index`.
+
+    Raises:
+        StoreError: a name that none can have, or one given twice.
+    """
+    places: dict[str, str] = {}
+    for text in texts:
+        name, sign, path = text.partition("=")
+        if not sign or Path(text).exists() or "/" in name:
+            name, path = default_name(text), text
+        place_of(path)  # refuses an address that holds a secret, before anything repeats it
+        if not _NAME.fullmatch(name):
+            raise StoreError(f"An index cannot be called {name[:100]!a}. {_RULE}.")
+        if name in places:
+            raise StoreError(
+                f"Two indexes are called '{name}': {places[name]} and {path}. "
+                f"Name them: retrieval serve A={places[name]} B={path}"
+            )
+        places[name] = path
+    return places
+
+
+def default_name(path: str) -> str:
+    """Return the name of an index that is given none; "index" where its folder's cannot stand in an address."""
+    name = Path(path.partition("?")[0]).absolute().name.removesuffix(".index")
+    return name if _NAME.fullmatch(name) else "index"
+
+
+# What they share
 
 
 def require_packages() -> None:
-    """Refuse to serve without the packages of the extra.
-
-    Raises:
-        MissingDependency: one of them is not installed.
-    """
-    wanted = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client"]
-    for module in [*wanted, *(["uvloop"] if sys.platform != "win32" else [])]:
+    """Refuse to serve without the packages of the extra: MissingDependency."""
+    modules = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client"]
+    for module in modules + (["uvloop"] if sys.platform != "win32" else []):
         try:
             importlib.import_module(module)
         except ImportError:
+            package = module.replace("_", "-")
             raise MissingDependency(
-                f"Serving needs {module.replace('_', '-')}. Install it with: pip install 'embedding-retrieval[serve]'"
+                f"Serving needs {package}. Install it with: pip install 'embedding-retrieval[serve]'"
             ) from None
 
 

@@ -20,14 +20,12 @@ BATCH_BYTES = 64_000_000
 BODY_MEMORY = 256_000_000
 """Bytes that the bodies of all requests of one process may take together."""
 BODY_SECONDS = 60.0
-DECODE_SECONDS = 5.0
 SEND_SECONDS = 20.0
 GRACE_SECONDS = 10.0
 """From SIGTERM to the end of the process, whatever hangs."""
+DRAIN_SECONDS = 6
+"""Of these, for requests under way."""
 PROBE_SECONDS = 5.0
-WAITING_PER_WORKER = 16
-WAITING_CHANGES = 16
-WAITING_SNAPSHOTS = 4
 
 
 @dataclass(frozen=True)
@@ -73,3 +71,9 @@ class Settings:
         """Whether somebody may change an index: everybody, or holders of keys."""
         keyed = self.keys is not None or "RETRIEVAL_KEYS" in os.environ
         return keyed or self.open in ("write", "admin")
+
+
+def plain_address(address: str) -> str:
+    """Return an IPv4 address that a dual-stack socket gives as `::ffff:127.0.0.1` as it is; others unchanged."""
+    mapped = address.lower().removeprefix("::ffff:")
+    return mapped if "." in mapped else address

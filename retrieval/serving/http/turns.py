@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -18,17 +17,16 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding import Decoded, Decoders, Kind, Undecodable
 from retrieval.serving.http.problems import RequestError, busy, report
-from retrieval.serving.http.settings import (
-    DECODE_SECONDS,
-    WAITING_CHANGES,
-    WAITING_PER_WORKER,
-    WAITING_SNAPSHOTS,
-    Settings,
-)
+from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Limits
 from retrieval.serving.stages import current, stage
 
-_PICTURE_THREADS, _WAITING_PICTURES = 8, 64
+DECODE_SECONDS = 5.0
+WAITING_PER_WORKER = 16
+WAITING_CHANGES = 16
+WAITING_SNAPSHOTS = 4
+WAITING_PICTURES = 64
+_PICTURE_THREADS = 8
 
 T = TypeVar("T")
 
@@ -37,10 +35,10 @@ HAS_LEFT: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("has_lef
 
 
 class Turns:
-    """Work outside the event loop: some of it at a time, some that waits, the rest refused.
+    """A pool of threads with a bounded queue: some work runs, some waits, the rest is refused.
 
     Args:
-        what: is done, for the refusal: "searches".
+        what: the work is, for the refusal: "searches".
         at_once: pieces of work at a time.
         waiting: pieces of work that may wait.
     """
@@ -52,13 +50,9 @@ class Turns:
         self.waiting = self.running = 0
 
     def require_room(self) -> None:
-        """Refuse work that would find no room.
-
-        Raises:
-            RequestError: 503.
-        """
+        """Refuse work that would find no room: RequestError 503."""
         if self._free.locked() and self.waiting >= self._most_waiting:
-            raise busy(self._what)
+            raise busy(f"too many {self._what} are waiting")
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return what some work gives, done in a thread. Whoever is cancelled leaves the work its turn until its end.
@@ -93,12 +87,12 @@ class Turns:
             if not ended.done():
                 ended.set_result(future)
 
-        def tell(future: Future[T]) -> None:
+        def end_in_loop(future: Future[T]) -> None:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(end, future)
 
         self.running += 1
-        self._threads.submit(contextvars.copy_context().run, noted).add_done_callback(tell)
+        self._threads.submit(contextvars.copy_context().run, noted).add_done_callback(end_in_loop)
         done: Future[T] = await ended
         return done.result()
 
@@ -108,21 +102,16 @@ class Turns:
 
 
 class Workers:
-    """What does the work of all indexes of a server.
-
-    Args:
-        settings: limits.
-    """
+    """The threads and decoding processes of a server, which all its indexes share."""
 
     def __init__(self, settings: Settings) -> None:
         waiting = WAITING_PER_WORKER * settings.workers
         self.searches = Turns("searches", settings.workers, waiting)
         self.changes = Turns("changes", 1, WAITING_CHANGES)
-        self.pictures = Turns("pictures", _PICTURE_THREADS, _WAITING_PICTURES)
+        self.pictures = Turns("pictures", _PICTURE_THREADS, WAITING_PICTURES)
         self.snapshots = Turns("snapshots", 1, WAITING_SNAPSHOTS)
         self.images = Turns("images", settings.workers + 1, waiting)
-        limits = Limits(settings.max_pixels, settings.max_bytes)
-        self.decoders = Decoders(limits, DECODE_SECONDS)
+        self.decoders = Decoders(Limits(settings.max_pixels, settings.max_bytes), DECODE_SECONDS)
 
     def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:
         """Return a decoded image: `Decoded` as a bundle takes it, or a file's bytes; for a thread.
@@ -133,10 +122,10 @@ class Workers:
         """
         preprocessing = None
         if bundle is not None:
-            given = bundle.manifest.input
-            preprocessing = given.preprocessing
+            preprocessing = bundle.manifest.input.preprocessing
             if preprocessing is None:
-                raise DataError(f"This index takes vectors of {given.shape[0]} features, not images.")
+                width = bundle.manifest.input.shape[0]
+                raise DataError(f"This index takes vectors of {width} features, not images.")
         try:
             with stage("decode"):
                 return self.decoders.decode(kind, content, preprocessing)
@@ -146,29 +135,22 @@ class Workers:
 
     async def decoded(self, kind: Kind, content: bytes) -> bytes:
         """Return a picture of another kind; see `decode`."""
-        made: bytes = await self.images.run(lambda: self.decode(kind, content))
-        return made
+        picture: bytes = await self.images.run(lambda: self.decode(kind, content))
+        return picture
 
     async def pixels(self, bundle: Bundle, images: Sequence[bytes]) -> list[Decoded]:
-        """Return decoded images; of several, an error names the one.
-
-        Raises:
-            DataError, RequestError: see `decoded`.
-        """
+        """Return decoded images; of several, an error names the one. See `decode`."""
         turn = asyncio.Semaphore(2)  # others' images get their turns between these
 
-        async def one(number: int, image: bytes) -> Decoded:
+        async def decoded(number: int, image: bytes) -> Decoded:
             async with turn:
                 try:
-                    work = partial(self.decode, "pixels", image, bundle)
-                    made: Decoded = await self.images.run(work)
+                    pixels: Decoded = await self.images.run(lambda: self.decode("pixels", image, bundle))
                 except DataError as error:
                     raise (error if len(images) == 1 else DataError(f"image {number}: {error}")) from None
-                return made
+                return pixels
 
-        if len(images) == 1:
-            return [await one(1, images[0])]
-        tasks = [asyncio.create_task(one(*each)) for each in enumerate(images, 1)]
+        tasks = [asyncio.create_task(decoded(number, image)) for number, image in enumerate(images, 1)]
         try:
             return [await task for task in tasks]
         finally:
@@ -178,9 +160,8 @@ class Workers:
     @property
     def idle(self) -> bool:
         """Whether no thread works for an index."""
-        return all(
-            turns.running == 0 for turns in (self.searches, self.changes, self.pictures, self.snapshots)
-        )
+        pools = (self.searches, self.changes, self.pictures, self.snapshots)
+        return all(turns.running == 0 for turns in pools)
 
     def close(self) -> None:
         """Begin nothing any more, and end the processes that decode."""
