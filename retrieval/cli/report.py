@@ -33,10 +33,10 @@ from retrieval.cli.types import Choice
 @click.option(
     "--map",
     "method",
-    type=Choice(["tsne", "pca", "none"]),
+    type=Choice(["tsne", "umap", "pca", "none"]),
     default="tsne",
     show_default=True,
-    help="How the map is made.",
+    help="How the map is made; umap needs the extra umap.",
 )
 def report(
     runs: tuple[Path, ...], output: Path, queries: int, sample: int, thumbnails: int, method: str

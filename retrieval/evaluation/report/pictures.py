@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, MissingDependency
 from retrieval.evaluation.plot import Picture
 from retrieval.evaluation.report.measured import RECALLS, Measured
 from retrieval.evaluation.verification import roc_curve
@@ -114,12 +116,40 @@ def rates(found: Measured) -> bytes:
     return svg(figure)
 
 
+def require_umap() -> None:
+    """Refuse a map by UMAP without its package.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    if find_spec("umap") is None:
+        raise MissingDependency(
+            "--map umap needs umap-learn, which is not installed. Install it: "
+            "pip install 'embedding-retrieval[umap]'; or take --map tsne."
+        )
+
+
+def _umap(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return places of items by their distances (S, S).
+
+    Source: McInnes, Healy & Melville, "UMAP", arXiv 1802.03426, 2018.
+    """
+    with warnings.catch_warnings():
+        # UMAP warns that a fixed seed takes one thread, and of what a matrix of distances cannot do.
+        warnings.simplefilter("ignore")
+        from umap import UMAP
+
+        near = min(15, len(matrix) - 1)
+        umap = UMAP(metric="precomputed", n_neighbors=near, init="random", random_state=0, n_jobs=1)
+        return np.asarray(umap.fit_transform(matrix), dtype=np.float64)
+
+
 def places(found: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
     """Return where the sample's items lie on a map (S, 2), from 0 to 1, and what the map is.
 
     Args:
         found: the run, measured.
-        method: "tsne", by the learned distance; or "pca", of the codes.
+        method: "tsne" or "umap", by the learned distance; or "pca", of the codes.
     """
     pairs = found.pairs
     if method == "tsne" and len(pairs.items) >= 5:
@@ -128,6 +158,8 @@ def places(found: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
         perplexity = min(30.0, (len(pairs.items) - 1) / 3)
         tsne = TSNE(metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1)
         plane, name = tsne.fit_transform(pairs.matrix), "t-SNE by the learned distance"
+    elif method == "umap" and len(pairs.items) >= 5:
+        plane, name = _umap(pairs.matrix), "UMAP by the learned distance"
     else:
         centred = pairs.codes.double().numpy() - pairs.codes.double().numpy().mean(0)
         u, s, _ = np.linalg.svd(centred, full_matrices=False)

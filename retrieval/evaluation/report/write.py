@@ -9,7 +9,7 @@ from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.plot import curves
 from retrieval.evaluation.report.measured import measure
 from retrieval.evaluation.report.page import Section, page
-from retrieval.evaluation.report.pictures import Thumbnails, svg
+from retrieval.evaluation.report.pictures import Thumbnails, require_umap, svg
 from retrieval.host.files import write_text
 from retrieval.run.open import Run, load_run
 from retrieval.serving.files.places import StrPath
@@ -17,7 +17,7 @@ from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
 LARGEST_PANEL = 4 << 20
-METHODS = ("tsne", "pca", "none")
+METHODS = ("tsne", "umap", "pca", "none")
 
 
 @shown
@@ -41,7 +41,7 @@ def report(
         queries: test items that are searched for, at most; all are searched.
         sample: test items whose pairs are measured and that are on the map, at most.
         thumbnails: pictures of items, at most, over all runs.
-        map: "tsne", "pca" or "none".
+        map: "tsne", "umap", "pca" or "none".
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
@@ -60,6 +60,8 @@ def report(
             raise DataError(f"{name} is a number from {least:,} to {most:,}, not {value:,}.")
     if map not in METHODS:
         raise DataError(f"A map is one of {', '.join(METHODS)}, not {map!r}.")
+    if map == "umap":
+        require_umap()
     target = Path(output)
     if target.is_dir():
         raise DataError(
