@@ -51,8 +51,7 @@ from retrieval.serving.manifest import (
     Verified,
     write_manifest,
 )
-from retrieval.serving.probe import WIDEST
-from retrieval.serving.probing import probe_of
+from retrieval.serving.probe import WIDEST, probe_of
 
 _VARIANTS = ("fp16", "int8")
 

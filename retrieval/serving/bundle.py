@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
+from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.files.snapshot import Snapshot, Watch
 from retrieval.serving.images import decode, from_array
@@ -27,10 +29,10 @@ from retrieval.serving.manifest import (
     parse_manifest,
     read_files,
 )
-from retrieval.serving.progress import Progress, showing
+from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
-from retrieval.serving.running import Floats, Runs, checked_inputs, decoded, parts_of, run_batches
-from retrieval.serving.sessions import Sessions
+from retrieval.serving.sessions import Floats, Runs, Sessions, checked_inputs, parts_of, run_batches
+from retrieval.serving.threads import ahead
 
 ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
 
@@ -319,15 +321,27 @@ class Bundle:
         if batch < 1:
             raise DataError(f"A batch has at least 1 image, not {batch}.")
 
-        def pixels(image: ImageLike) -> NDArray[np.uint8]:
+        def pixels(numbered: tuple[int, ImageLike]) -> NDArray[np.uint8]:
+            number, image = numbered
             if not is_image(image):
                 raise DataError(
-                    f"an image is a path, bytes, a Pillow image or uint8 pixels, not an object of type {type(image).__name__}."
+                    f"{name}[{number}]: an image is a path, bytes, a Pillow image or uint8 pixels, "
+                    f"not an object of type {type(image).__name__}."
                 )
-            return self.preprocess(image)
+            try:
+                return self.preprocess(image)
+            except DataError as fault:
+                raise DataError(f"{name}[{number}]: {fault}") from fault
 
-        with showing(progress):
-            return self._encode(decoded(images, pixels, batch, threads, name), len(images))
+        decoded = ahead(pixels, enumerate(images), workers=threads or cores(), most=2 * batch)
+        with showing(progress), Meter("encoding", len(images), "images") as meter:
+
+            def batches() -> Iterator[NDArray[np.uint8]]:
+                while rows := list(itertools.islice(decoded, batch)):
+                    yield np.stack(rows)
+                    meter.update(len(rows))
+
+            return self._encode(batches(), len(images))
 
     def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return one image's pixels (C, H, W), ready for `encode`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from retrieval.errors import BundleError
@@ -25,19 +24,6 @@ FALLBACK = (
     "ONNX Runtime was built for a GPU and could not start there, so the encoder runs on the CPU. "
     "`retrieval doctor` says what is missing; --device cpu says that it is meant."
 )
-
-
-@dataclass(frozen=True)
-class Started:
-    """A graph that is loaded.
-
-    Attributes:
-        session: ONNX Runtime's.
-        device: "cpu", "cuda" or "tensorrt".
-    """
-
-    session: Any
-    device: str
 
 
 def checked_device(runtime: Any, device: Device) -> list[str]:
@@ -66,8 +52,8 @@ def checked_device(runtime: Any, device: Device) -> list[str]:
 
 def start(
     runtime: Any, content: bytes, options: Any, devices: Sequence[str], shapes: Mapping[str, Sequence[int]]
-) -> Started:
-    """Load a graph on the first of these devices that it starts on.
+) -> tuple[Any, str]:
+    """Load a graph on the first of these devices that it starts on; return ONNX Runtime's session and the device.
 
     Args:
         runtime: the module `onnxruntime`.
@@ -93,7 +79,7 @@ def start(
         running = session.get_providers()
         for each in devices[at:]:
             if _NAMES[each] in running:
-                return Started(session, each)
+                return session, each
     raise RuntimeError("ONNX Runtime starts on none of its devices")
 
 

@@ -24,7 +24,7 @@ from retrieval.serving.http.listening import checked, default_name, listen
 from retrieval.serving.http.settings import GRACE_SECONDS, Settings
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.memory import return_large_blocks
-from retrieval.serving.probing import probe_fault
+from retrieval.serving.probe import probe_fault
 from retrieval.serving.providers import Device
 from retrieval.serving.store.address import Address
 
