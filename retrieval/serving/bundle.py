@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -121,39 +121,26 @@ class Bundle:
         def load(opened: Snapshot) -> Bundle:
             text = manifest_text(opened)
             manifest = parse_manifest(folder / FILE, text)
-            held = read_files(opened, manifest.files)
-            return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
+            graphs = read_files(opened, manifest.files)
+            if variant is not None and variant not in manifest.variants:
+                known = ", ".join(sorted(manifest.variants)) or "none"
+                raise BundleError(
+                    f"The bundle {folder} has no variant '{variant}' (it has: {known})."
+                    + did_you_mean(variant, manifest.variants)
+                )
+            sessions = Sessions.open(folder, graphs, manifest, variant, threads, device)
+            return cls(folder, manifest, text, variant, sessions, Watch(opened))
 
         return opened_whole(folder, load)
 
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        manifest: Manifest,
-        text: bytes,
-        held: Mapping[str, bytes],
-        watch: Watch,
-        variant: str | None,
-        threads: int | None,
-        device: Device,
-    ) -> Bundle:
-        """Load the graphs of a bundle whose files are held and compared with its manifest; see `open`."""
-        if variant is not None and variant not in manifest.variants:
-            known = ", ".join(sorted(manifest.variants)) or "none"
-            raise BundleError(
-                f"The bundle {path} has no variant '{variant}' (it has: {known})."
-                + did_you_mean(variant, manifest.variants)
-            )
-        sessions = Sessions.open(path, held, manifest, variant, threads, device)
-        return cls(path, manifest, text, variant, sessions, watch)
-
     def __repr__(self) -> str:
-        said = self.manifest
-        what = "images" if said.input.kind == "image" else "vectors"
-        shape = " × ".join(map(str, said.input.shape))
+        manifest = self.manifest
+        what = "images" if manifest.input.kind == "image" else "vectors"
+        shape = " × ".join(map(str, manifest.input.shape))
         how = f"{self.variant} on {self.device}" if self.variant else self.device
-        return f"Bundle {self.path}: {said.name}, {what} of {shape} to vectors of {said.vector}, {how}"
+        return (
+            f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of {manifest.vector}, {how}"
+        )
 
     def changed(self) -> str | None:
         """Return a sentence when the files on the disk are no longer what was opened; costs a few looks at the file system.
