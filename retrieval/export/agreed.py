@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
-from retrieval.export.checks import check_widths
 from retrieval.export.verify import (
     Difference,
     Floats,
     check_order,
     check_repeatable,
+    check_widths,
     compare_encoder,
     compare_rescorer,
     likely_cause,
@@ -34,25 +34,17 @@ from retrieval.model.graph import (
 )
 from retrieval.model.model import Model
 
-Told = Callable[[str, int, int], None]
-"""Called before each step with what it does, its number from 0, and how many there are."""
-
-
-class Steps:
-    """Counts the steps for whoever shows a bar."""
-
-    def __init__(self, progress: Told | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def next(self, step: str) -> None:
-        """Say what comes now."""
-        if self._progress is not None:
-            self._progress(step, self._done, self._total)
-        self._done += 1
-
 
 class Graphs:
     """One model's graphs, each compared with torch.
+
+    Args:
+        model: in evaluation mode, on the CPU.
+        items: real raw inputs.
+        tolerance: the largest difference that is allowed.
+        opset: version of ONNX's operators.
+        exporter: see `export_model`.
+        step: is told what is done next.
 
     Attributes:
         items: raw inputs.
@@ -67,14 +59,14 @@ class Graphs:
         tolerance: float,
         opset: int,
         exporter: Literal["auto"] | Exporter,
-        steps: Steps,
+        step: Callable[[str], None],
     ) -> None:
         self._module = Encoder(model).eval()
         self.items = items
         self._tolerance = tolerance
         self._opset = opset
         self._exporters: Sequence[Exporter] = ("dynamo", "torchscript") if exporter == "auto" else (exporter,)
-        self._steps = steps
+        self._step = step
         self.outputs = torch_outputs(self._module, items)
         self.worst = Difference(0.0, "", 0, 0)
 
@@ -172,7 +164,7 @@ class Graphs:
     ) -> bytes:
         """Return the graph of the first exporter that agrees with torch; the first one's complaint when none does."""
         complaints: list[BundleError] = []
-        self._steps.next(f"exporting the {what} and comparing it with torch")
+        self._step(f"exporting the {what} and comparing it with torch")
         for exporter in self._exporters:
             try:
                 proto = to_onnx(module, example, signature, opset=self._opset, exporter=exporter)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,28 +17,19 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from retrieval.errors import BundleError
-from retrieval.export.agreed import Graphs, Steps, Told
-from retrieval.export.checks import candidate_overlap, checked_items, input_of, is_normalized
+from retrieval.export.agreed import Graphs
 from retrieval.export.output import refuse_existing, whole_folder
-from retrieval.export.variants import (
-    VariantName,
-    check_drift,
-    make_variant,
-    measure,
-)
+from retrieval.export.variants import VariantName, check_drift, make_variant, measure
 from retrieval.export.verify import (
     Floats,
+    candidate_overlap,
+    checked_items,
+    input_of,
+    is_normalized,
     onnx_outputs,
 )
 from retrieval.model.contracts import Combiner
-from retrieval.model.graph import (
-    OPSET,
-    TOLERANCE,
-    Exporter,
-    check_size,
-    ready,
-    session,
-)
+from retrieval.model.graph import OPSET, TOLERANCE, Exporter, check_size, ready, session
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import problems_of
@@ -73,7 +65,7 @@ def export_model(
     opset: int = OPSET,
     exporter: Literal["auto"] | Exporter = "auto",
     replace: bool = False,
-    progress: Told | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Manifest:
     """Write a bundle, and return its manifest.
 
@@ -99,7 +91,7 @@ def export_model(
         opset: version of ONNX's operators.
         exporter: "auto" takes torch's present exporter ("dynamo"), and the older one ("torchscript") where that fails.
         replace: whether a bundle at `output` may be replaced.
-        progress: told of each step.
+        progress: is called before each step with what it does, its number from 0, and how many there are.
 
     Raises:
         BundleError: something is in the way, the items don't fit, torch cannot export the model, the graph disagrees with
@@ -116,9 +108,14 @@ def export_model(
         )
     exact = model.combiner is None or model.combiner.exact
     single = not split or bool(variants)
-    steps = Steps(progress, 1 + single + 2 * split + (not exact) + len(set(variants)))
+    number, total = itertools.count(), 1 + single + 2 * split + (not exact) + len(set(variants))
+
+    def step(what: str) -> None:
+        if progress is not None:
+            progress(what, next(number), total)
+
     with ready(model), whole_folder(Path(output), replace=replace) as folder:
-        export = Graphs(model, items, tolerance, opset, exporter, steps)
+        export = Graphs(model, items, tolerance, opset, exporter, step)
         export.check()
         halves = _write_split(folder, export) if split else None
         largest = export.worst.value
@@ -130,9 +127,15 @@ def export_model(
         if model.combiner is not None and not exact:
             rescore, entry = _write_rescorer(folder, export, model.combiner, codes)
             largest = max(largest, export.worst.value)
-        drift = _Drift(labels, rescore, model.combiner, allow_drift)
-        made = _write_variants(folder, export, encoder, dict.fromkeys(variants), calibration, drift, steps)
-        steps.next("opening the bundle")
+        written: dict[str, Variant] = {}
+        for variant in dict.fromkeys(variants):
+            step(f"making the {variant} variant")
+            written[variant] = _write_variant(
+                folder, export, encoder, variant, calibration, labels, rescore, model.combiner
+            )
+            if not allow_drift:
+                check_drift(variant, written[variant])
+        step("opening the bundle")
         return _seal(
             folder,
             {
@@ -142,7 +145,7 @@ def export_model(
                 "encoder": None if split else "encoder.onnx",
                 "split": halves,
                 "rescorer": entry,
-                "variants": made,
+                "variants": written,
                 "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
                 "evaluation": None if evaluation is None else dict(evaluation),
             },
@@ -177,42 +180,27 @@ def _checked(
     return items, calibration
 
 
-@dataclass(frozen=True)
-class _Drift:
-    """What a variant's drift is measured by, and whether any is allowed."""
-
-    labels: NDArray[Any] | None
-    rescore: Callable[[Floats, Floats], Floats] | None
-    combiner: Combiner | None
-    allowed: bool
-
-
-def _write_variants(
+def _write_variant(
     folder: Path,
     export: Graphs,
     encoder: bytes,
-    variants: Iterable[VariantName],
+    variant: VariantName,
     calibration: NDArray[Any] | None,
-    drift: _Drift,
-    steps: Steps,
-) -> dict[str, Variant]:
-    """Write the encoder in other precisions; return what the manifest says of each."""
-    subspaces = () if drift.combiner is None else drift.combiner.subspaces
-    merge = "min" if drift.combiner is None else drift.combiner.merge
-    made: dict[str, Variant] = {}
-    for variant in variants:
-        steps.next(f"making the {variant} variant")
-        content, graphs = make_variant(variant, encoder, calibration, folder)
-        before, *afters = (
-            onnx_outputs(session(graph), list(export.outputs), export.items)
-            for graph in (encoder, content, *graphs)
-        )
-        file = f"encoder_{variant}.onnx"
-        made[variant] = measure(file, before, afters, drift.labels, drift.rescore, subspaces, merge)
-        if not drift.allowed:
-            check_drift(variant, made[variant])
-        (folder / file).write_bytes(content)
-    return made
+    labels: NDArray[Any] | None,
+    rescore: Callable[[Floats, Floats], Floats] | None,
+    combiner: Combiner | None,
+) -> Variant:
+    """Write the encoder in another precision; return what the manifest says of it."""
+    content, graphs = make_variant(variant, encoder, calibration, folder)
+    before, *afters = (
+        onnx_outputs(session(graph), list(export.outputs), export.items)
+        for graph in (encoder, content, *graphs)
+    )
+    file = f"encoder_{variant}.onnx"
+    (folder / file).write_bytes(content)
+    subspaces = () if combiner is None else combiner.subspaces
+    merge = "min" if combiner is None else combiner.merge
+    return measure(file, before, afters, labels, rescore, subspaces, merge)
 
 
 def _write_split(folder: Path, export: Graphs) -> SplitEntry:
@@ -291,8 +279,7 @@ def _seal(folder: Path, said: Mapping[str, Any], spread: tuple[float, float]) ->
 
 def bundle_versions() -> dict[str, str]:
     """Return versions of what makes a bundle."""
-    found = {"python": platform.python_version()}
-    for package in (
+    packages = (
         "embedding-retrieval",
         "torch",
         "onnx",
@@ -300,9 +287,9 @@ def bundle_versions() -> dict[str, str]:
         "onnxruntime",
         "onnxruntime-gpu",
         "numpy",
-    ):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    )
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -26,8 +26,8 @@ _KNOWN = {**STARTS, **_OTHERS}
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a folder holds.
+class ImageFiles:
+    """The images that a folder holds, and what else.
 
     Attributes:
         images: the image files, sorted.
@@ -57,7 +57,7 @@ class Found:
         )
 
 
-def find_images(folder: Path) -> Found:
+def find_images(folder: Path) -> ImageFiles:
     """Return the image files below a folder; hidden files and folders are not looked at.
 
     A file is an image by its extension, and else by how it begins. Links are followed: see
@@ -78,13 +78,13 @@ def find_images(folder: Path) -> Found:
             images.append(path)
         else:
             left_out.setdefault(reason, []).append(path)
-    found = Found(images, left_out, nowhere)
+    files = ImageFiles(images, left_out, nowhere)
     if not images:
-        seen = " ".join(filter(None, [*found.notes(folder), found.dangling(folder)]))
+        seen = " ".join(filter(None, [*files.notes(folder), files.dangling(folder)]))
         raise DataError(
             f"{folder} holds no image (looked for {', '.join(FORMATS)}).{f' {seen}' if seen else ''}"
         )
-    return found
+    return files
 
 
 def _reason(path: Path) -> str | None:

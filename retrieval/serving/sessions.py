@@ -79,7 +79,7 @@ class Graph:
         timer.daemon = True
         timer.start()
         try:
-            found = self(list(shapes), feeds, options)
+            outputs = self(list(shapes), feeds, options)
         except BundleError:
             if late.is_set():
                 raise BundleError(
@@ -88,7 +88,7 @@ class Graph:
             raise
         finally:
             timer.cancel()
-        for (name, shape), values in zip(shapes.items(), found, strict=True):
+        for (name, shape), values in zip(shapes.items(), outputs, strict=True):
             if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.float32:
                 kind = (
                     f"{values.dtype} {values.shape}"
@@ -143,7 +143,7 @@ class Sessions:
     def open(
         cls,
         folder: Path,
-        held: Mapping[str, bytes],
+        files: Mapping[str, bytes],
         manifest: Manifest,
         variant: str | None,
         threads: int | None,
@@ -153,7 +153,7 @@ class Sessions:
 
         Args:
             folder: for errors.
-            held: content of the bundle's files, verified.
+            files: content of the bundle's files by name, verified.
             manifest: what they should be.
             variant: the encoder to load, if not the main one.
             threads: of one call; None leaves it to ONNX Runtime.
@@ -168,8 +168,8 @@ class Sessions:
 
         def load(name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices) -> Graph:
             try:
-                check_graph(held[name])
-                session, running_on = start(runtime, held[name], options, on, shapes)
+                check_graph(files[name])
+                session, running_on = start(runtime, files[name], options, on, shapes)
             except Exception as fault:  # ONNX Runtime's errors share no public base class
                 reason = fault if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(
@@ -257,12 +257,12 @@ def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) ->
         raise BundleError(f"{path} needs an input '{extra[0]}' that bundles do not have.")
 
 
-def checked_inputs(inputs: NDArray[Any], said: Input, path: Path) -> NDArray[Any]:
+def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[Any]:
     """Return inputs as a graph takes them.
 
     Args:
         inputs: uint8 (N, C, H, W), or real numbers (N, F).
-        said: what the graph takes.
+        input: what the graph takes.
         path: the bundle's, for errors.
 
     Raises:
@@ -270,10 +270,10 @@ def checked_inputs(inputs: NDArray[Any], said: Input, path: Path) -> NDArray[Any
     """
     if not isinstance(inputs, np.ndarray):
         raise DataError("encode takes an array of all inputs; images go to encode_images.")
-    if inputs.ndim != len(said.shape) + 1 or inputs.shape[1:] != said.shape:
-        wanted = ", ".join(map(str, said.shape))
+    if inputs.ndim != len(input.shape) + 1 or inputs.shape[1:] != input.shape:
+        wanted = ", ".join(map(str, input.shape))
         raise DataError(f"The bundle {path} takes inputs of shape (N, {wanted}), not {inputs.shape}.")
-    if said.dtype == "uint8":
+    if input.dtype == "uint8":
         if inputs.dtype != np.uint8:
             raise DataError(f"The bundle {path} takes raw pixels as uint8, not {inputs.dtype}.")
         return inputs
