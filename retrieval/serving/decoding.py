@@ -8,7 +8,6 @@ small image's search.
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import signal
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.serving.image_formats import can_open
+from retrieval.serving.image_files import can_open
 from retrieval.serving.images import Limits, Preprocessing, decode, full_size, thumbnail, to_png
 from retrieval.serving.memory import return_large_blocks
 
@@ -219,7 +218,8 @@ def _serve(pipe: Connection, limits: Limits) -> None:
     """Answer jobs until the pipe closes: in the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     return_large_blocks(_KEPT_BYTES)
-    _warm()
+    Image.init()  # loads every decoder now: later there may be no room for it
+    can_open("AVIF"), can_open("HEIF")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # what a library prints about a hostile file helps nobody
         os.dup2(nowhere, stream)
@@ -247,16 +247,6 @@ def _answer(
     except MemoryError:
         sentence = f"{name} needs more memory to be decoded than an image may take. Save it smaller."
     return _ANSWER.pack(False, 0, 0) + sentence.encode("utf-8", "replace")
-
-
-def _warm() -> None:
-    """Load what decoding loads on first use: later there may be no room for it."""
-    can_open("AVIF"), can_open("HEIF")
-    for format in ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"):
-        kept = io.BytesIO()
-        Image.new("RGB", (1, 1)).save(kept, format)
-        with suppress(DataError):
-            decode(kept.getvalue())
 
 
 def _confine(memory: int) -> None:

@@ -20,10 +20,10 @@ from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
 from retrieval.host.walk import leads_nowhere
-from retrieval.serving.image_formats import EXTENSIONS as EXTENSIONS
-from retrieval.serving.image_formats import FORMATS as FORMATS
-from retrieval.serving.image_formats import HOW, REDUCIBLE, can_open, format_of
-from retrieval.serving.image_formats import Limits as Limits
+from retrieval.serving.image_files import EXTENSIONS as EXTENSIONS
+from retrieval.serving.image_files import FORMATS as FORMATS
+from retrieval.serving.image_files import HOW, REDUCIBLE, can_open, format_of
+from retrieval.serving.image_files import Limits as Limits
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
