@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.decoding import _ANSWER, Decoders, Undecodable
-from retrieval.serving.images import Limits, Preprocessing, decode, full_size
+from retrieval.serving.images import Preprocessing, decode, full_size
 
 PREPROCESSING = Preprocessing((24, 32), resize=24)
 
@@ -122,7 +122,7 @@ class Evil:
     [
         b"",
         _ANSWER.pack(True, 80, 60) + bytes(24 * 32 * 3 + 1),
-        _ANSWER.pack(True, 80, 60) + bytes(Limits().memory),
+        _ANSWER.pack(True, 80, 60) + bytes(1_000_000),
         None,
     ],
     ids=["empty", "too many pixels", "too many bytes", "a pickle"],
@@ -153,7 +153,7 @@ def test_a_decoders_sentence_is_cut_and_printable(pool):
     (worker,) = pool._idle
     own = worker.pipe  # as long as it is open, the process lives
     worker.pipe, theirs = multiprocessing.Pipe()
-    theirs.send_bytes(_ANSWER.pack(False, 0, 0) + b"\x1b[31m\xff" + b"x" * 100_000)
+    theirs.send_bytes(_ANSWER.pack(False, 0, 0) + b"\x1b[31m\xff" + b"x" * 10_000)
     with pytest.raises(DataError) as error:
         pool.decode("pixels", photo(), PREPROCESSING)
     own.close()

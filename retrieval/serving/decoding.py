@@ -8,6 +8,7 @@ small image's search.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -34,7 +35,7 @@ SECONDS = 5.0
 _STARTING_SECONDS = 60.0
 _KEPT_BYTES = 8_000_000
 """Blocks up to this size stay with a process for its next image."""
-_LONGEST_SENTENCE = 4096
+_LONGEST_SENTENCE = 4096  # characters
 _ANSWER = struct.Struct("<?II")
 """Begins an answer: whether the image was decoded, its width and height. Pixels, a file or a sentence follow."""
 
@@ -93,7 +94,9 @@ class Decoders:
         """
         worker = self._take()
         try:
-            answer = worker.ask((kind, content, preprocessing, name), self.seconds)
+            answer = worker.ask(
+                (kind, content, preprocessing, name), self.seconds, self._longest(content, preprocessing)
+            )
             result = None if answer is None else _read_answer(answer, preprocessing)
         except (OSError, EOFError, ValueError, struct.error):
             self._end(worker)
@@ -110,6 +113,15 @@ class Decoders:
         if isinstance(result, str):
             raise DataError(result)
         return result
+
+    def _longest(self, content: bytes, preprocessing: Preprocessing | None) -> int:
+        """Return how many bytes an answer has at most: a sentence, the encoder's pixels, or a PNG.
+
+        A PNG has four channels at most, and the colour profile of its image.
+        """
+        png = 5 * self.limits.pixels + len(content)
+        longest = png if preprocessing is None else math.prod(preprocessing.shape)
+        return _ANSWER.size + max(4 * _LONGEST_SENTENCE, longest)
 
     @property
     def pids(self) -> list[int]:
@@ -159,28 +171,28 @@ class _Worker:
 
     def __init__(self, limits: Limits) -> None:
         context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
-        if (
-            os.name == "posix"
-        ):  # forked from one clean process that has loaded Pillow, they start in milliseconds
+        if os.name == "posix":
+            # forked from one clean process that has loaded Pillow, decoders start in milliseconds
             context.set_forkserver_preload([__name__])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, limits), daemon=True)
-        self._most = limits.memory
         _start_without_main(self.process)
         theirs.close()
         if not self.pipe.poll(_STARTING_SECONDS) or self.pipe.recv_bytes(1):
             self.process.kill()
             raise OSError("it does not answer")
 
-    def ask(self, job: tuple[Kind, bytes, Preprocessing | None, str], seconds: float) -> bytes | None:
+    def ask(
+        self, job: tuple[Kind, bytes, Preprocessing | None, str], seconds: float, longest: int
+    ) -> bytes | None:
         """Return what the process answers; None where it takes longer than so many seconds.
 
         Raises:
-            OSError: the process ended, or answers with more bytes than it may have.
-            EOFError: likewise.
+            OSError: the process ended, or answers with more than `longest` bytes.
+            EOFError: the process ended.
         """
         self.pipe.send(job)
-        return self.pipe.recv_bytes(self._most) if self.pipe.poll(seconds) else None
+        return self.pipe.recv_bytes(longest) if self.pipe.poll(seconds) else None
 
 
 _main = threading.Lock()
@@ -246,7 +258,7 @@ def _answer(
         sentence = str(error)
     except MemoryError:
         sentence = f"{name} needs more memory to be decoded than an image may take. Save it smaller."
-    return _ANSWER.pack(False, 0, 0) + sentence.encode("utf-8", "replace")
+    return _ANSWER.pack(False, 0, 0) + sentence[:_LONGEST_SENTENCE].encode("utf-8", "replace")
 
 
 def _confine(memory: int) -> None:
