@@ -100,11 +100,16 @@ class Graphs:
         first = self._encoder(backbone, self.items, features, "backbone")
         largest = self.worst
         second = self._encoder(head, features["features"], self.outputs, "head")
-        largest = max(largest, self.worst, key=lambda each: each.value)
-        self.worst = compare_encoder(self.outputs, InSequence(first, second), self.items)
+        largest = max(largest, self.worst, key=lambda difference: difference.value)
+        run_backbone, run_head = session(first).run, session(second).run
+
+        def run(names: list[str], feeds: dict[str, NDArray[Any]]) -> list[Any]:
+            return list(run_head(names, {"input": run_backbone(["features"], feeds)[0]}))
+
+        self.worst = compare_encoder(self.outputs, run, self.items)
         if self.worst.value > self._tolerance:
             raise BundleError(f"The encoder cannot be split. {self._disagreement('encoder')}")
-        self.worst = max(largest, self.worst, key=lambda each: each.value)
+        self.worst = max(largest, self.worst, key=lambda difference: difference.value)
         return first, second, features["features"].shape[1]
 
     def _encoder(
@@ -117,7 +122,7 @@ class Graphs:
         example = torch.from_numpy(np.resize(items[:2], (2, *items.shape[1:])))
 
         def compare(graph: bytes) -> Difference:
-            return compare_encoder(outputs, session(graph), items)
+            return compare_encoder(outputs, session(graph).run, items)
 
         return self._agreed(module, (example,), signature, what, compare)
 
@@ -187,15 +192,3 @@ class Graphs:
             where = f"in the distance to item {worst.item}, with {worst.batch} queries at once"
             cause = "compute_mat may depend on how many queries or items it is given."
         return f"torch and ONNX Runtime disagree by {worst.value:.2g} {where}; the tolerance is {self._tolerance:g}. {cause}"
-
-
-class InSequence:
-    """Backbone and head as one session: what serving runs."""
-
-    def __init__(self, backbone: bytes, head: bytes) -> None:
-        self._backbone, self._head = session(backbone), session(head)
-
-    def run(self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> list[Any]:
-        """Return the head's outputs, as ONNX Runtime's `run`."""
-        (features,) = self._backbone.run(["features"], feeds)
-        return list(self._head.run(list(names), {"input": features}))

@@ -193,7 +193,7 @@ def _write_variant(
     """Write the encoder in another precision; return what the manifest says of it."""
     content, graphs = make_variant(variant, encoder, calibration, folder)
     before, *afters = (
-        onnx_outputs(session(graph), list(export.outputs), export.items)
+        onnx_outputs(session(graph).run, list(export.outputs), export.items)
         for graph in (encoder, content, *graphs)
     )
     file = f"encoder_{variant}.onnx"

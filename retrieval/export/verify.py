@@ -5,7 +5,7 @@ And what export refuses before it starts, and reads off real items for the manif
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from retrieval.serving.manifest import Input
 from retrieval.serving.merging import spans_of
 
 Floats = NDArray[np.float32]
+Run = Callable[[list[str], dict[str, NDArray[Any]]], Sequence[Any]]
+"""Runs a graph, as the method of an ONNX Runtime session does: the names of its outputs, its inputs by name."""
 
 BATCH = 64
 """Items at a time, where not another number is what is being tested: bounds the memory that verifying takes."""
@@ -87,9 +89,9 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
 
 
 def onnx_outputs(
-    session: Any, names: Sequence[str], items: NDArray[Any], batch: int = BATCH
+    run: Run, names: Sequence[str], items: NDArray[Any], batch: int = BATCH
 ) -> dict[str, Floats]:
-    """Return each output of the graph for all items.
+    """Return each output of the graph that `run` runs for all items.
 
     Raises:
         BundleError: ONNX Runtime fails, or gives another number of rows than it was given.
@@ -98,7 +100,7 @@ def onnx_outputs(
     for start in range(0, len(items), batch):
         inputs = np.ascontiguousarray(items[start : start + batch])
         try:
-            parts.append(session.run(list(names), {"input": inputs}))
+            parts.append(run(list(names), {"input": inputs}))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(
                 f"The exported graph fails on a batch of {len(inputs)}: {first_line(fault)}. "
@@ -117,7 +119,7 @@ def length_scale(values: Floats) -> float:
     return float(np.linalg.norm(values.astype(np.float64), axis=1).mean()) or 1.0
 
 
-def compare_encoder(reference: Mapping[str, Floats], session: Any, items: NDArray[Any]) -> Difference:
+def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[Any]) -> Difference:
     """Return the largest difference between torch's outputs and the graph's, over three batch sizes.
 
     One item alone, an odd number, and all items in batches of up to `BATCH`: a batch size that the exporter folded into the graph
@@ -129,7 +131,7 @@ def compare_encoder(reference: Mapping[str, Floats], session: Any, items: NDArra
     worst = Difference(-1.0, "", 0, 0)
     for batch, start in ((1, 0), (ODD, max(0, len(items) - ODD)), (BATCH, 0)):
         part = items[start : start + batch] if batch < BATCH else items
-        outputs = onnx_outputs(session, list(reference), part, batch)
+        outputs = onnx_outputs(run, list(reference), part, batch)
         for name, values in outputs.items():
             expected = reference[name][start : start + len(part)]
             gap = np.abs(values.astype(np.float64) - expected).max(axis=1) / length_scale(reference[name])
