@@ -47,6 +47,7 @@ class Graphs:
         step: is told what is done next.
 
     Attributes:
+        combiner: the model's.
         items: raw inputs.
         outputs: torch's, for all items.
         worst: the largest difference of the graph that was made last.
@@ -62,6 +63,7 @@ class Graphs:
         step: Callable[[str], None],
     ) -> None:
         self._module = Encoder(model).eval()
+        self.combiner = model.combiner
         self.items = items
         self._tolerance = tolerance
         self._opset = opset
@@ -78,7 +80,7 @@ class Graphs:
         """
         check_repeatable(self._module, self.items, self.outputs, self._tolerance)
         vector = self.outputs["vector"]
-        combiner = self._module.model.combiner
+        combiner = self.combiner
         if combiner is not None:
             check_widths(combiner, self.outputs)
             if combiner.exact and combiner.merge == "min":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retrieval.errors import BundleError
 from retrieval.export.agreed import Graphs
-from retrieval.export.output import refuse_existing, whole_folder
+from retrieval.export.output import whole_folder
 from retrieval.export.variants import VariantName, check_drift, make_variant, measure
 from retrieval.export.verify import (
     Floats,
@@ -99,21 +99,10 @@ def export_model(
             refuses. Nothing is left behind.
         MissingDependency: no ONNX Runtime.
     """
-    items, calibration = _checked(model, items, calibration, labels, variants)
-    refuse_existing(Path(output), replace)
-    check_size(model)
-    if split and model.preprocessing is None:
-        raise BundleError(
-            "A model of features has no backbone to be split off: its bundle is a head as it is."
-        )
+    items, calibration = _checked(model, items, calibration, labels, variants, split)
     exact = model.combiner is None or model.combiner.exact
     single = not split or bool(variants)
-    number, total = itertools.count(), 1 + single + 2 * split + (not exact) + len(set(variants))
-
-    def step(what: str) -> None:
-        if progress is not None:
-            progress(what, next(number), total)
-
+    step = _counted(progress, 1 + single + 2 * split + (not exact) + len(set(variants)))
     with ready(model), whole_folder(Path(output), replace=replace) as folder:
         export = Graphs(model, items, tolerance, opset, exporter, step)
         export.check()
@@ -130,11 +119,11 @@ def export_model(
         written: dict[str, Variant] = {}
         for variant in dict.fromkeys(variants):
             step(f"making the {variant} variant")
-            written[variant] = _write_variant(
-                folder, export, encoder, variant, calibration, labels, rescore, model.combiner
-            )
+            content, graphs = make_variant(variant, encoder, calibration, folder)
+            written[variant] = _measured(export, variant, (encoder, content, *graphs), labels, rescore)
             if not allow_drift:
                 check_drift(variant, written[variant])
+            (folder / written[variant].file).write_bytes(content)
         step("opening the bundle")
         return _seal(
             folder,
@@ -147,9 +136,9 @@ def export_model(
                 "rescorer": entry,
                 "variants": written,
                 "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
-                "evaluation": None if evaluation is None else dict(evaluation),
+                "evaluation": evaluation,
             },
-            (float(items.mean()), float(items.std())),
+            items,
         )
 
 
@@ -159,11 +148,12 @@ def _checked(
     calibration: NDArray[Any] | None,
     labels: NDArray[Any] | None,
     variants: Sequence[VariantName],
+    split: bool,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Return items and calibration items as the model takes them.
 
     Raises:
-        BundleError: they do not fit the model, the labels or the variants.
+        BundleError: they do not fit the model, the labels or the variants; or there is nothing to split.
     """
     for variant in variants:
         if variant not in _VARIANTS:
@@ -177,30 +167,47 @@ def _checked(
         )
     if labels is not None and len(labels) != len(items):
         raise BundleError(f"There are {len(labels)} labels for {len(items)} items.")
+    if split and model.preprocessing is None:
+        raise BundleError(
+            "A model of features has no backbone to be split off: its bundle is a head as it is."
+        )
+    check_size(model)
     return items, calibration
 
 
-def _write_variant(
-    folder: Path,
+def _measured(
     export: Graphs,
-    encoder: bytes,
     variant: VariantName,
-    calibration: NDArray[Any] | None,
+    graphs: Sequence[bytes],
     labels: NDArray[Any] | None,
     rescore: Callable[[Floats, Floats], Floats] | None,
-    combiner: Combiner | None,
 ) -> Variant:
-    """Write the encoder in another precision; return what the manifest says of it."""
-    content, graphs = make_variant(variant, encoder, calibration, folder)
-    before, *afters = (
-        onnx_outputs(session(graph).run, list(export.outputs), export.items)
-        for graph in (encoder, content, *graphs)
-    )
-    file = f"encoder_{variant}.onnx"
-    (folder / file).write_bytes(content)
+    """Return what the manifest says of a variant.
+
+    Args:
+        export: the encoder's graphs.
+        variant: its name.
+        graphs: the encoder's, the variant's, and others that show what its precision does.
+        labels: see `export_model`.
+        rescore: runs the rescorer, where there is one.
+    """
+    names = list(export.outputs)
+    before, *afters = (onnx_outputs(session(graph).run, names, export.items) for graph in graphs)
+    combiner = export.combiner
     subspaces = () if combiner is None else combiner.subspaces
     merge = "min" if combiner is None else combiner.merge
-    return measure(file, before, afters, labels, rescore, subspaces, merge)
+    return measure(f"encoder_{variant}.onnx", before, afters, labels, rescore, subspaces, merge)
+
+
+def _counted(progress: Callable[[str, int, int], None] | None, total: int) -> Callable[[str], None]:
+    """Return a function that tells `progress` of each step, with its number."""
+    number = itertools.count()
+
+    def step(what: str) -> None:
+        if progress is not None:
+            progress(what, next(number), total)
+
+    return step
 
 
 def _write_split(folder: Path, export: Graphs) -> SplitEntry:
@@ -249,20 +256,20 @@ def _description(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats
     }
 
 
-def _seal(folder: Path, said: Mapping[str, Any], spread: tuple[float, float]) -> Manifest:
+def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
     """Write the manifest of a filled folder, and open the bundle as the serving side will: what it refuses must not appear.
 
     Args:
         folder: with the graphs.
-        said: the manifest.
-        spread: mean and standard deviation of the inputs, for the probe.
+        content: what the manifest says.
+        items: real inputs, whose mean and standard deviation the probe has.
 
     Raises:
         BundleError: what the manifest would say, or the bundle, is not valid.
     """
     try:
         manifest = Manifest(
-            created=datetime.now(UTC).isoformat(timespec="seconds"), versions=bundle_versions(), **said
+            created=datetime.now(UTC).isoformat(timespec="seconds"), versions=bundle_versions(), **content
         )
     except ValidationError as fault:
         raise BundleError(f"The bundle's manifest cannot be written:\n{problems_of(fault)}") from None
@@ -273,7 +280,9 @@ def _seal(folder: Path, said: Mapping[str, Any], spread: tuple[float, float]) ->
     }
     if manifest.vector > WIDEST:
         return manifest
-    probed = manifest.model_copy(update={"probe": probe_of(opened, spread)})
+    probed = manifest.model_copy(
+        update={"probe": probe_of(opened, (float(items.mean()), float(items.std())))}
+    )
     return write_manifest(folder, probed)
 
 
