@@ -71,7 +71,7 @@ def built(name: str, parameters: dict[str, Any]) -> Any:
     """Return the model: a backbone with nothing after it."""
     import torch
     from retrieval import Backbone, Preprocessing
-    from retrieval.export.named import named_backbone
+    from retrieval.export.export_backbone import named_backbone
     from retrieval.host.plugins import load_plugins
     from retrieval.model.model import Model
     from torch import nn

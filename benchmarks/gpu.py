@@ -184,7 +184,7 @@ def encoding(device: str, tiny: bool, folder: Path) -> Iterator[Row]:
         except Exception as fault:
             yield "encoding", place, "", str(fault)
             continue
-        raw = start(
+        raw, _ = start(
             runtime,
             content,
             runtime.SessionOptions(),
@@ -195,10 +195,10 @@ def encoding(device: str, tiny: bool, folder: Path) -> Iterator[Row]:
             given = pixels[:batch]
 
             def by_hand(given: Any = given, raw: Any = raw) -> Any:
-                binding = raw.session.io_binding()
+                binding = raw.io_binding()
                 binding.bind_cpu_input("input", given)
                 binding.bind_output("vector")
-                raw.session.run_with_iobinding(binding)
+                raw.run_with_iobinding(binding)
                 return binding.copy_outputs_to_cpu()
 
             contestants = {

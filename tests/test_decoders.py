@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.decoding import Decoders, Undecodable
+from retrieval.serving.decoding import _ANSWER, Decoders, Undecodable
 from retrieval.serving.images import Preprocessing, decode, full_size
 
 PREPROCESSING = Preprocessing((24, 32), resize=24)
@@ -104,6 +107,59 @@ def test_processes_are_replaced_when_they_die(pool):
     assert pool.decode("pixels", photo(), PREPROCESSING)
 
 
+class Evil:
+    """Runs a command in whatever process unpickles it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        _ANSWER.pack(True, 80, 60) + bytes(24 * 32 * 3 + 1),
+        _ANSWER.pack(True, 80, 60) + bytes(1_000_000),
+        None,
+    ],
+    ids=["empty", "too many pixels", "too many bytes", "a pickle"],
+)
+def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_path, answer):
+    """Nothing in it is run, its lengths are not believed, and the next image goes to another process."""
+    (worker,) = pool._idle
+    own = worker.pipe  # as long as it is open, the process lives
+    worker.pipe, theirs = multiprocessing.Pipe()
+    sent = pickle.dumps(Evil(tmp_path / "run")) if answer is None else answer
+
+    def take_over() -> None:
+        theirs.recv()
+        with suppress(OSError):  # the server hangs up
+            theirs.send_bytes(sent)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(take_over)
+        with pytest.raises(DataError, match="brings its decoder down"):
+            pool.decode("pixels", photo(), PREPROCESSING)
+    assert not (tmp_path / "run").exists()
+    own.close()
+    assert worker.process.pid not in pool.pids
+    assert pool.decode("pixels", photo(), PREPROCESSING).width == 80
+
+
+def test_a_decoders_sentence_is_cut_and_printable(pool):
+    (worker,) = pool._idle
+    own = worker.pipe  # as long as it is open, the process lives
+    worker.pipe, theirs = multiprocessing.Pipe()
+    theirs.send_bytes(_ANSWER.pack(False, 0, 0) + b"\x1b[31m\xff" + b"x" * 10_000)
+    with pytest.raises(DataError) as error:
+        pool.decode("pixels", photo(), PREPROCESSING)
+    own.close()
+    assert str(error.value).isprintable() and len(str(error.value)) < 5000
+
+
 def test_closing_ends_every_process(pool):
     pool.decode("pixels", photo(), PREPROCESSING)
     pids = pool.pids
@@ -119,7 +175,7 @@ def test_memory_is_limited():
     large = encoded(Image.new("RGB", (5000, 4000)), "PNG")
     code = (
         "import sys; from retrieval.serving import decoding; decoding._confine(40_000_000); "
-        "print(decoding._decoded(decoding.Limits(), 'png', sys.stdin.buffer.read(), None, 'it'))"
+        "print(decoding._answer(decoding.Limits(), 'png', sys.stdin.buffer.read(), None, 'it'))"
     )
     done = subprocess.run([sys.executable, "-c", code], input=large, capture_output=True, timeout=60)
     assert b"it needs more memory to be decoded" in done.stdout, done

@@ -375,7 +375,7 @@ def test_resizing_and_cropping_match_a_plain_definition():
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("resize", [256, 64, 37])
-def test_of_a_resized_image_only_a_part_is_made_and_that_to_the_last_bit(interpolation, resize):
+def test_a_crop_of_a_resized_image_is_exact_to_the_last_bit(interpolation, resize):
     rng = np.random.default_rng(resize)
     resample = Image.Resampling[interpolation.upper()]
     sides = [(640, 480), (480, 640), (300, 256), (61, 64), (40, 90), *rng.integers(60, 240, (8, 2)).tolist()]

@@ -13,7 +13,7 @@ from retrieval.data.identity import files_identity
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
 from retrieval.host.files import write_bytes
-from retrieval.serving.image_files import Found
+from retrieval.serving.image_files import ImageFiles
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Meter
 
@@ -59,7 +59,7 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
     return [i for i in range(len(files)) if i not in bad], [f"left out: {text}" for text in bad.values()]
 
 
-def report_left_out(found: Found, folder: Path, skip_bad: bool) -> list[str]:
+def report_left_out(found: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:
     """Return what a folder holds besides images, a sentence for each reason, and say it on stderr.
 
     Args:

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
-from retrieval.export.checks import check_widths
 from retrieval.export.verify import (
     Difference,
     Floats,
     check_order,
     check_repeatable,
+    check_widths,
     compare_encoder,
     compare_rescorer,
     likely_cause,
@@ -34,27 +34,20 @@ from retrieval.model.graph import (
 )
 from retrieval.model.model import Model
 
-Told = Callable[[str, int, int], None]
-"""Called before each step with what it does, its number from 0, and how many there are."""
-
-
-class Steps:
-    """Counts the steps for whoever shows a bar."""
-
-    def __init__(self, progress: Told | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def next(self, step: str) -> None:
-        """Say what comes now."""
-        if self._progress is not None:
-            self._progress(step, self._done, self._total)
-        self._done += 1
-
 
 class Graphs:
     """One model's graphs, each compared with torch.
 
+    Args:
+        model: in evaluation mode, on the CPU.
+        items: real raw inputs.
+        tolerance: the largest difference that is allowed.
+        opset: version of ONNX's operators.
+        exporter: see `export_model`.
+        step: is told what is done next.
+
     Attributes:
+        combiner: the model's.
         items: raw inputs.
         outputs: torch's, for all items.
         worst: the largest difference of the graph that was made last.
@@ -67,14 +60,15 @@ class Graphs:
         tolerance: float,
         opset: int,
         exporter: Literal["auto"] | Exporter,
-        steps: Steps,
+        step: Callable[[str], None],
     ) -> None:
         self._module = Encoder(model).eval()
+        self.combiner = model.combiner
         self.items = items
         self._tolerance = tolerance
         self._opset = opset
         self._exporters: Sequence[Exporter] = ("dynamo", "torchscript") if exporter == "auto" else (exporter,)
-        self._steps = steps
+        self._step = step
         self.outputs = torch_outputs(self._module, items)
         self.worst = Difference(0.0, "", 0, 0)
 
@@ -86,7 +80,7 @@ class Graphs:
         """
         check_repeatable(self._module, self.items, self.outputs, self._tolerance)
         vector = self.outputs["vector"]
-        combiner = self._module.model.combiner
+        combiner = self.combiner
         if combiner is not None:
             check_widths(combiner, self.outputs)
             if combiner.exact and combiner.merge == "min":
@@ -108,11 +102,16 @@ class Graphs:
         first = self._encoder(backbone, self.items, features, "backbone")
         largest = self.worst
         second = self._encoder(head, features["features"], self.outputs, "head")
-        largest = max(largest, self.worst, key=lambda each: each.value)
-        self.worst = compare_encoder(self.outputs, InSequence(first, second), self.items)
+        largest = max(largest, self.worst, key=lambda difference: difference.value)
+        run_backbone, run_head = session(first).run, session(second).run
+
+        def run(names: list[str], feeds: dict[str, NDArray[Any]]) -> list[Any]:
+            return list(run_head(names, {"input": run_backbone(["features"], feeds)[0]}))
+
+        self.worst = compare_encoder(self.outputs, run, self.items)
         if self.worst.value > self._tolerance:
             raise BundleError(f"The encoder cannot be split. {self._disagreement('encoder')}")
-        self.worst = max(largest, self.worst, key=lambda each: each.value)
+        self.worst = max(largest, self.worst, key=lambda difference: difference.value)
         return first, second, features["features"].shape[1]
 
     def _encoder(
@@ -125,7 +124,7 @@ class Graphs:
         example = torch.from_numpy(np.resize(items[:2], (2, *items.shape[1:])))
 
         def compare(graph: bytes) -> Difference:
-            return compare_encoder(outputs, session(graph), items)
+            return compare_encoder(outputs, session(graph).run, items)
 
         return self._agreed(module, (example,), signature, what, compare)
 
@@ -172,7 +171,7 @@ class Graphs:
     ) -> bytes:
         """Return the graph of the first exporter that agrees with torch; the first one's complaint when none does."""
         complaints: list[BundleError] = []
-        self._steps.next(f"exporting the {what} and comparing it with torch")
+        self._step(f"exporting the {what} and comparing it with torch")
         for exporter in self._exporters:
             try:
                 proto = to_onnx(module, example, signature, opset=self._opset, exporter=exporter)
@@ -195,15 +194,3 @@ class Graphs:
             where = f"in the distance to item {worst.item}, with {worst.batch} queries at once"
             cause = "compute_mat may depend on how many queries or items it is given."
         return f"torch and ONNX Runtime disagree by {worst.value:.2g} {where}; the tolerance is {self._tolerance:g}. {cause}"
-
-
-class InSequence:
-    """Backbone and head as one session: what serving runs."""
-
-    def __init__(self, backbone: bytes, head: bytes) -> None:
-        self._backbone, self._head = session(backbone), session(head)
-
-    def run(self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> list[Any]:
-        """Return the head's outputs, as ONNX Runtime's `run`."""
-        (features,) = self._backbone.run(["features"], feeds)
-        return list(self._head.run(list(names), {"input": features}))

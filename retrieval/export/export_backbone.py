@@ -8,20 +8,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from retrieval.data.kept import ITEMS
-from retrieval.errors import BundleError
+from retrieval.errors import BundleError, RecipeError
 from retrieval.export.export_model import export_model
-from retrieval.export.named import named_backbone
 from retrieval.export.output import refuse_existing
 from retrieval.export.photos import Photos, example_photos
 from retrieval.export.variants import VariantName
 from retrieval.export.whitening import affordable, features_of, whitening_head
-from retrieval.host.plugins import load_plugins
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.model.contracts import Backbone
 from retrieval.model.graph import OPSET, TOLERANCE, Exporter
 from retrieval.model.model import Model
+from retrieval.model.products import check_backbone
+from retrieval.recipe.read import naming
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
@@ -30,7 +33,8 @@ Places = StrPath | Sequence[StrPath]
 
 MOST_PHOTOS = 20_000
 """Whitening is fitted on so many photos at most."""
-_BATCH = 32
+_ASKING = ("pretrained", "weights")
+"""What backbones call the parameter that asks for their pretrained weights."""
 
 
 @shown
@@ -159,3 +163,64 @@ def _items(
     if len(read) < 2:
         raise BundleError("The int8 variant needs at least 2 photos: one to calibrate it, one to measure it.")
     return read[::2], read[1::2]
+
+
+def named_backbone(
+    plugins: Plugins, name: str, parameters: Mapping[str, Any], random_weights: bool
+) -> Backbone:
+    """Return a backbone of images, built by its name.
+
+    It is built from two seeds: a weight that differs was drawn at random, and is not pretrained. A factory that seeds torch itself
+    cannot be seen through.
+
+    Args:
+        plugins: where the name is looked for.
+        name: `PLUGIN.name`.
+        parameters: the backbone's own.
+        random_weights: whether weights may be random; the seed is 0 then.
+
+    Raises:
+        PluginError: there is no such backbone, or it breaks its contract.
+        RecipeError: the parameters do not fit.
+        BundleError: it takes vectors, or its weights are random.
+    """
+    factory = plugins.find("backbones", name)
+    if factory.takes("features"):
+        raise BundleError(f"{name} takes vectors, not images: it has no features of photos to export.")
+    if "name" in parameters:
+        raise RecipeError(["[backbone] name: the backbone is named already; leave this out."], name)
+    table = {**parameters, "name": name}
+    if problems := plugins.check("backbones", table, "[backbone]"):
+        raise RecipeError(problems, name)
+
+    def build(seed: int) -> Backbone:
+        with naming(name), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return check_backbone(plugins.build("backbones", table), name)
+
+    backbone = build(0)
+    if backbone.preprocessing is None:
+        raise BundleError(f"{name} takes vectors, not images: it has no features of photos to export.")
+    if not random_weights and (drawn := _differing(backbone, build(1))):
+        asking = next((p.name for p in factory.parameters if p.name in _ASKING), None)
+        advice = (
+            f"Ask for its pretrained weights by its parameter '{asking}', which `retrieval plugins show {name}` explains"
+            if asking
+            else "Train it (retrieval train), or name another backbone"
+        )
+        raise BundleError(
+            f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())} tensors differ from one build to "
+            f"the next, as '{drawn[0]}' does. {advice}. To export it as it is, say --random-weights (in Python "
+            "random_weights=True)."
+        )
+    return backbone
+
+
+def _differing(one: Backbone, other: Backbone) -> list[str]:
+    """Return the names of the tensors in which two builds differ."""
+    theirs = other.state_dict()
+    return [
+        name
+        for name, value in one.state_dict().items()
+        if name not in theirs or not torch.equal(value, theirs[name])
+    ]

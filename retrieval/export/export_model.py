@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,28 +17,19 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from retrieval.errors import BundleError
-from retrieval.export.agreed import Graphs, Steps, Told
-from retrieval.export.checks import candidate_overlap, checked_items, input_of, is_normalized
-from retrieval.export.output import refuse_existing, whole_folder
-from retrieval.export.variants import (
-    VariantName,
-    check_drift,
-    make_variant,
-    measure,
-)
+from retrieval.export.agreed import Graphs
+from retrieval.export.output import whole_folder
+from retrieval.export.variants import VariantName, check_drift, make_variant, measure
 from retrieval.export.verify import (
     Floats,
+    candidate_overlap,
+    checked_items,
+    input_of,
+    is_normalized,
     onnx_outputs,
 )
 from retrieval.model.contracts import Combiner
-from retrieval.model.graph import (
-    OPSET,
-    TOLERANCE,
-    Exporter,
-    check_size,
-    ready,
-    session,
-)
+from retrieval.model.graph import OPSET, TOLERANCE, Exporter, check_size, ready, session
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import problems_of
@@ -51,8 +43,7 @@ from retrieval.serving.manifest import (
     Verified,
     write_manifest,
 )
-from retrieval.serving.probe import WIDEST
-from retrieval.serving.probing import probe_of
+from retrieval.serving.probe import WIDEST, probe_of
 
 _VARIANTS = ("fp16", "int8")
 
@@ -74,7 +65,7 @@ def export_model(
     opset: int = OPSET,
     exporter: Literal["auto"] | Exporter = "auto",
     replace: bool = False,
-    progress: Told | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Manifest:
     """Write a bundle, and return its manifest.
 
@@ -100,7 +91,7 @@ def export_model(
         opset: version of ONNX's operators.
         exporter: "auto" takes torch's present exporter ("dynamo"), and the older one ("torchscript") where that fails.
         replace: whether a bundle at `output` may be replaced.
-        progress: told of each step.
+        progress: is called before each step with what it does, its number from 0, and how many there are.
 
     Raises:
         BundleError: something is in the way, the items don't fit, torch cannot export the model, the graph disagrees with
@@ -108,18 +99,12 @@ def export_model(
             refuses. Nothing is left behind.
         MissingDependency: no ONNX Runtime.
     """
-    items, calibration = _checked(model, items, calibration, labels, variants)
-    refuse_existing(Path(output), replace)
-    check_size(model)
-    if split and model.preprocessing is None:
-        raise BundleError(
-            "A model of features has no backbone to be split off: its bundle is a head as it is."
-        )
+    items, calibration = _checked(model, items, calibration, labels, variants, split)
     exact = model.combiner is None or model.combiner.exact
     single = not split or bool(variants)
-    steps = Steps(progress, 1 + single + 2 * split + (not exact) + len(set(variants)))
+    step = _counted(progress, 1 + single + 2 * split + (not exact) + len(set(variants)))
     with ready(model), whole_folder(Path(output), replace=replace) as folder:
-        export = Graphs(model, items, tolerance, opset, exporter, steps)
+        export = Graphs(model, items, tolerance, opset, exporter, step)
         export.check()
         halves = _write_split(folder, export) if split else None
         largest = export.worst.value
@@ -131,9 +116,15 @@ def export_model(
         if model.combiner is not None and not exact:
             rescore, entry = _write_rescorer(folder, export, model.combiner, codes)
             largest = max(largest, export.worst.value)
-        drift = _Drift(labels, rescore, model.combiner, allow_drift)
-        made = _write_variants(folder, export, encoder, dict.fromkeys(variants), calibration, drift, steps)
-        steps.next("opening the bundle")
+        written: dict[str, Variant] = {}
+        for variant in dict.fromkeys(variants):
+            step(f"making the {variant} variant")
+            content, graphs = make_variant(variant, encoder, calibration, folder)
+            written[variant] = _measured(export, variant, (encoder, content, *graphs), labels, rescore)
+            if not allow_drift:
+                check_drift(variant, written[variant])
+            (folder / written[variant].file).write_bytes(content)
+        step("opening the bundle")
         return _seal(
             folder,
             {
@@ -143,11 +134,11 @@ def export_model(
                 "encoder": None if split else "encoder.onnx",
                 "split": halves,
                 "rescorer": entry,
-                "variants": made,
+                "variants": written,
                 "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
-                "evaluation": None if evaluation is None else dict(evaluation),
+                "evaluation": evaluation,
             },
-            (float(items.mean()), float(items.std())),
+            items,
         )
 
 
@@ -157,11 +148,12 @@ def _checked(
     calibration: NDArray[Any] | None,
     labels: NDArray[Any] | None,
     variants: Sequence[VariantName],
+    split: bool,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Return items and calibration items as the model takes them.
 
     Raises:
-        BundleError: they do not fit the model, the labels or the variants.
+        BundleError: they do not fit the model, the labels or the variants; or there is nothing to split.
     """
     for variant in variants:
         if variant not in _VARIANTS:
@@ -175,45 +167,47 @@ def _checked(
         )
     if labels is not None and len(labels) != len(items):
         raise BundleError(f"There are {len(labels)} labels for {len(items)} items.")
+    if split and model.preprocessing is None:
+        raise BundleError(
+            "A model of features has no backbone to be split off: its bundle is a head as it is."
+        )
+    check_size(model)
     return items, calibration
 
 
-@dataclass(frozen=True)
-class _Drift:
-    """What a variant's drift is measured by, and whether any is allowed."""
-
-    labels: NDArray[Any] | None
-    rescore: Callable[[Floats, Floats], Floats] | None
-    combiner: Combiner | None
-    allowed: bool
-
-
-def _write_variants(
-    folder: Path,
+def _measured(
     export: Graphs,
-    encoder: bytes,
-    variants: Iterable[VariantName],
-    calibration: NDArray[Any] | None,
-    drift: _Drift,
-    steps: Steps,
-) -> dict[str, Variant]:
-    """Write the encoder in other precisions; return what the manifest says of each."""
-    subspaces = () if drift.combiner is None else drift.combiner.subspaces
-    merge = "min" if drift.combiner is None else drift.combiner.merge
-    made: dict[str, Variant] = {}
-    for variant in variants:
-        steps.next(f"making the {variant} variant")
-        content, graphs = make_variant(variant, encoder, calibration, folder)
-        before, *afters = (
-            onnx_outputs(session(graph), list(export.outputs), export.items)
-            for graph in (encoder, content, *graphs)
-        )
-        file = f"encoder_{variant}.onnx"
-        made[variant] = measure(file, before, afters, drift.labels, drift.rescore, subspaces, merge)
-        if not drift.allowed:
-            check_drift(variant, made[variant])
-        (folder / file).write_bytes(content)
-    return made
+    variant: VariantName,
+    graphs: Sequence[bytes],
+    labels: NDArray[Any] | None,
+    rescore: Callable[[Floats, Floats], Floats] | None,
+) -> Variant:
+    """Return what the manifest says of a variant.
+
+    Args:
+        export: the encoder's graphs.
+        variant: its name.
+        graphs: the encoder's, the variant's, and others that show what its precision does.
+        labels: see `export_model`.
+        rescore: runs the rescorer, where there is one.
+    """
+    names = list(export.outputs)
+    before, *afters = (onnx_outputs(session(graph).run, names, export.items) for graph in graphs)
+    combiner = export.combiner
+    subspaces = () if combiner is None else combiner.subspaces
+    merge = "min" if combiner is None else combiner.merge
+    return measure(f"encoder_{variant}.onnx", before, afters, labels, rescore, subspaces, merge)
+
+
+def _counted(progress: Callable[[str, int, int], None] | None, total: int) -> Callable[[str], None]:
+    """Return a function that tells `progress` of each step, with its number."""
+    number = itertools.count()
+
+    def step(what: str) -> None:
+        if progress is not None:
+            progress(what, next(number), total)
+
+    return step
 
 
 def _write_split(folder: Path, export: Graphs) -> SplitEntry:
@@ -262,20 +256,20 @@ def _description(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats
     }
 
 
-def _seal(folder: Path, said: Mapping[str, Any], spread: tuple[float, float]) -> Manifest:
+def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
     """Write the manifest of a filled folder, and open the bundle as the serving side will: what it refuses must not appear.
 
     Args:
         folder: with the graphs.
-        said: the manifest.
-        spread: mean and standard deviation of the inputs, for the probe.
+        content: what the manifest says.
+        items: real inputs, whose mean and standard deviation the probe has.
 
     Raises:
         BundleError: what the manifest would say, or the bundle, is not valid.
     """
     try:
         manifest = Manifest(
-            created=datetime.now(UTC).isoformat(timespec="seconds"), versions=bundle_versions(), **said
+            created=datetime.now(UTC).isoformat(timespec="seconds"), versions=bundle_versions(), **content
         )
     except ValidationError as fault:
         raise BundleError(f"The bundle's manifest cannot be written:\n{problems_of(fault)}") from None
@@ -286,14 +280,15 @@ def _seal(folder: Path, said: Mapping[str, Any], spread: tuple[float, float]) ->
     }
     if manifest.vector > WIDEST:
         return manifest
-    probed = manifest.model_copy(update={"probe": probe_of(opened, spread)})
+    probed = manifest.model_copy(
+        update={"probe": probe_of(opened, (float(items.mean()), float(items.std())))}
+    )
     return write_manifest(folder, probed)
 
 
 def bundle_versions() -> dict[str, str]:
     """Return versions of what makes a bundle."""
-    found = {"python": platform.python_version()}
-    for package in (
+    packages = (
         "embedding-retrieval",
         "torch",
         "onnx",
@@ -301,9 +296,9 @@ def bundle_versions() -> dict[str, str]:
         "onnxruntime",
         "onnxruntime-gpu",
         "numpy",
-    ):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    )
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

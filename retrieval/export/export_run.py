@@ -15,9 +15,9 @@ from torch import nn
 from retrieval.data.kept import KeptInputs, by_class, spread
 from retrieval.data.loading import inputs
 from retrieval.errors import BundleError
-from retrieval.export.checks import is_normalized
 from retrieval.export.export_model import export_model
 from retrieval.export.variants import VariantName
+from retrieval.export.verify import is_normalized
 from retrieval.model.graph import OPSET, TOLERANCE, Exporter, ready
 from retrieval.model.model import Model, Normalize, Prefix
 from retrieval.run.codes import ItemCodes

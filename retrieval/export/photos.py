@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -69,8 +70,7 @@ class Photos:
             DataError: none of them can be read.
         """
         bad: list[str] = []
-        waiting: list[Pixels] = []
-        files, workers = self.files[:most], cores()
+        files = self.files[:most]
 
         def read(file: Path) -> Pixels | DataError:
             try:
@@ -78,16 +78,18 @@ class Photos:
             except DataError as fault:
                 return fault
 
-        with Meter("reading photos", len(files), "photos") as meter:
-            for one in ahead(read, files, workers=workers, most=2 * size):
+        def sound() -> Iterator[Pixels]:
+            for photo in ahead(read, files, workers=cores(), most=2 * size):
                 meter.update()
-                if isinstance(one, DataError):
-                    bad.append(str(one))
-                    continue
-                waiting.append(one)
-                if len(waiting) == size:
-                    yield np.stack(waiting)
-                    waiting = []
+                if isinstance(photo, DataError):
+                    bad.append(str(photo))
+                else:
+                    yield photo
+
+        with Meter("reading photos", len(files), "photos") as meter:
+            photos = sound()
+            while batch := list(itertools.islice(photos, size)):
+                yield np.stack(batch)
         if len(bad) == len(files):
             raise DataError(f"None of the {len(bad):,} photos can be read. {bad[0]}")
         if bad:
@@ -96,8 +98,6 @@ class Photos:
                 "%d of %d photos cannot be read and are left out:%s%s",
                 len(bad), len(files), "".join(f"\n  - {text}" for text in bad[:_SHOWN]), more,
             )  # fmt: skip
-        if waiting:
-            yield np.stack(waiting)
 
 
 def example_photos(preprocessing: Preprocessing) -> Pixels:

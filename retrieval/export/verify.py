@@ -1,21 +1,29 @@
-"""Is the graph the model? torch and ONNX Runtime side by side on real items, at several batch sizes."""
+"""Is the graph the model? torch and ONNX Runtime side by side on real items, at several batch sizes.
+
+And what export refuses before it starts, and reads off real items for the manifest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Combiner, Subspace
 from retrieval.model.graph import Encoder, Rescorer, first_line
+from retrieval.model.model import Model
+from retrieval.serving.manifest import Input
 from retrieval.serving.merging import spans_of
 
 Floats = NDArray[np.float32]
+Run = Callable[[list[str], dict[str, NDArray[Any]]], Sequence[Any]]
+"""Runs a graph, as the method of an ONNX Runtime session does: the names of its outputs, its inputs by name."""
 
 BATCH = 64
 """Items at a time, where not another number is what is being tested: bounds the memory that verifying takes."""
@@ -24,6 +32,12 @@ ODD = 7
 QUERIES = 16
 NEAR = 0.01
 """Pairs nearer than this share of the mean distance count as the same point when distances are compared."""
+
+_OVERLAP = (10, 20, 50, 100, 200, 500)
+"""Numbers of candidates that the manifest gives the overlap for."""
+
+_QUERIES = 512
+"""At most so many items are searched for to measure it."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,9 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
 
 
 def onnx_outputs(
-    session: Any, names: Sequence[str], items: NDArray[Any], batch: int = BATCH
+    run: Run, names: Sequence[str], items: NDArray[Any], batch: int = BATCH
 ) -> dict[str, Floats]:
-    """Return each output of the graph for all items.
+    """Return each output of the graph that `run` runs for all items.
 
     Raises:
         BundleError: ONNX Runtime fails, or gives another number of rows than it was given.
@@ -86,7 +100,7 @@ def onnx_outputs(
     for start in range(0, len(items), batch):
         inputs = np.ascontiguousarray(items[start : start + batch])
         try:
-            parts.append(session.run(list(names), {"input": inputs}))
+            parts.append(run(list(names), {"input": inputs}))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(
                 f"The exported graph fails on a batch of {len(inputs)}: {first_line(fault)}. "
@@ -105,7 +119,7 @@ def length_scale(values: Floats) -> float:
     return float(np.linalg.norm(values.astype(np.float64), axis=1).mean()) or 1.0
 
 
-def compare_encoder(reference: Mapping[str, Floats], session: Any, items: NDArray[Any]) -> Difference:
+def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[Any]) -> Difference:
     """Return the largest difference between torch's outputs and the graph's, over three batch sizes.
 
     One item alone, an odd number, and all items in batches of up to `BATCH`: a batch size that the exporter folded into the graph
@@ -117,7 +131,7 @@ def compare_encoder(reference: Mapping[str, Floats], session: Any, items: NDArra
     worst = Difference(-1.0, "", 0, 0)
     for batch, start in ((1, 0), (ODD, max(0, len(items) - ODD)), (BATCH, 0)):
         part = items[start : start + batch] if batch < BATCH else items
-        outputs = onnx_outputs(session, list(reference), part, batch)
+        outputs = onnx_outputs(run, list(reference), part, batch)
         for name, values in outputs.items():
             expected = reference[name][start : start + len(part)]
             gap = np.abs(values.astype(np.float64) - expected).max(axis=1) / length_scale(reference[name])
@@ -202,14 +216,10 @@ def likely_cause(encoder: Encoder) -> str:
 
 def merged_distances(query: Floats, vector: Floats, subspaces: Sequence[Subspace]) -> NDArray[np.float64]:
     """Return Euclidean distances (Q, N) between (Q, P) and (N, P): the smallest over sub-spaces, where there are some."""
-    best: NDArray[np.float64] | None = None
-    for span in spans_of(subspaces):
-        q, v = query[:, span].astype(np.float64), vector[:, span].astype(np.float64)
-        squares = (q * q).sum(1)[:, None] - 2 * q @ v.T + (v * v).sum(1)
-        distances = np.sqrt(np.maximum(squares, 0.0))
-        best = distances if best is None else np.minimum(best, distances)
-    assert best is not None
-    return best
+    from scipy.spatial.distance import cdist
+
+    apart = [cdist(query[:, span], vector[:, span]) for span in spans_of(subspaces)]
+    return np.asarray(np.minimum.reduce(apart))
 
 
 def check_order(combiner: Combiner, codes: Floats, query: Floats, vector: Floats) -> None:
@@ -232,3 +242,91 @@ def check_order(combiner: Combiner, codes: Floats, query: Floats, vector: Floats
             "compute_mat than others that its index_vectors and query_vectors put before it. Set exact=False, so "
             "that export adds a rescorer."
         )
+
+
+def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
+    """Return real inputs as the encoder takes them.
+
+    Raises:
+        BundleError: none, of another shape or type, or not finite.
+    """
+    preprocessing = model.preprocessing
+    if len(items) == 0:
+        raise BundleError(f"Export needs real {what} to compare torch and ONNX Runtime on; there are none.")
+    if preprocessing is not None:
+        if items.dtype != np.uint8 or items.shape[1:] != preprocessing.shape:
+            raise BundleError(
+                f"The {what} must be uint8 pixels (N, {', '.join(map(str, preprocessing.shape))}), "
+                f"not {items.dtype} {items.shape}."
+            )
+        return items
+    if items.ndim != 2 or items.dtype.kind not in "fiu":
+        raise BundleError(f"The {what} must be feature vectors (N, F), not {items.dtype} {items.shape}.")
+    items = items.astype(np.float32, copy=False)
+    if not np.isfinite(items).all():
+        raise BundleError(f"The {what} hold NaN, infinity or a number beyond float32.")
+    return items
+
+
+def check_widths(combiner: Combiner, outputs: Mapping[str, Floats]) -> None:
+    """Refuse vectors that FAISS could not search together, and sub-spaces beyond them.
+
+    Raises:
+        BundleError: query and index vectors differ in width, or a sub-space leaves them.
+    """
+    width = outputs["vector"].shape[1]
+    if "query" in outputs and outputs["query"].shape[1] != width:
+        raise BundleError(
+            f"{type(combiner).__name__} gives query vectors of {outputs['query'].shape[1]} columns and index vectors of {width}."
+        )
+    for space in combiner.subspaces:
+        if not 0 <= space.start < space.stop <= width:
+            raise BundleError(
+                f"{type(combiner).__name__}: sub-space '{space.name}' is columns {space.start} to {space.stop} of {width}."
+            )
+
+
+@torch.no_grad()
+def candidate_overlap(combiner: Combiner, codes: Tensor, depth: int = 10) -> dict[str, float] | None:
+    """Return which share of an item's exact nearest ten is among its first candidates, by how many candidates.
+
+    Args:
+        combiner: not exact.
+        codes: (N, C) of real items; up to 512 of them, evenly spaced, are searched for among all.
+        depth: how many nearest.
+
+    Returns:
+        None with too few items to tell.
+    """
+    depths = [number for number in _OVERLAP if number < len(codes) - 1]
+    if not depths:
+        return None
+    asked = np.unique(np.linspace(0, len(codes) - 1, min(len(codes), _QUERIES)).round().astype(np.int64))
+    vectors = combiner.index_vectors(codes).float().numpy()
+    queries = combiner.query_vectors(codes[asked]).float().numpy()
+    kept = np.zeros(len(depths))
+    for part in np.array_split(np.arange(len(asked)), -(-len(asked) // 16)):
+        rows = np.arange(len(part))
+        exact = combiner.compute_mat(codes[asked[part]], codes).double().numpy()
+        near = merged_distances(queries[part], vectors, combiner.subspaces)
+        for distances in (exact, near):
+            distances[rows, asked[part]] = np.inf
+        wanted = np.argsort(exact, axis=1, kind="stable")[:, :depth]
+        rank = np.argsort(np.argsort(near, axis=1, kind="stable"), axis=1)
+        ranks = np.take_along_axis(rank, wanted, axis=1)
+        kept += [(ranks < number).mean(axis=1).sum() for number in depths]
+    return {str(number): float(share / len(asked)) for number, share in zip(depths, kept, strict=True)}
+
+
+def input_of(model: Model, items: NDArray[Any]) -> Input:
+    """Return the manifest's entry for what the encoder takes."""
+    if model.preprocessing is None:
+        return Input(kind="features", dtype="float32", shape=(items.shape[1],))
+    return Input(
+        kind="image", dtype="uint8", shape=model.preprocessing.shape, preprocessing=model.preprocessing
+    )
+
+
+def is_normalized(vectors: Floats) -> bool:
+    """Return whether all vectors have length 1, to float32's precision."""
+    return bool(np.abs(np.linalg.norm(vectors.astype(np.float64), axis=1) - 1).max() < 1e-4)

@@ -86,8 +86,7 @@ def sources(item: str, near: Path) -> list[Path]:
     if is_file_plugin(item):
         if not Path(item).exists():
             return []  # which is said where it is loaded
-        plugin = FilePlugin.at(item)
-        return [plugin.home / name for name in plugin.sources]
+        return [file for file in FilePlugin.at(item).files.values() if file.suffix == ".py"]
     return _module_files(item.partition(".")[0], near)
 
 

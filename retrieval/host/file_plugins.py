@@ -75,23 +75,31 @@ class FilePlugin:
         return self.path.suffix != ".py"
 
     @cached_property
-    def home(self) -> Path:
-        """The folder that the names of `files` start from."""
-        return self.path if self.is_folder else self.path.parent
-
-    @cached_property
     def files(self) -> dict[str, Path]:
-        """All that belongs to it, by the path below `home`: the file, or the whole folder.
+        """All that belongs to it, by the path below the folder: the file, or the whole folder but what is hidden or compiled.
 
         Raises:
             PluginError: the folder holds too much, so it is something else than a plugin.
         """
-        return _below(self.path) if self.is_folder else {self.path.name: self.path}
-
-    @property
-    def sources(self) -> list[str]:
-        """Which of `files` are programs."""
-        return [name for name in self.files if name.endswith(".py")]
+        if not self.is_folder:
+            return {self.path.name: self.path}
+        files: dict[str, Path] = {}
+        size = 0
+        for place, folders, names in os.walk(self.path):
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+            for name in sorted(names):
+                file = Path(place, name)
+                if name.startswith(".") or name.endswith((".pyc", ".tmp")) or not file.is_file():
+                    continue
+                files[file.relative_to(self.path).as_posix()] = file
+                size += file.stat().st_size
+                if len(files) > MAX_FILES or size > MAX_BYTES:
+                    raise PluginError(
+                        f"The plugin folder {self.path} holds more than {MAX_FILES:,} files or "
+                        f"{MAX_BYTES >> 20} MB, all of which would be copied into each run. "
+                        "Keep data elsewhere."
+                    )
+        return files
 
     @cached_property
     def sums(self) -> dict[str, str]:
@@ -99,7 +107,9 @@ class FilePlugin:
         try:
             return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in self.files.items()}
         except OSError as error:
-            raise _unreadable(error) from error
+            raise PluginError(
+                f"The plugin file {error.filename} cannot be read: {error.strerror or error}."
+            ) from error
 
     def load(self) -> ModuleType:
         """Import it, anew each time, and return its module.
@@ -136,7 +146,8 @@ class FilePlugin:
     def _explain(self, error: ModuleNotFoundError) -> None:
         """Raise a sentence where a module that was not found lies in or beside the plugin."""
         top = (error.name or "").partition(".")[0]
-        beside = [self.home / f"{top}.py", self.home / top / "__init__.py"]
+        home = self.path if self.is_folder else self.path.parent
+        beside = [home / f"{top}.py", home / top / "__init__.py"]
         if not top or not (top == self.name or any(place.is_file() for place in beside)):
             return
         if self.is_folder:
@@ -151,26 +162,28 @@ class FilePlugin:
         ) from error
 
     def copy(self, folder: Path) -> Path:
-        """Copy all that belongs to it into a folder, each file whole or not at all, and return the copy.
+        """Copy all that belongs to it into a folder, whole or not at all, and return the copy.
 
-        A file becomes `folder/NAME.py`, a folder `folder/NAME`. What an earlier copy had besides is
-        removed.
+        A file becomes `folder/NAME.py`, a folder `folder/NAME`. An earlier copy gives way.
 
         Raises:
             OSError: the disk refuses.
         """
-        from retrieval.host.files import whole_file  # `--help` loads plugins, and writes nothing
+        from retrieval.host.files import (
+            whole_file,
+            whole_folder,
+        )  # `--help` loads plugins, and writes nothing
 
         target = folder / self.path.name
-        for relative, file in self.files.items():
-            place = target / relative if self.is_folder else target
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(place) as temporary:
-                shutil.copyfile(file, temporary)
-        if self.is_folder:
-            for name, file in _below(target).items():
-                if name not in self.files:
-                    file.unlink()
+        if not self.is_folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            with whole_file(target) as temporary:
+                shutil.copyfile(self.path, temporary)
+            return target
+        with whole_folder(target, replace=True, taken=PluginError(f"{target} exists.")) as temporary:
+            for relative, file in self.files.items():
+                (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, temporary / relative)
         return target
 
 
@@ -183,35 +196,6 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return code
 
 
-def _below(folder: Path) -> dict[str, Path]:
-    """Return the files in a folder, by their paths below it; what is hidden or compiled is left out.
-
-    Raises:
-        PluginError: there are too many of them, or they are too large: it is something else than a plugin.
-    """
-    files: dict[str, Path] = {}
-    size = 0
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
-        for name in sorted(names):
-            file = Path(place, name)
-            if name.startswith(".") or name.endswith((".pyc", ".tmp")) or not file.is_file():
-                continue
-            files[file.relative_to(folder).as_posix()] = file
-            size += file.stat().st_size
-            if len(files) > MAX_FILES or size > MAX_BYTES:
-                raise PluginError(
-                    f"The plugin folder {folder} holds more than {MAX_FILES:,} files or "
-                    f"{MAX_BYTES >> 20} MB, all of which would be copied into each run. "
-                    "Keep data elsewhere."
-                )
-    return files
-
-
 def _forget(root: str) -> None:
     for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
         del sys.modules[name]
-
-
-def _unreadable(error: OSError) -> PluginError:
-    return PluginError(f"The plugin file {error.filename} cannot be read: {error.strerror or error}.")

@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fnmatch
 import json
 import os
 import shutil
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from retrieval.errors import RetrievalError
-from retrieval.host.scratch import scratch_folder
 
-_NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
+if sys.platform != "win32":
+    import fcntl
+
+_LOCK = ".lock"
+_MARK = b"retrieval: the folder beside this file may be deleted when nobody holds its lock\n"
 
 
 def cache_folder() -> Path:
@@ -111,7 +117,7 @@ def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterato
         OSError: the disk is full, or the parent folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(path.parent, f".{path.name}.", ".part") as (temporary, _):
+    with scratch_folder(path.parent, f".{path.name}.", ".part") as temporary:
         temporary.chmod(0o777 & ~_umask())
         yield temporary
         sync_below(temporary)
@@ -130,13 +136,15 @@ def rename_whole(finished: Path, output: Path, *, replace: bool, taken: Retrieva
         taken: raised where something has appeared there, and `replace` was not asked for.
     """
     if not output.exists():
-        if not _rename(finished, output, _NOREPLACE):
+        try:
+            finished.rename(output)
+        except OSError:
             if output.exists():
-                raise taken
-            finished.rename(output)  # no such system call here
+                raise taken from None
+            raise
     elif not replace:
         raise taken
-    elif _rename(finished, output, _EXCHANGE):
+    elif _exchanged(finished, output):
         shutil.rmtree(finished, ignore_errors=True)  # the new one stands, whatever is left of the old
     else:  # no such system call here: a moment without a folder, and the old one survives a crash in it
         old = output.with_name(f".{output.name}.old")
@@ -175,13 +183,84 @@ def _umask() -> int:
     return mask
 
 
-def _rename(one: Path, other: Path, how: int) -> bool:
-    """Rename a folder by Linux's renameat2; False where that does not exist or refuses."""
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders by Linux's renameat2; False where that does not exist or refuses."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    here = -100  # AT_FDCWD
-    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), how) == 0)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
+    """Give an empty private folder `PREFIXxxxxxxxxSUFFIX`, which is removed at the end, if it still has that name.
+
+    Beside it lies `PREFIXxxxxxxxxSUFFIX.lock`, which the system lets go when all processes that hold it have ended,
+    however they end. What such processes left in `parent`, with the same first letter and the same suffix, is removed
+    first: folders of this user whose lock nobody holds.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    _clear(parent, f"{prefix[:1]}*{suffix}{_LOCK}")
+    handle, name = tempfile.mkstemp(prefix=prefix, suffix=f"{suffix}{_LOCK}", dir=parent)
+    lock = Path(name)
+    path = lock.with_name(lock.name.removesuffix(_LOCK))
+    locked = _locked(handle)
+    try:
+        if locked:
+            os.write(handle, _MARK)  # from now on others may ask whether it is held
+        else:
+            lock.unlink()
+        path.mkdir(0o700)
+        yield path
+    finally:
+        _remove(path)
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Remove a scratch folder and its lock."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(path):
+            path.with_name(f"{path.name}{_LOCK}").unlink(missing_ok=True)
+
+
+def _clear(parent: Path, pattern: str) -> None:
+    """Remove what is left of ended processes."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found = fnmatch.filter([each.name for each in parent.iterdir()], pattern)
+    for name in found:
+        with contextlib.suppress(OSError):
+            handle = os.open(
+                parent / name, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+            )
+            try:
+                if _ours(handle) and _locked(handle):
+                    _remove(parent / name.removesuffix(_LOCK))
+            finally:
+                os.close(handle)
+
+
+def _ours(handle: int) -> bool:
+    """Whether a file is a lock that this user has made here."""
+    status = os.fstat(handle)
+    mine = sys.platform == "win32" or status.st_uid == os.geteuid()
+    return mine and stat.S_ISREG(status.st_mode) and os.read(handle, len(_MARK) + 1) == _MARK
+
+
+def _locked(handle: int) -> bool:
+    """Take a file's lock, if nobody has it; False where somebody has, or the file system has none."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,10 +1,12 @@
-"""Names of a package that load their modules on first use."""
+"""Modules that are loaded late or not at all: names of a package, and what other libraries import and then do not use."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 
@@ -29,3 +31,26 @@ def lazy(
         return value
 
     return getter, lambda: sorted({*home, *vars(sys.modules[package])})
+
+
+@contextmanager
+def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
+    """Inside, whoever imports a module that is not loaded gets an empty one, with these names only; after, the real one.
+
+    A command that trains starts in less than half the time. It holds for all threads: nothing may run inside that needs the real one.
+
+    Args:
+        module: its full name.
+        names: what it has.
+    """
+    if module in sys.modules:
+        yield
+        return
+    empty = ModuleType(module)
+    vars(empty).update(names)
+    sys.modules[module] = empty
+    try:
+        yield
+    finally:
+        if sys.modules.get(module) is empty:
+            del sys.modules[module]

@@ -43,9 +43,7 @@ class Plugins:
         self.manager = manager
         self.sources = sources
         self.objects: dict[str, Any] = {}
-        self._factories: dict[str, dict[str, Factory]] = {}
-        self._disabled: dict[str, dict[str, str]] = {}
-        self._asked: dict[tuple[str, str], tuple[dict[str, Factory], dict[str, str]]] = {}
+        self._read: dict[tuple[str, str], tuple[dict[str, Factory], dict[str, str]]] = {}
 
     def give(self, objects: Mapping[str, Any]) -> None:
         """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`. Their names are `object_name`'s.
@@ -62,8 +60,7 @@ class Plugins:
             raise PluginError(f"A plugin may not be called '{OBJECT}': rename it.") from None
         self.sources.append(PluginSource(OBJECT, "objects made in Python"))
         self.objects = dict(objects)
-        self._factories.clear()
-        self._asked.clear()
+        self._read.clear()
 
     @property
     def hook(self) -> Any:
@@ -93,48 +90,42 @@ class Plugins:
         Raises:
             MissingDependency: a plugin needs a package of the training side, and it is not installed.
         """
-        self._read(kind)
-        return self._factories[kind]
+        offers = (self._offered(kind, impl)[0] for impl in self._impls(kind))
+        return dict(sorted((name, factory) for sound in offers for name, factory in sound.items()))
 
     def disabled(self, kind: str) -> dict[str, str]:
         """Return what of a kind cannot be used, by its full name (or the plugin's, when its whole hook failed), and why."""
-        self._read(kind)
-        return self._disabled[kind]
+        offers = (self._offered(kind, impl)[1] for impl in self._impls(kind))
+        return dict(sorted((name, why) for faults in offers for name, why in faults.items()))
 
-    def _read(self, kind: str) -> None:
-        if kind in self._factories:
-            return
-        found: dict[str, Factory] = {}
-        wrong: dict[str, str] = {}
-        for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
-            theirs, faults = self._offered(kind, impl)
-            found |= theirs
-            wrong |= faults
-        self._factories[kind], self._disabled[kind] = dict(sorted(found.items())), dict(sorted(wrong.items()))
+    def _impls(self, kind: str) -> list[Any]:
+        impls: list[Any] = getattr(self.hook, f"retrieval_{kind}").get_hookimpls()
+        return impls
 
     def _offered(self, kind: str, impl: Any) -> tuple[dict[str, Factory], dict[str, str]]:
-        """Return what one plugin offers of a kind, and what is wrong with the rest."""
-        if (known := self._asked.get((kind, impl.plugin_name))) is not None:
+        """Return what one plugin offers of a kind, and what is wrong with the rest; each plugin is asked once."""
+        if (known := self._read.get((kind, impl.plugin_name))) is not None:
             return known
-        found: dict[str, Factory] = {}
-        wrong: dict[str, str] = {}
+        sound: dict[str, Factory] = {}
+        faults: dict[str, str] = {}
+        offered: Mapping[Any, Any] = {}
         try:
             offered = self._call(impl.plugin_name, kind, impl.function)
         except PluginError as error:
-            offered, wrong = {}, {impl.plugin_name: str(error)}
+            faults[impl.plugin_name] = str(error)
         for short, make in offered.items():
             name = f"{impl.plugin_name}.{short}"
             try:
                 _refuse_offer(impl.plugin_name, kind, short, make)
-                found[name] = Factory.read(kind, name, make)
+                sound[name] = Factory.read(kind, name, make)
             except PluginError as error:
-                wrong[name] = str(error)
-        self._asked[kind, impl.plugin_name] = found, wrong
-        return found, wrong
+                faults[name] = str(error)
+        self._read[kind, impl.plugin_name] = sound, faults
+        return sound, faults
 
     def named(self, kind: str, name: str) -> Factory | None:
         """Return a sound factory by its full name; None if there is none. Only its own plugin is asked: what others offer may take long to load."""
-        for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
+        for impl in self._impls(kind):
             if impl.plugin_name == name.partition(".")[0]:
                 return self._offered(kind, impl)[0].get(name)
         return None

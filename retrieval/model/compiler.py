@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from retrieval.host.kept_out import kept_out
+from retrieval.host.lazy import kept_out
 
 _kept_out = False
 

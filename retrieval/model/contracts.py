@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from retrieval.host.kept_out import kept_out
+from retrieval.host.lazy import kept_out
 
 # SciPy loads these when it is asked for them, which pytorch-metric-learning seldom does
 with kept_out("scipy.stats"), kept_out("scipy.special"):

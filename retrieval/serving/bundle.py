@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
+from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.files.snapshot import Snapshot, Watch
 from retrieval.serving.images import decode, from_array
@@ -27,10 +29,10 @@ from retrieval.serving.manifest import (
     parse_manifest,
     read_files,
 )
-from retrieval.serving.progress import Progress, showing
+from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
-from retrieval.serving.running import Floats, Runs, checked_inputs, decoded, parts_of, run_batches
-from retrieval.serving.sessions import Sessions
+from retrieval.serving.sessions import Floats, Runs, Sessions, checked_inputs, parts_of, run_batches
+from retrieval.serving.threads import ahead
 
 ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
 
@@ -119,39 +121,26 @@ class Bundle:
         def load(opened: Snapshot) -> Bundle:
             text = manifest_text(opened)
             manifest = parse_manifest(folder / FILE, text)
-            held = read_files(opened, manifest.files)
-            return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
+            graphs = read_files(opened, manifest.files)
+            if variant is not None and variant not in manifest.variants:
+                known = ", ".join(sorted(manifest.variants)) or "none"
+                raise BundleError(
+                    f"The bundle {folder} has no variant '{variant}' (it has: {known})."
+                    + did_you_mean(variant, manifest.variants)
+                )
+            sessions = Sessions.open(folder, graphs, manifest, variant, threads, device)
+            return cls(folder, manifest, text, variant, sessions, Watch(opened))
 
         return opened_whole(folder, load)
 
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        manifest: Manifest,
-        text: bytes,
-        held: Mapping[str, bytes],
-        watch: Watch,
-        variant: str | None,
-        threads: int | None,
-        device: Device,
-    ) -> Bundle:
-        """Load the graphs of a bundle whose files are held and compared with its manifest; see `open`."""
-        if variant is not None and variant not in manifest.variants:
-            known = ", ".join(sorted(manifest.variants)) or "none"
-            raise BundleError(
-                f"The bundle {path} has no variant '{variant}' (it has: {known})."
-                + did_you_mean(variant, manifest.variants)
-            )
-        sessions = Sessions.open(path, held, manifest, variant, threads, device)
-        return cls(path, manifest, text, variant, sessions, watch)
-
     def __repr__(self) -> str:
-        said = self.manifest
-        what = "images" if said.input.kind == "image" else "vectors"
-        shape = " × ".join(map(str, said.input.shape))
+        manifest = self.manifest
+        what = "images" if manifest.input.kind == "image" else "vectors"
+        shape = " × ".join(map(str, manifest.input.shape))
         how = f"{self.variant} on {self.device}" if self.variant else self.device
-        return f"Bundle {self.path}: {said.name}, {what} of {shape} to vectors of {said.vector}, {how}"
+        return (
+            f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of {manifest.vector}, {how}"
+        )
 
     def changed(self) -> str | None:
         """Return a sentence when the files on the disk are no longer what was opened; costs a few looks at the file system.
@@ -319,15 +308,27 @@ class Bundle:
         if batch < 1:
             raise DataError(f"A batch has at least 1 image, not {batch}.")
 
-        def pixels(image: ImageLike) -> NDArray[np.uint8]:
+        def pixels(numbered: tuple[int, ImageLike]) -> NDArray[np.uint8]:
+            number, image = numbered
             if not is_image(image):
                 raise DataError(
-                    f"an image is a path, bytes, a Pillow image or uint8 pixels, not an object of type {type(image).__name__}."
+                    f"{name}[{number}]: an image is a path, bytes, a Pillow image or uint8 pixels, "
+                    f"not an object of type {type(image).__name__}."
                 )
-            return self.preprocess(image)
+            try:
+                return self.preprocess(image)
+            except DataError as fault:
+                raise DataError(f"{name}[{number}]: {fault}") from fault
 
-        with showing(progress):
-            return self._encode(decoded(images, pixels, batch, threads, name), len(images))
+        decoded = ahead(pixels, enumerate(images), workers=threads or cores(), most=2 * batch)
+        with showing(progress), Meter("encoding", len(images), "images") as meter:
+
+            def batches() -> Iterator[NDArray[np.uint8]]:
+                while rows := list(itertools.islice(decoded, batch)):
+                    yield np.stack(rows)
+                    meter.update(len(rows))
+
+            return self._encode(batches(), len(images))
 
     def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return one image's pixels (C, H, W), ready for `encode`.

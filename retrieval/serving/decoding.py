@@ -1,22 +1,23 @@
 """Images of strangers, decoded in processes of their own: each has a deadline and a memory limit, and is replaced.
 
 An image may hang its decoder, crash it or take all memory. Here that costs one process, and the sender gets a
-sentence. Each thread that decodes talks with one process over a pipe: a pool with threads of its own (pebble) took
-twice the time of a small image's search.
+sentence. An image may even take its decoder over: so the server believes no answer, and unpickles none. Each thread
+that decodes talks with one process over a pipe: a pool with threads of its own (pebble) took twice the time of a
+small image's search.
 """
 
 from __future__ import annotations
 
-import io
+import math
 import multiprocessing
 import os
 import signal
+import struct
 import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -26,14 +27,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.serving.image_formats import can_open
+from retrieval.serving.image_files import can_open
 from retrieval.serving.images import Limits, Preprocessing, decode, full_size, thumbnail, to_png
-from retrieval.serving.memory import Memory, return_large_blocks
+from retrieval.serving.memory import return_large_blocks
 
 SECONDS = 5.0
 _STARTING_SECONDS = 60.0
 _KEPT_BYTES = 8_000_000
-"""Free memory that the next image finds ready."""
+"""Blocks up to this size stay with a process for its next image."""
+_LONGEST_SENTENCE = 4096  # characters
+_ANSWER = struct.Struct("<?II")
+"""Begins an answer: whether the image was decoded, its width and height. Pixels, a file or a sentence follow."""
 
 Kind = Literal["pixels", "png", "thumbnail"]
 
@@ -90,22 +94,34 @@ class Decoders:
         """
         worker = self._take()
         try:
-            made = worker.ask((kind, content, preprocessing, name), self.seconds)
-        except (OSError, EOFError):
+            answer = worker.ask(
+                (kind, content, preprocessing, name), self.seconds, self._longest(content, preprocessing)
+            )
+            result = None if answer is None else _read_answer(answer, preprocessing)
+        except (OSError, EOFError, ValueError, struct.error):
             self._end(worker)
             raise DataError(
                 f"{name} cannot be decoded: it brings its decoder down. Save it as a plain PNG or JPEG."
             ) from None
-        if made is None:
+        if result is None:
             self._end(worker)
             raise DataError(
                 f"{name} takes longer than {self.seconds:g} seconds to decode. Save it as a plain PNG or JPEG."
             )
         with self._lock:
             self._idle.append(worker)  # the last to have worked is the next: its caches are warm
-        if isinstance(made, str):
-            raise DataError(made)
-        return made
+        if isinstance(result, str):
+            raise DataError(result)
+        return result
+
+    def _longest(self, content: bytes, preprocessing: Preprocessing | None) -> int:
+        """Return how many bytes an answer has at most: a sentence, the encoder's pixels, or a PNG.
+
+        A PNG has four channels at most, and the colour profile of its image.
+        """
+        png = 5 * self.limits.pixels + len(content)
+        longest = png if preprocessing is None else math.prod(preprocessing.shape)
+        return _ANSWER.size + max(4 * _LONGEST_SENTENCE, longest)
 
     @property
     def pids(self) -> list[int]:
@@ -154,66 +170,95 @@ class _Worker:
     """One process, and the pipe to it."""
 
     def __init__(self, limits: Limits) -> None:
-        context: Any = _Context() if os.name == "posix" else multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+        if os.name == "posix":
+            # forked from one clean process that has loaded Pillow, decoders start in milliseconds
+            context.set_forkserver_preload([__name__])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, limits), daemon=True)
-        self.process.start()
+        _start_without_main(self.process)
         theirs.close()
-        if self.ask(None, _STARTING_SECONDS) is None:
+        if not self.pipe.poll(_STARTING_SECONDS) or self.pipe.recv_bytes(1):
             self.process.kill()
-            raise OSError("it says nothing")
+            raise OSError("it does not answer")
 
-    def ask(self, job: object, seconds: float) -> Any:
-        """Return what the process answers; None where it takes longer than so many seconds."""
+    def ask(
+        self, job: tuple[Kind, bytes, Preprocessing | None, str], seconds: float, longest: int
+    ) -> bytes | None:
+        """Return what the process answers; None where it takes longer than so many seconds.
+
+        Raises:
+            OSError: the process ended, or answers with more than `longest` bytes.
+            EOFError: the process ended.
+        """
         self.pipe.send(job)
-        return self.pipe.recv() if self.pipe.poll(seconds) else None
+        return self.pipe.recv_bytes(longest) if self.pipe.poll(seconds) else None
+
+
+_main = threading.Lock()
+
+
+def _start_without_main(process: Any) -> None:
+    """Start a process that does not run the user's own script again, as multiprocessing would."""
+    with _main:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = script
+
+
+def _read_answer(answer: bytes, preprocessing: Preprocessing | None) -> Decoded | bytes | str:
+    """Return the pixels or file in a decoder's answer, or the sentence that says what is wrong with its image.
+
+    Raises:
+        struct.error: it is no answer.
+        ValueError: it does not hold as many pixels as it must.
+    """
+    decoded, width, height = _ANSWER.unpack_from(answer)
+    if not decoded:
+        text = answer[_ANSWER.size :].decode("utf-8", "replace")[:_LONGEST_SENTENCE]
+        return "".join(sign if sign.isprintable() else " " for sign in text)
+    if preprocessing is None:
+        return answer[_ANSWER.size :]
+    pixels = np.frombuffer(answer, np.uint8, offset=_ANSWER.size)
+    return Decoded(pixels.reshape(preprocessing.shape), width, height)
 
 
 def _serve(pipe: Connection, limits: Limits) -> None:
     """Answer jobs until the pipe closes: in the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     return_large_blocks(_KEPT_BYTES)
-    _warm()
+    Image.init()  # loads every decoder now: later there may be no room for it
+    can_open("AVIF"), can_open("HEIF")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # what a library prints about a hostile file helps nobody
         os.dup2(nowhere, stream)
-    memory = Memory(_KEPT_BYTES)
     _confine(limits.memory)
     with suppress(EOFError, OSError):
+        pipe.send_bytes(b"")  # ready
         while True:
-            job = pipe.recv()
-            pipe.send("ready" if job is None else _decoded(limits, *job))
-            del job
-            if memory.grown:
-                memory.give_back()
+            pipe.send_bytes(_answer(limits, *pipe.recv()))
 
 
-def _decoded(
+def _answer(
     limits: Limits, kind: Kind, content: bytes, preprocessing: Preprocessing | None, name: str
-) -> Decoded | bytes | str:
-    """Return what is asked for of an image, or the sentence that says what is wrong with it."""
+) -> bytes:
+    """Return the answer to one job, which `_read_answer` reads."""
     try:
         if kind == "pixels":
             assert preprocessing is not None
             image = decode(content, limits, name)
-            return Decoded(preprocessing(image), *full_size(image))
+            return _ANSWER.pack(True, *full_size(image)) + preprocessing(image).tobytes()
         # an item's own picture may be larger than what may be uploaded
         image = decode(content, replace(limits, bytes=max(limits.bytes, len(content))), name)
-        return to_png(image) if kind == "png" else thumbnail(image)
+        return _ANSWER.pack(True, *image.size) + (to_png(image) if kind == "png" else thumbnail(image))
     except DataError as error:
-        return "".join(sign if sign.isprintable() else " " for sign in str(error))[:4096]
+        sentence = str(error)
     except MemoryError:
-        return f"{name} needs more memory to be decoded than an image may take. Save it smaller."
-
-
-def _warm() -> None:
-    """Load what decoding loads on first use: later there may be no room for it."""
-    can_open("AVIF"), can_open("HEIF")
-    for format in ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"):
-        kept = io.BytesIO()
-        Image.new("RGB", (1, 1)).save(kept, format)
-        with suppress(DataError):
-            decode(kept.getvalue())
+        sentence = f"{name} needs more memory to be decoded than an image may take. Save it smaller."
+    return _ANSWER.pack(False, 0, 0) + sentence[:_LONGEST_SENTENCE].encode("utf-8", "replace")
 
 
 def _confine(memory: int) -> None:
@@ -224,28 +269,3 @@ def _confine(memory: int) -> None:
         lines = Path("/proc/self/status").read_text("ascii").splitlines()
         now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSize:"))
         resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))
-
-
-_main = threading.Lock()
-
-
-class _Process(ForkServerProcess):
-    @staticmethod
-    def _Popen(process: Any) -> Any:
-        """Start a process that does not run the user's own script again, as multiprocessing would."""
-        with _main:
-            kept = sys.modules["__main__"]
-            sys.modules["__main__"] = ModuleType("__main__")
-            try:
-                return ForkServerProcess._Popen(process)
-            finally:
-                sys.modules["__main__"] = kept
-
-
-class _Context(ForkServerContext):
-    """Decoders are forked from one clean process that has loaded Pillow, and so start within milliseconds."""
-
-    Process = _Process
-
-    def __init__(self) -> None:
-        self.set_forkserver_preload([__name__])

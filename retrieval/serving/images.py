@@ -20,10 +20,10 @@ from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
 from retrieval.host.walk import leads_nowhere
-from retrieval.serving.image_formats import EXTENSIONS as EXTENSIONS
-from retrieval.serving.image_formats import FORMATS as FORMATS
-from retrieval.serving.image_formats import HOW, REDUCIBLE, can_open, format_of
-from retrieval.serving.image_formats import Limits as Limits
+from retrieval.serving.image_files import EXTENSIONS as EXTENSIONS
+from retrieval.serving.image_files import FORMATS as FORMATS
+from retrieval.serving.image_files import HOW, REDUCIBLE, can_open, format_of
+from retrieval.serving.image_files import Limits as Limits
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
@@ -99,15 +99,16 @@ class Preprocessing:
         image = to_mode(image, "L" if self.channels == 1 else "RGB")
         height, width = self.size
         resample = Image.Resampling[self.interpolation.upper()]
-        if self.resize is None:
-            if image.size != (width, height):
-                image = image.resize((width, height), resample)
-        else:
+        new = (width, height)
+        if self.resize is not None:
             if math.prod(_resized(image.size, self.resize)) > _MAX_PIXELS_RESIZED_WHOLE:
                 image = _trim(image, self.resize, max(self.size))
             new = _resized(image.size, self.resize)
+        if image.size != new:
+            image = image.resize(new, resample)
+        if image.size != (width, height):
             left, top = _centred(new[0], width), _centred(new[1], height)
-            image = _part_of_resized(image, new, (left, top, left + width, top + height), resample)
+            image = image.crop((left, top, left + width, top + height))
         # of its bytes: the array interface of Pillow's images takes twice as long
         pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, self.channels)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
@@ -128,34 +129,6 @@ def _centred(length: int, crop: int) -> int:
     Half a pixel goes to the even neighbour; of an odd number of padded pixels the end has one more.
     """
     return round((length - crop) / 2) if crop <= length else -((crop - length) // 2)
-
-
-def _part_of_resized(
-    image: Image.Image, size: tuple[int, int], part: tuple[int, int, int, int], resample: Image.Resampling
-) -> Image.Image:
-    """Return a part of a resized image, to the last bit as if the whole were resized and then cropped; most of decoding is resizing.
-
-    Pillow makes the columns first, of every row, and then the rows (of images more than twice as high as wide it is the other way round). So
-    columns beyond the part are left out in between; and rows beyond it from the start, where places of rows are exact numbers: of a height that
-    is a power of two.
-    """
-    left, top, right, bottom = part
-    width, height = image.size
-    if part == (0, 0, *size):
-        return image if size == image.size else image.resize(size, resample)
-    if size == image.size or resample == Image.Resampling.NEAREST or height > 2 * width:
-        return (image if size == image.size else image.resize(size, resample)).crop(part)
-    step, first, last = height / size[1], 0, height
-    exact = size[1] & (size[1] - 1) == 0 and top >= 0 and bottom <= size[1] and size[1] * height < 1 << 24
-    if exact:
-        reach = 3 * max(step, 1) + 1  # Lanczos's, the widest
-        first, last = max(0, int(top * step - reach)), min(height, int(bottom * step + reach) + 1)
-        image = image.crop((0, first, width, last))
-    image = image.resize((size[0], last - first), resample).crop((left, 0, right, last - first))
-    if exact:
-        rows = (0, top * step - first, right - left, bottom * step - first)
-        return image.resize((right - left, bottom - top), resample, rows)
-    return image.resize((right - left, size[1]), resample).crop((0, top, right - left, bottom))
 
 
 def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:

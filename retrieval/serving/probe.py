@@ -1,13 +1,18 @@
-"""What a bundle says of one made-up input, and where its encoder put it when the bundle was made."""
+"""A bundle's probe: a made-up input, where the encoder put it when the bundle was made, and whether it still does."""
 
 from __future__ import annotations
 
 import binascii
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from retrieval.errors import DataError
+
+if TYPE_CHECKING:
+    from retrieval.serving.bundle import Bundle
 
 TILES = 8
 """Rows and columns of a probe image's tiles; TILES² numbers are repeated for features."""
@@ -16,6 +21,13 @@ WIDEST = 100_000
 """Numbers of a vector that a probe has; bundles of wider ones have none."""
 
 _LONGEST = 4 * WIDEST  # bytes
+
+_LEAST = 1e-4
+"""Distance that is always allowed on a CPU, as a share of the vector's length."""
+_LEAST_CUDA = 1e-2
+"""The same on a GPU, where ONNX Runtime multiplies with TF32: 10 bits."""
+_LEAST_DRIFT = 1e-3
+"""1 - cosine that is always allowed of a variant: processors saturate int8 differently."""
 
 
 def _coded(text: str) -> str:
@@ -88,3 +100,54 @@ def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
         return np.frombuffer(content, "<f4").astype(np.float32) if len(content) == 4 * TILES * TILES else None
     found = np.frombuffer(content, np.uint8)
     return found.reshape(shape[0], TILES, TILES) if found.size == shape[0] * TILES * TILES else None
+
+
+def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> Probe:
+    """Return a probe with its vectors as a new bundle gives them.
+
+    Args:
+        bundles: the bundle opened with each variant, and, under None, without.
+        spread: mean and standard deviation of features.
+    """
+    taken = bundles[None].manifest.input
+    pattern = made_up(taken.kind, taken.shape, spread)
+    inputs = input_of(pattern, taken.shape)
+    vectors = {name: coded(bundle.encode(inputs).vector[0]) for name, bundle in bundles.items()}
+    return Probe(
+        pattern=coded(pattern),
+        vector=vectors[None],
+        variants={name: vector for name, vector in vectors.items() if name is not None},
+    )
+
+
+def probe_fault(bundle: Bundle) -> str | None:
+    """Return why a bundle's encoder is not what it was when the bundle was made; None where it is, or where the bundle has no probe."""
+    manifest, variant = bundle.manifest, bundle.variant
+    probe, shape = manifest.probe, manifest.input.shape
+    if probe is None:
+        return None
+    text = probe.vector if variant is None else probe.variants.get(variant)
+    pattern = pattern_of(probe, shape)
+    if (
+        text is None
+        or pattern is None
+        or len(expected := vector_of(text).astype(np.float64)) != manifest.vector
+    ):
+        return "The bundle's probe does not fit its encoder. Export the bundle again."
+    try:
+        vector = bundle.encode(input_of(pattern, shape)).vector[0].astype(np.float64)
+    except DataError:
+        return "The model is broken: it embeds the bundle's probe as NaN or infinity."
+    length = float(np.linalg.norm(expected)) or 1.0
+    if variant is None:  # within the tolerance of the comparison with torch
+        apart = float(np.abs(expected - vector).max()) / length
+        allowed = max(manifest.verified.tolerance, _LEAST if bundle.device == "cpu" else _LEAST_CUDA)
+    else:  # within twice its drift
+        apart = 1.0 - float(expected @ vector) / ((length * float(np.linalg.norm(vector))) or 1.0)
+        allowed = max(2.0 * (1.0 - manifest.variants[variant].cosine.min), _LEAST_DRIFT)
+    if apart <= allowed:
+        return None
+    return (
+        f"The model is broken: it embeds the bundle's probe {apart:.2g} away from where it did when it was exported; "
+        f"{allowed:.2g} is allowed. Is this processor, or ONNX Runtime, at fault? `retrieval doctor` tells more."
+    )

@@ -31,17 +31,8 @@ _DELAY = 0.5  # seconds before a bar appears: an error that comes at once has no
 @contextmanager
 def showing(progress: Progress) -> Iterator[None]:
     """Inside, every `Meter` of this thread shows what `progress` says; one that is off stays off further inside."""
-    token = _shown.set(progress if _shown.get() is True else _shown.get())
-    try:
-        yield
-    finally:
-        _shown.reset(token)
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """Inside, no `Meter` of this thread shows anything: the work is a part of something that has its own."""
-    token = _shown.set(False)
+    outer = _shown.get()
+    token = _shown.set(progress if outer is True or progress is False else outer)
     try:
         yield
     finally:

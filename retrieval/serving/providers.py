@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from retrieval.errors import BundleError
@@ -27,19 +26,6 @@ FALLBACK = (
 )
 
 
-@dataclass(frozen=True)
-class Started:
-    """A graph that is loaded.
-
-    Attributes:
-        session: ONNX Runtime's.
-        device: "cpu", "cuda" or "tensorrt".
-    """
-
-    session: Any
-    device: str
-
-
 def checked_device(runtime: Any, device: Device) -> list[str]:
     """Return the devices to try, the wanted one first; each stands in for what it cannot run by the next.
 
@@ -61,13 +47,13 @@ def checked_device(runtime: Any, device: Device) -> list[str]:
             "pip uninstall -y onnxruntime && pip install 'embedding-retrieval[gpu]'"
         )
     chain = {"cpu": ["cpu"], "tensorrt": ["tensorrt", "cuda", "cpu"]}.get(device, ["cuda", "cpu"])
-    return [each for each in chain if _NAMES[each] in offered]
+    return [name for name in chain if _NAMES[name] in offered]
 
 
 def start(
     runtime: Any, content: bytes, options: Any, devices: Sequence[str], shapes: Mapping[str, Sequence[int]]
-) -> Started:
-    """Load a graph on the first of these devices that it starts on.
+) -> tuple[Any, str]:
+    """Load a graph on the first of these devices that it starts on; return ONNX Runtime's session and the device.
 
     Args:
         runtime: the module `onnxruntime`.
@@ -81,19 +67,20 @@ def start(
     """
     if devices[0] != "cpu":
         load_libraries(runtime, tensorrt=devices[0] == "tensorrt")
-    for at, device in enumerate(devices):
-        wanted = [(_NAMES[each], _options(each, shapes)) for each in devices[at:]]
+    for number, device in enumerate(devices):
+        chain = devices[number:]
+        providers = [(_NAMES[name], _options(name, shapes)) for name in chain]
         try:
             # without its own way of falling back, which prints
-            session = runtime.InferenceSession(content, options, providers=wanted, enable_fallback=0)
+            session = runtime.InferenceSession(content, options, providers=providers, enable_fallback=0)
         except Exception:
             if device == devices[-1]:
                 raise
             continue
         running = session.get_providers()
-        for each in devices[at:]:
-            if _NAMES[each] in running:
-                return Started(session, each)
+        for name in chain:
+            if _NAMES[name] in running:
+                return session, name
     raise RuntimeError("ONNX Runtime starts on none of its devices")
 
 

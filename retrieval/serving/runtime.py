@@ -98,14 +98,14 @@ def load_libraries(runtime: Any, *, tensorrt: bool = False) -> str:
         tensorrt: TensorRT's too.
     """
     runtime.set_default_logger_severity(4)  # what does not start is said as a sentence
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):  # it prints what it does not find
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):  # it prints what it does not find
         if preload := getattr(runtime, "preload_dlls", None):
             preload()
         if tensorrt:
             with contextlib.suppress(ImportError):
                 importlib.import_module("tensorrt_libs")
-    return " ".join(said.getvalue().split())
+    return " ".join(printed.getvalue().split())
 
 
 @functools.cache

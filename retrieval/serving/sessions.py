@@ -1,25 +1,28 @@
-"""A bundle's graphs in ONNX Runtime: looked at first, loaded within limits, tried once."""
+"""A bundle's graphs in ONNX Runtime: looked at first, loaded within limits, tried once, and run on checked batches."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import BundleError
+from retrieval.errors import BundleError, DataError
 from retrieval.host.cores import default_threads
 from retrieval.serving.files.snapshot import available_memory
 from retrieval.serving.graphs import GraphError, check_graph
-from retrieval.serving.manifest import Manifest
+from retrieval.serving.manifest import Input, Manifest
 from retrieval.serving.providers import FALLBACK, ROWS, Device, checked_device, refuse_other, start
 from retrieval.serving.runtime import load_onnxruntime
+
+Floats = NDArray[np.float32]
+Runs = Callable[[Sequence[str], Mapping[str, NDArray[Any]]], list[Any]]
+"""What a graph is called with: the names of its outputs, its inputs by name."""
 
 _TRIAL_SECONDS = 60.0
 _MEMORY = 6 << 30
@@ -51,40 +54,13 @@ class Graph:
             BundleError: ONNX Runtime refuses, for want of memory for example.
         """
         if self.device == "tensorrt" and len(feeds["input"]) > ROWS:
-            return in_parts(partial(self, outputs, options=options), feeds["input"])
+            rows = feeds["input"]
+            parts = [self(outputs, {"input": part}, options) for part in parts_of(rows, ROWS)]
+            return [np.concatenate(values) for values in zip(*parts, strict=True)]
         try:
             return list(self.session.run(list(outputs), dict(feeds), options))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
-            raise self._fault(fault) from fault
-
-    def bound(self, outputs: Sequence[str], feeds: Mapping[str, Any], options: Any = None) -> list[Any]:
-        """Run the graph and leave what it gives where it is computed: ONNX Runtime's own values, which another graph may take.
-
-        Args:
-            outputs: names.
-            feeds: arrays, or values that `bound` gave.
-            options: of the run.
-
-        Raises:
-            BundleError: see `__call__`.
-        """
-        place = "cpu" if self.device == "cpu" else "cuda"
-        try:
-            binding = self.session.io_binding()
-            for name, value in feeds.items():
-                if isinstance(value, np.ndarray):
-                    binding.bind_cpu_input(name, value)
-                else:
-                    binding.bind_ortvalue_input(name, value)
-            for name in outputs:
-                binding.bind_output(name, place)
-            self.session.run_with_iobinding(binding, options)
-            return list(binding.get_outputs())
-        except Exception as fault:  # see above
-            raise self._fault(fault) from fault
-
-    def _fault(self, fault: Exception) -> BundleError:
-        return BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.")
+            raise BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.") from fault
 
     def try_once(self, feeds: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, int]]) -> None:
         """Run it on one item, for a minute at most, and compare what comes with what must.
@@ -103,7 +79,7 @@ class Graph:
         timer.daemon = True
         timer.start()
         try:
-            found = self(list(shapes), feeds, options)
+            outputs = self(list(shapes), feeds, options)
         except BundleError:
             if late.is_set():
                 raise BundleError(
@@ -112,7 +88,7 @@ class Graph:
             raise
         finally:
             timer.cancel()
-        for (name, shape), values in zip(shapes.items(), found, strict=True):
+        for (name, shape), values in zip(shapes.items(), outputs, strict=True):
             if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.float32:
                 kind = (
                     f"{values.dtype} {values.shape}"
@@ -120,12 +96,6 @@ class Graph:
                     else type(values).__name__
                 )
                 raise BundleError(f"{self.path} gives '{name}' as {kind}; the manifest says float32 {shape}.")
-
-
-def in_parts(graph: Callable[[Mapping[str, NDArray[Any]]], list[Any]], rows: NDArray[Any]) -> list[Any]:
-    """Run a graph on as many rows at once as TensorRT takes, and return what it gives of all."""
-    parts = [graph({"input": rows[at : at + ROWS]}) for at in range(0, len(rows), ROWS)]
-    return [np.concatenate(each) for each in zip(*parts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -143,14 +113,9 @@ class Split:
     def __call__(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
     ) -> list[Any]:
-        """Run both, as an encoder of one graph is run; on a GPU the features stay there."""
-        if self.backbone.device == "cpu":
-            (features,) = self.backbone(["features"], feeds, options)
-            return self.head(outputs, {"input": features}, options)
-        if self.backbone.device == "tensorrt" and len(feeds["input"]) > ROWS:
-            return in_parts(partial(self, outputs, options=options), feeds["input"])
-        left = self.backbone.bound(["features"], feeds, options)
-        return [each.numpy() for each in self.head.bound(outputs, {"input": left[0]}, options)]
+        """Run both, as an encoder of one graph is run."""
+        (features,) = self.backbone(["features"], feeds, options)
+        return self.head(outputs, {"input": features}, options)
 
 
 @dataclass(frozen=True)
@@ -178,7 +143,7 @@ class Sessions:
     def open(
         cls,
         folder: Path,
-        held: Mapping[str, bytes],
+        files: Mapping[str, bytes],
         manifest: Manifest,
         variant: str | None,
         threads: int | None,
@@ -188,7 +153,7 @@ class Sessions:
 
         Args:
             folder: for errors.
-            held: content of the bundle's files, verified.
+            files: content of the bundle's files by name, verified.
             manifest: what they should be.
             variant: the encoder to load, if not the main one.
             threads: of one call; None leaves it to ONNX Runtime.
@@ -203,51 +168,46 @@ class Sessions:
 
         def load(name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices) -> Graph:
             try:
-                check_graph(held[name])
-                started = start(runtime, held[name], options, on, shapes)
-            except Exception as fault:  # see above
+                check_graph(files[name])
+                session, running_on = start(runtime, files[name], options, on, shapes)
+            except Exception as fault:  # ONNX Runtime's errors share no public base class
                 reason = fault if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(
                     f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {reason}."
                 ) from fault
-            return Graph(folder / name, started.session, started.device)
+            return Graph(folder / name, session, running_on)
 
-        outputs = ["vector"]
-        if manifest.query_vectors:
-            outputs.append("query")
-        if manifest.rescorer is not None:
-            outputs.append("code")
-        widths = {"vector": manifest.vector, "query": manifest.vector, "code": manifest.code or 0}
-        given = {name: widths[name] for name in outputs}
-
-        def tried(name: str, dtype: str, shape: tuple[int, ...], wanted: Mapping[str, int]) -> Graph:
+        def tried(name: str, dtype: str, shape: tuple[int, ...], widths: Mapping[str, int]) -> Graph:
             graph = load(name, {"input": shape})
-            _check_graph(graph, ["input"], list(wanted), {"input": shape, **wanted})
+            _check_names(graph, ["input"], list(widths))
             item = np.zeros((1, *shape), dtype)
-            graph.try_once({"input": item}, {each: (1, width) for each, width in wanted.items()})
+            graph.try_once({"input": item}, {output: (1, width) for output, width in widths.items()})
             return graph
 
-        taken = manifest.input
+        widths = {"vector": manifest.vector}
+        if manifest.query_vectors:
+            widths["query"] = manifest.vector
+        if manifest.rescorer is not None:
+            widths["code"] = manifest.code or 0
+        taken, split = manifest.input, manifest.split
         file = manifest.encoder if variant is None else manifest.variants[variant].file
         encoder: Graph | Split
         if file is not None:
-            first = encoder = tried(file, taken.dtype, taken.shape, given)
+            first = encoder = tried(file, taken.dtype, taken.shape, widths)
         else:
-            assert manifest.split is not None
-            said = manifest.split
-            first = tried(said.backbone, taken.dtype, taken.shape, {"features": said.features})
-            encoder = Split(first, tried(said.head, "float32", (said.features,), given))
+            assert split is not None
+            first = tried(split.backbone, taken.dtype, taken.shape, {"features": split.features})
+            encoder = Split(first, tried(split.head, "float32", (split.features,), widths))
         rescorer = None
         if manifest.rescorer is not None:
-            width = manifest.code or 0
             # its items are of any number, which an engine of TensorRT's is not
-            rescorer = load(manifest.rescorer.file, {}, [each for each in devices if each != "tensorrt"])
-            _check_graph(rescorer, ["query", "items"], ["distance"], {"query": width, "items": width})
-            codes = np.zeros((2, width), np.float32)
+            rescorer = load(manifest.rescorer.file, {}, [name for name in devices if name != "tensorrt"])
+            _check_names(rescorer, ["query", "items"], ["distance"])
+            codes = np.zeros((2, manifest.code or 0), np.float32)
             rescorer.try_once({"query": codes[:1], "items": codes}, {"distance": (1, 2)})
         refuse_other(device, first.device)
-        fell = first.device == "cpu" and devices[0] != "cpu"
-        return cls(encoder, rescorer, first.device, FALLBACK if fell else None)
+        fell_back = first.device == "cpu" and devices[0] != "cpu"
+        return cls(encoder, rescorer, first.device, FALLBACK if fell_back else None)
 
 
 def session_options(runtime: Any, threads: int | None) -> Any:
@@ -284,26 +244,87 @@ def _reason(fault: Exception) -> str:
     return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
 
 
-def _check_graph(graph: Graph, inputs: Sequence[str], outputs: Sequence[str], widths: dict[str, Any]) -> None:
-    """Refuse a graph whose inputs, outputs or fixed dimensions are not what the manifest says."""
+def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Refuse a graph without one of these inputs and outputs, or with an input that nobody would give it."""
     path, session = graph.path, graph.session
-    given = {node.name: node for node in session.get_inputs()}
-    offered = {node.name: node for node in session.get_outputs()}
-    for kind, wanted, found in (("input", inputs, given), ("output", outputs, offered)):
+    taken = [node.name for node in session.get_inputs()]
+    offered = [node.name for node in session.get_outputs()]
+    for kind, wanted, there in (("input", inputs, taken), ("output", outputs, offered)):
         for name in wanted:
-            if name not in found:
-                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(found)}).")
-            width = widths.get(name)
-            if width is None:
-                continue
-            expected = width if isinstance(width, tuple) else (width,)
-            actual = tuple(found[name].shape[1:])
-            fits = len(actual) == len(expected) and all(
-                not isinstance(have, int) or have == want for have, want in zip(actual, expected, strict=True)
-            )
-            if not fits:
-                raise BundleError(
-                    f"{path}: '{name}' has shape (N, {actual}), the manifest says (N, {expected})."
-                )
-    if extra := [name for name in given if name not in inputs]:
+            if name not in there:
+                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(there)}).")
+    if extra := [name for name in taken if name not in inputs]:
         raise BundleError(f"{path} needs an input '{extra[0]}' that bundles do not have.")
+
+
+def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[Any]:
+    """Return inputs as a graph takes them.
+
+    Args:
+        inputs: uint8 (N, C, H, W), or real numbers (N, F).
+        input: what the graph takes.
+        path: the bundle's, for errors.
+
+    Raises:
+        DataError: they have another shape or type, or hold NaN or infinity.
+    """
+    if not isinstance(inputs, np.ndarray):
+        raise DataError("encode takes an array of all inputs; images go to encode_images.")
+    if inputs.ndim != len(input.shape) + 1 or inputs.shape[1:] != input.shape:
+        wanted = ", ".join(map(str, input.shape))
+        raise DataError(f"The bundle {path} takes inputs of shape (N, {wanted}), not {inputs.shape}.")
+    if input.dtype == "uint8":
+        if inputs.dtype != np.uint8:
+            raise DataError(f"The bundle {path} takes raw pixels as uint8, not {inputs.dtype}.")
+        return inputs
+    if inputs.dtype.kind not in "fiu":
+        raise DataError(f"The bundle {path} takes real numbers, not {inputs.dtype}.")
+    with np.errstate(over="ignore"):
+        values = inputs.astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+        raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
+    return values
+
+
+def parts_of(inputs: NDArray[Any], batch: int) -> Iterator[NDArray[Any]]:
+    """Yield the rows, `batch` at a time."""
+    return (inputs[start : start + batch] for start in range(0, len(inputs), batch))
+
+
+def run_batches(
+    graph: Runs, widths: Mapping[str, int], batches: Iterable[NDArray[Any]], count: int, what: str = "encoder"
+) -> dict[str, Floats]:
+    """Return the outputs of a graph for checked inputs.
+
+    Args:
+        graph: takes "input".
+        widths: of the outputs that are asked for.
+        batches: of inputs.
+        count: how many rows they hold together.
+        what: the graph's name in an error.
+
+    Returns:
+        For each output (count, its width).
+
+    Raises:
+        DataError: an output holds NaN or infinity.
+        BundleError: ONNX Runtime refuses, or an output has another shape than the manifest says.
+    """
+    out = {name: np.empty((count, width), dtype=np.float32) for name, width in widths.items()}
+    start = 0
+    for part in batches:
+        feeds = {"input": np.ascontiguousarray(part)}
+        for name, values in zip(out, graph(list(out), feeds), strict=True):
+            if values.shape != (len(part), widths[name]):
+                raise BundleError(
+                    f"The {what} gives '{name}' of shape {values.shape} for {len(part)} items; the manifest says "
+                    f"({len(part)}, {widths[name]})."
+                )
+            out[name][start : start + len(part)] = values
+        start += len(part)
+    for name, values in out.items():
+        if not np.isfinite(values).all():
+            row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+            raise DataError(f"The {what} gives NaN or infinity in '{name}' for item {row} of the batch.")
+    return out

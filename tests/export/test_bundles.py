@@ -15,8 +15,7 @@ from retrieval.export.export_model import export_model
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
-from retrieval.serving.probe import input_of, pattern_of
-from retrieval.serving.probing import probe_fault
+from retrieval.serving.probe import input_of, pattern_of, probe_fault
 from torch import nn
 
 

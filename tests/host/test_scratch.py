@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from retrieval.errors import DataError
-from retrieval.host.files import whole_folder
-from retrieval.host.scratch import scratch_folder
+from retrieval.host.files import scratch_folder, whole_folder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks that a killed process lets go")
 
@@ -57,28 +56,11 @@ def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(tmp
     assert names(tmp_path) == ["three", "two"] and names(tmp_path / "two") == ["half"]
 
 
-def test_a_folder_is_held_by_whoever_inherited_it(tmp_path: Path) -> None:
-    """As the processes of a server hold that of their supervisor."""
-    made = scratch_folder(tmp_path, "retrieval-")
-    path, lock = made.__enter__()
-    assert lock is not None and path.stat().st_mode & 0o777 == 0o700
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock]) as child:
-        os.close(lock)  # all that is left of a killed process
-        with scratch_folder(tmp_path, "retrieval-"):
-            assert path.is_dir()
-        child.communicate(b"\n")
-    with scratch_folder(tmp_path, "retrieval-") as (other, _):
-        assert names(tmp_path) == [other.name, f"{other.name}.lock"]
-    assert names(tmp_path) == []
-    os.dup2(os.open(os.devnull, os.O_RDONLY), lock)
-    made.__exit__(None, None, None)
-
-
 def test_nothing_else_is_cleared(tmp_path: Path) -> None:
     """Folders of the same name without a lock, with another's file in its place, of another kind, or behind a link."""
     elsewhere = Path(tempfile.mkdtemp(dir=tmp_path))
     (elsewhere / "kept").write_text("x")
-    with scratch_folder(tmp_path, ".a.", ".part") as (path, _):
+    with scratch_folder(tmp_path, ".a.", ".part") as path:
         mark = path.with_name(f"{path.name}.lock").read_bytes()
     for name in (".a.12345678.part", ".a.23456789.part", ".a.34567890.other"):
         (tmp_path / name).mkdir()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retrieval.host.kept_out import kept_out
+from retrieval.host.lazy import kept_out
 from retrieval.model import compiler
 from retrieval.model.compiler import keep_compiler_out, optimizing
 

@@ -217,7 +217,10 @@ def test_every_problem_of_a_manifest_is_told_at_once(bundle_path, tmp_path):
         (lambda c: c["input"]["preprocessing"].update(interpolation="best"), "interpolation"),
         (lambda c: c["verified"].update(tolerance=float("inf")), "tolerance"),
         (lambda c: c.update(rescorer={"file": "encoder.onnx"}), "needs 'code'"),
-        (lambda c: c.update(vector=17), r"'vector' has shape \(N, \(16,\)\), the manifest says"),
+        (
+            lambda c: c.update(vector=17),
+            r"'vector' as float32 \(1, 16\); the manifest says float32 \(1, 17\)",
+        ),
         (lambda c: c.update(query_vectors=True), "has no output 'query'"),
     ],
 )

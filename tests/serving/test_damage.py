@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError, StoreError
-from retrieval.host import files
 from retrieval.host.files import rename_whole
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import open_index
@@ -89,7 +88,7 @@ def test_an_existing_output_is_refused_then_replaced(makers, folder, bundle_path
 
 
 def test_replacing_without_the_system_call(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.host.files._rename", lambda one, other, how: False)
+    monkeypatch.setattr("retrieval.host.files._exchanged", lambda one, other: False)
     for name in ("new", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -219,15 +218,15 @@ def test_of_two_builds_to_one_path_one_wins_and_the_other_is_told(bundle_path, f
 
 def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, monkeypatch):
     """Someone who knows nothing of the lock puts a folder in the place, just before the last step."""
-    rename = files._rename
+    rename = Path.rename
 
-    def late(one: Path, other: Path, how: int) -> bool:
+    def late(path: Path, other: Path) -> Path:
         if other == tmp_path / "i":
             other.mkdir()
             (other / "mine").touch()
-        return rename(one, other, how)
+        return rename(path, other)
 
-    monkeypatch.setattr(files, "_rename", late)
+    monkeypatch.setattr(Path, "rename", late)
     with pytest.raises(StoreError, match="exists already"):
         create_index(tmp_path / "i", bundle_path, [folder], progress=False)
     assert [path.name for path in (tmp_path / "i").iterdir()] == ["mine"]

@@ -24,8 +24,7 @@ from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.manifest import read_manifest, write_manifest
-from retrieval.serving.probe import coded, vector_of
-from retrieval.serving.probing import probe_fault, probe_of
+from retrieval.serving.probe import coded, probe_fault, probe_of, vector_of
 
 PARTS = {"index", "disk", "search", "model"}
 

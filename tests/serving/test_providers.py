@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import open_index
 from retrieval.serving.providers import ROWS, checked_device
 from retrieval.serving.runtime import load_libraries, load_onnxruntime
-from retrieval.serving.sessions import Graph, Split, in_parts
+from retrieval.serving.sessions import Graph
 
 GPU = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
 
@@ -127,28 +126,6 @@ def test_libraries_are_loaded_in_silence(without_driver: WithoutDriver, capfd: A
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.parametrize("rows", [1, 5, ROWS, ROWS + 1, 3 * ROWS])
-def test_values_that_stay_where_they_are_computed_are_the_same(
-    split_path: Path, makers: Any, rows: int
-) -> None:
-    """On the CPU, bound values are arrays' own memory: the path is the one that a GPU takes."""
-    split = Bundle.open(split_path, threads=1)._sessions.split
-    assert split is not None
-    given = np.resize(makers.digits()[0], (rows, 1, 8, 8))
-    outputs = ["vector"]
-    expected = split(outputs, {"input": given})[0]
-    left = split.backbone.bound(["features"], {"input": given})
-    found = split.head.bound(outputs, {"input": left[0]})[0].numpy()
-    assert np.array_equal(found, expected)
-    (in_some,) = in_parts(partial(_renamed, split, outputs), given)
-    np.testing.assert_allclose(in_some, expected, rtol=0, atol=1e-6)
-
-
-def _renamed(split: Split, outputs: list[str], feeds: Any) -> list[Any]:
-    assert len(feeds["input"]) <= ROWS
-    return split(outputs, feeds)
-
-
 def test_an_engine_is_given_no_more_rows_than_it_is_built_for(bundle_path: Path, makers: Any) -> None:
     seen: list[int] = []
     real = Bundle.open(bundle_path, threads=1)._sessions.encoder
@@ -166,11 +143,11 @@ def test_an_engine_is_given_no_more_rows_than_it_is_built_for(bundle_path: Path,
     np.testing.assert_allclose(found, real(["vector"], {"input": given})[0], rtol=0, atol=1e-6)
 
 
-def test_a_fault_of_a_bound_run_is_a_sentence(split_path: Path) -> None:
+def test_a_fault_of_a_run_is_a_sentence(split_path: Path) -> None:
     split = Bundle.open(split_path, threads=1)._sessions.split
     assert split is not None
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot run .*\.onnx: "):
-        split.backbone.bound(["features"], {"input": np.zeros((1, 2), np.uint8)})
+        split.backbone(["features"], {"input": np.zeros((1, 2), np.uint8)})
 
 
 def test_the_log_says_once_that_the_cpu_stands_in(

@@ -19,7 +19,7 @@ from retrieval.serving.http.models import Given, Options, Query
 from retrieval.serving.http.problems import UNREACHABLE, RequestError, report
 from retrieval.serving.http.served import DAMAGED, Served
 from retrieval.serving.http.settings import PROBE_SECONDS
-from retrieval.serving.probing import probe_fault
+from retrieval.serving.probe import probe_fault
 from retrieval.serving.store.contract import StoreUnavailable, Superseded
 
 log = logging.getLogger("retrieval.serving.http")

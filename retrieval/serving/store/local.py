@@ -23,8 +23,7 @@ import apsw
 import numpy as np
 
 from retrieval.errors import DataError, StoreError, listed, printable
-from retrieval.host.files import rename_whole, sync_below
-from retrieval.host.scratch import scratch_folder
+from retrieval.host.files import rename_whole, scratch_folder, sync_below
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, to_sql
@@ -539,7 +538,7 @@ def write_copy(store: Store, target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise taken
     try:
-        with scratch_folder(target.parent, f".{target.name}.", ".part") as (beside, _):
+        with scratch_folder(target.parent, f".{target.name}.", ".part") as beside:
             fresh = beside / target.name
             create_local(fresh, bundle, generation.widths, identity=store.identity())
             with LocalStore(fresh, upkeep=False) as copy:

@@ -28,7 +28,7 @@ from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, build_model
 from retrieval.run.folder import create_folder, is_complete, is_run
 from retrieval.run.open import Run, load_run
-from retrieval.serving.progress import silent
+from retrieval.serving.progress import showing
 from retrieval.training.comparison.plan import PRIMARY
 from retrieval.training.process import Diverged, Interrupted
 from retrieval.training.tracking import tracking
@@ -90,7 +90,7 @@ def perform(job: Job) -> Figures:
     before = known(job)
     if before is not None:
         return before
-    with silent():
+    with showing(False):
         try:
             figures = {"fold": _fold, "seed": _seed, "untrained": _untrained, "frozen": _frozen}[job.kind](
                 job
