@@ -132,15 +132,14 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
     """A folder as `retrieval embed` writes it, of vectors without originals."""
     from retrieval.serving.embedding.parts import Made, write_part
     from retrieval.serving.index.embedded import Plan
-    from retrieval.serving.index.encoding import Done
-    from retrieval.serving.index.locations import PLAN
-    from retrieval.serving.index.origins import Source
+    from retrieval.serving.index.encoding import Embedded
+    from retrieval.serving.index.locations import PLAN, Source
 
     folder.mkdir()
     plan = Plan("0" * 64, None, "", parts * size, size, 1, {"vector": WIDE}, [1, 1], complete=True, bad=0)
     for number in range(parts):
         items = [Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)]
-        made = Made(number, [Done("")] * size, {"vectors": codes(number)}, {})
+        made = Made(number, [Embedded()] * size, {"vector": codes(number)}, {})
         write_part(folder, plan, items, made)
     (folder / PLAN).write_text(plan.text())
 

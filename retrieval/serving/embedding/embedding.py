@@ -20,7 +20,6 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding.parts import (
     Made,
     Part,
-    Settings,
     Shipped,
     bad_line,
     embedder,
@@ -35,9 +34,9 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import refuse_twice
 from retrieval.serving.index.embedded import BAD, Plan
-from retrieval.serving.index.heads import features_of
-from retrieval.serving.index.locations import PLAN
-from retrieval.serving.index.origins import Source, Sources
+from retrieval.serving.index.encoding import Settings
+from retrieval.serving.index.locations import PLAN, Source, Sources
+from retrieval.serving.index.migrating import features_of
 from retrieval.serving.index.sources import collect
 from retrieval.serving.index.tables import pyarrow
 from retrieval.serving.progress import Meter, Progress, showing

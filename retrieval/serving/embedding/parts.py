@@ -9,27 +9,24 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.host.files import whole_file
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import metadata_text
-from retrieval.serving.images import Limits
-from retrieval.serving.index.embedded import ARRAYS, Plan, part_file
-from retrieval.serving.index.encoding import Done, Encoding
-from retrieval.serving.index.locations import shown
-from retrieval.serving.index.origins import Source, Sources
+from retrieval.serving.index.embedded import Plan, part_file
+from retrieval.serving.index.encoding import Embedded, Settings
+from retrieval.serving.index.encoding import embed as embed_items
+from retrieval.serving.index.locations import Source, shown
+from retrieval.serving.index.sources import originals
 from retrieval.serving.index.tables import pyarrow
-from retrieval.serving.progress import showing
 from retrieval.serving.providers import Device
-
-Floats = NDArray[np.float32]
+from retrieval.serving.store.contract import Floats
 
 _MEASURED = 0.3
 """Seconds of encoding that a batch size is measured by."""
@@ -63,50 +60,17 @@ class Made:
 
     Attributes:
         number: of the part.
-        entries: one an item, in order: what is known of its original, or why it cannot be used.
-        arrays: numbers of the usable ones, in order: "vectors", perhaps "codes" and "features".
+        entries: one an item, in order, without its arrays: what is known of its original, or why it cannot be used.
+        arrays: of the usable items, in order (n, width): "vector", perhaps "code" and "features".
         seen: what an unusable item's file looked like where it was read, by the item's place in the part.
         node: the machine that embedded it.
     """
 
     number: int
-    entries: Sequence[Done]
+    entries: Sequence[Embedded]
     arrays: Mapping[str, Floats]
     seen: Mapping[int, str]
     node: str = ""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How every part is embedded.
-
-    Attributes:
-        batch: items that go through the encoder at once.
-        workers: threads that decode.
-        limits: the largest images that are decoded.
-        features: whether the backbone's features are wanted too.
-    """
-
-    batch: int
-    workers: int
-    limits: Limits
-    features: bool
-
-
-@dataclass
-class _Kept:
-    """Takes what was encoded, and keeps it."""
-
-    entries: list[Done] = field(default_factory=list)
-    arrays: dict[str, list[Floats]] = field(default_factory=dict)
-
-    def append(self, entries: Sequence[Done], arrays: dict[str, Floats]) -> None:
-        self.entries += entries
-        for name, values in arrays.items():
-            self.arrays.setdefault(name, []).append(values)
-
-    def sync(self) -> None:
-        pass
 
 
 def embed(bundle: Bundle, settings: Settings, part: Part) -> Made:
@@ -115,56 +79,30 @@ def embed(bundle: Bundle, settings: Settings, part: Part) -> Made:
     Raises:
         BundleError: ONNX Runtime refuses.
     """
+
+    def results(items: Sequence[Source]) -> list[Embedded]:
+        named = originals(items, part.features, settings.limits.bytes)
+        batches = embed_items(bundle, named, settings, stamp=Source.stamp)
+        return [result for batch in batches for _, result in batch]
+
+    def alone(item: Source) -> Embedded:
+        try:
+            return results([item])[0]
+        except DataError as fault:
+            return Embedded(f"{item.name}: {fault}", item.stamp())
+
     try:
-        made = _embedded(bundle, settings, part.items, part.features)
+        entries = results(part.items)
     except DataError:  # the encoder gives NaN for an item: which one is seen when each is encoded alone
-        made = _apart(bundle, settings, part)
-    seen = {at: look(part.items[at]) for at, entry in enumerate(made.entries) if entry.fault is not None}
+        entries = [alone(item) for item in part.items]
+    usable = [entry.arrays for entry in entries if entry.fault is None]
     return Made(
         part.number,
-        made.entries,
-        {name: np.concatenate(each) for name, each in made.arrays.items()},
-        seen,
+        [replace(entry, arrays={}) for entry in entries],
+        {name: np.stack([arrays[name] for arrays in usable]) for name in (usable[0] if usable else ())},
+        {row: look(part.items[row]) for row, entry in enumerate(entries) if entry.fault is not None},
         socket.gethostname(),
     )
-
-
-def _embedded(bundle: Bundle, settings: Settings, items: Sequence[Source], features: Floats | None) -> _Kept:
-    kept = _Kept()
-    sources = Sources(list(items), features)
-    encoding = Encoding(
-        bundle,
-        sources,
-        settings.batch,
-        settings.workers,
-        settings.limits,
-        skip_bad=True,
-        features=settings.features,
-        tell=False,
-    )
-    try:
-        with showing(False):
-            encoding.encode(kept)
-    except DataError:
-        if len(kept.entries) < len(items) or any(entry.fault is None for entry in kept.entries):
-            raise
-    return kept
-
-
-def _apart(bundle: Bundle, settings: Settings, part: Part) -> _Kept:
-    """Embed a part without those items for which the encoder gives no numbers."""
-    faults: dict[int, Done] = {}
-    for at, item in enumerate(part.items):
-        try:
-            _embedded(bundle, settings, [item], part.features)
-        except DataError as fault:
-            faults[at] = Done(item.stamp(), f"{item.name}: {fault}")
-    made = _embedded(
-        bundle, settings, [item for at, item in enumerate(part.items) if at not in faults], part.features
-    )
-    rest = iter(made.entries)
-    made.entries = [faults[at] if at in faults else next(rest) for at in range(len(part.items))]
-    return made
 
 
 def look(item: Source) -> str:
@@ -303,7 +241,7 @@ def _table(pa: Any, plan: Plan, items: Sequence[Source], made: Made) -> Any:
     for name in ("bytes", "width", "height"):
         columns[name] = pa.array([getattr(entry, name) for _, entry in good], pa.int64())
     for name, width in plan.widths.items():
-        values = made.arrays.get(ARRAYS[name])
+        values = made.arrays.get(name)
         flat = pa.array([] if values is None else values.reshape(-1), pa.float32())
         columns[name] = pa.FixedSizeListArray.from_arrays(flat, width)
     columns["bundle"] = pa.array([plan.bundle] * len(good), pa.string()).dictionary_encode()
