@@ -86,7 +86,7 @@ def add_sources(
         refuse_twice(found)
         writer = _Writer(index, keep)
         for attempt in range(_TRIES):
-            new, same = _changes(index, found.items)
+            new, relabelled, unchanged = _changes(index, found.items)
             writer.faults = []
             try:
                 results = (
@@ -109,9 +109,9 @@ def add_sources(
                 index.follow()
                 vectors = vectors and Vectors(named, index, keep)
         faults = writer.faults
-        if whole and faults and len(faults) == len(new):
-            raise DataError(f"None of the {len(new):,} items can be used. The first: {faults[0]}")
-        changed, unchanged = _relabel(index, same)
+        if whole and faults and len(faults) == len(found.items):
+            raise DataError(f"None of the {len(faults):,} items can be used. The first: {faults[0]}")
+        _relabel(index, relabelled)
         removed = _remove_others(index, {item.key for item in found.items}) if sync and not faults else 0
     if faults and not skip_bad:
         raise _unusable(
@@ -122,7 +122,7 @@ def add_sources(
         )
     return Added(
         added=writer.added,
-        changed=writer.changed + changed,
+        changed=writer.changed + len(relabelled),
         unchanged=unchanged,
         removed=removed,
         skipped=tuple(faults),
@@ -156,61 +156,52 @@ def refuse_twice(found: Sources) -> None:
         )
 
 
-def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source]]:
-    """Return what is to be embedded, and what is there already.
+def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
+    """Compare items with an index.
 
     What a migration left out of the served generation has no vector, and is embedded whether its file has
     changed or not. The first generation has left nothing out, so that there vectors need not be read to know.
+
+    Returns:
+        Items to embed; those of which only the label, metadata or path is new; how many are as they were.
     """
     arrays = index.generation.number > 1
     new: list[Source] = []
-    same: list[Source] = []
+    relabelled: list[Source] = []
     for start in range(0, len(items), _PAGE):
         page = items[start : start + _PAGE]
         there = index.store.get([item.key for item in page], arrays=arrays)
         for item in page:
             known = there.get(item.key)
-            whole = known is not None and (known.arrays or not arrays)
-            (same if whole and known and known.stamp == item.stamp() else new).append(item)
-    return new, same
-
-
-def _relabel(index: Index, same: Sequence[Source]) -> tuple[int, int]:
-    """Give items whose files have not changed their new labels, metadata and paths.
-
-    Returns:
-        How many items changed, and how many are as they were.
-    """
-    changed = 0
-    for start in range(0, len(same), _PAGE):
-        page = {item.key: item for item in same[start : start + _PAGE]}
-        there = index.store.get(page)
-        other = [
-            key
-            for key, known in there.items()
-            if (known.label, dict(known.metadata)) != (page[key].label, page[key].metadata)
-            or known.path != _path(page[key], known)
-        ]
-        if other:
-            whole = index.store.get(other, arrays=True)
-            items = [
-                replace(
-                    item,
-                    label=page[key].label,
-                    metadata=page[key].metadata,
-                    path=_path(page[key], item),
-                    original=index.store.original(key),
-                )
-                for key, item in whole.items()
-            ]
-            changed += len(items)
-            index.store.upsert(items, index.bundle.sha256)
-    return changed, len(same) - changed
+            if known is None or (arrays and not known.arrays) or known.stamp != item.stamp():
+                new.append(item)
+            elif (known.label, dict(known.metadata)) != (item.label, item.metadata) or known.path != _path(
+                item, known
+            ):
+                relabelled.append(item)
+    return new, relabelled, len(items) - len(new) - len(relabelled)
 
 
 def _path(source: Source, known: Item) -> Path | None:
     """Return the path of an item that the index has already: its file may have moved."""
     return None if known.path is None or source.row is not None else source.path
+
+
+def _relabel(index: Index, sources: Sequence[Source]) -> None:
+    """Give items whose files have not changed their new labels, metadata and paths."""
+    for start in range(0, len(sources), _PAGE):
+        page = {item.key: item for item in sources[start : start + _PAGE]}
+        items = [
+            replace(
+                item,
+                label=page[key].label,
+                metadata=page[key].metadata,
+                path=_path(page[key], item),
+                original=index.store.original(key),
+            )
+            for key, item in index.store.get(page, arrays=True).items()
+        ]
+        index.store.upsert(items, index.bundle.sha256)
 
 
 def _remove_others(index: Index, wanted: set[str]) -> int:

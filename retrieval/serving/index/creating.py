@@ -85,49 +85,6 @@ def build_index(
         BundleError: the bundle cannot be used, or gives no features that could be kept.
         PluginError: the back end does not exist, or refuses its parameters.
     """
-    summary = create_index(
-        output,
-        bundle,
-        sources,
-        backend=backend,
-        options=options,
-        plugins=plugins,
-        variant=variant,
-        keep=keep,
-        keep_features=keep_features,
-        skip_bad=skip_bad,
-        replace=replace,
-        batch=batch,
-        workers=workers,
-        limits=limits,
-        progress=progress,
-        device=device,
-    )
-    index = Index.open(summary.path, device=device, plugins=plugins)
-    index.summary = summary
-    return index
-
-
-def create_index(
-    output: StrPath | Address,
-    bundle: StrPath | Bundle,
-    sources: StrPath | Sequence[StrPath] = (),
-    *,
-    backend: str = "auto",
-    options: Mapping[str, Any] | None = None,
-    plugins: Sequence[str] = (),
-    variant: str | None = None,
-    keep: Keep = "reference",
-    keep_features: bool = False,
-    skip_bad: bool = False,
-    replace: bool = False,
-    batch: int = 32,
-    workers: int | None = None,
-    limits: Limits | None = None,
-    progress: Progress = True,
-    device: Device = "auto",
-) -> Summary:
-    """Create an index as `retrieval.build_index` does, with its arguments and errors, and leave it closed."""
     began = time.monotonic()
     place = place_of(output)
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
@@ -159,24 +116,39 @@ def create_index(
         if replace:
             at.drop()
         with showing(progress):
-            summary = _at_address(at, at.create(whole, widths), named, adding, device)
+            summary = _fill_address(at, at.create(whole, widths), named, adding, device)
     else:
         target = place.absolute()
         refuse_existing(target, replace)
-        wanted = _wanted(backend, options, plugins)
+        structure = _structure(backend, options, plugins)
         whole, widths = opened()
         with showing(progress), hold(target, "building this index", StoreError):
             refuse_existing(target, replace)  # again: who held it until now may have made it
             partial = target.with_name(f"{target.name}.partial")
             try:
-                store = _begun(partial, whole, widths, wanted, keep, plugins)
-                summary = _in_folder(partial, store, named, adding, device)
+                store = _begun(partial, whole, widths, structure, keep, plugins)
+                summary = _fill_folder(partial, store, named, adding, device)
                 rename_whole(partial, target, replace=replace, taken=_exists(target))
             except Exception:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
         summary = dataclasses.replace(summary, path=target)
-    return dataclasses.replace(summary, seconds=time.monotonic() - began)
+    summary = dataclasses.replace(summary, seconds=time.monotonic() - began)
+    index = Index.open(summary.path, device=device, plugins=plugins)
+    index.summary = summary
+    return index
+
+
+def create_index(
+    output: StrPath | Address,
+    bundle: StrPath | Bundle,
+    sources: StrPath | Sequence[StrPath] = (),
+    **options: Any,
+) -> Summary:
+    """Create an index as `build_index` does, with its options and errors, and leave it closed."""
+    with build_index(bundle, sources, output, **options) as index:
+        assert index.summary is not None
+        return index.summary
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
@@ -204,7 +176,7 @@ def _exists(output: Path) -> StoreError:
     )
 
 
-def _wanted(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]) -> Wanted:
+def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]) -> Wanted:
     """Return which structure is meant; a misspelt name must not cost an hour first."""
     if backend != "auto":
         make_backend(backend, options or {}, plugins)
@@ -214,7 +186,7 @@ def _wanted(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[s
     return Wanted("auto", {})
 
 
-def _at_address(
+def _fill_address(
     at: StorePlace, store: Store, named: Sequence[StrPath], adding: Mapping[str, Any], device: Device
 ) -> Summary:
     """Add what sources name to a new index at an address; where that fails, nothing is left of it."""
@@ -237,7 +209,7 @@ def _at_address(
     )
 
 
-def _in_folder(
+def _fill_folder(
     partial: Path, store: LocalStore, named: Sequence[StrPath], adding: Mapping[str, Any], device: Device
 ) -> Summary:
     """Add what sources name to a folder that nobody sees yet, and build what speeds its searches up."""
@@ -260,7 +232,7 @@ def _begun(
     partial: Path,
     bundle: Bundle,
     widths: Mapping[str, int],
-    wanted: Wanted,
+    structure: Wanted,
     keep: Keep,
     plugins: Sequence[str],
 ) -> LocalStore:
@@ -269,12 +241,12 @@ def _begun(
         store = LocalStore(partial, plugins=plugins, upkeep=False)
         served = next(generation for generation in store.generations() if generation.state == "served")
         begun = (served.bundle, served.variant, dict(served.widths), store.wanted())
-        if begun == (bundle.sha256, bundle.variant, dict(widths), wanted):
+        if begun == (bundle.sha256, bundle.variant, dict(widths), structure):
             return store
         store.close()
     if partial.is_dir():
         shutil.rmtree(partial)
     else:
         partial.unlink(missing_ok=True)
-    create_local(partial, bundle, widths, structure=wanted, keep=keep)
+    create_local(partial, bundle, widths, structure=structure, keep=keep)
     return LocalStore(partial, plugins=plugins, upkeep=False)

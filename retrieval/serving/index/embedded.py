@@ -12,7 +12,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -250,11 +250,12 @@ class Vectors:
         """
         wanted = deque(items)
         for batch, arrays in self._rows(self._arrays):
-            yield [
-                (wanted.popleft(), replace(known, arrays=row_of(arrays, row)))
-                for row, (item, known) in enumerate(batch)
-                if wanted and item.key == wanted[0].key
-            ]
+            taken = []
+            for row, (item, known) in enumerate(batch):
+                if wanted and item.key == wanted[0].key:
+                    known.arrays = row_of(arrays, row)
+                    taken.append((wanted.popleft(), known))
+            yield taken
         if wanted:
             raise DataError(
                 f"{next(iter(self._plans))} was changed while it was read. Run the command again."

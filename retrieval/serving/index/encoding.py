@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,7 +20,7 @@ from retrieval.serving.threads import ahead
 
 T = TypeVar("T")
 Original: TypeAlias = "Path | Origin | bytes | Floats | DataError"
-"""An item's content, or where to read it: a file, an address, bytes, features (F,), or why there is none."""
+"""An item's content, or where to read it: a file, an address, bytes, finite features (F,), or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Settings:
     features: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Embedded:
     """One item after the encoder, or why it has no vector.
 
@@ -94,7 +93,8 @@ def embed(
             result, inputs = _decoded(bundle, name, original, settings.limits, keep)
         except DataError as fault:
             return item, Embedded(str(fault), before), None
-        return item, replace(result, stamp=before), inputs
+        result.stamp = before
+        return item, result, inputs
 
     failed = False
     waiting: list[tuple[T, Embedded, NDArray[Any] | None]] = []
@@ -119,8 +119,6 @@ def _decoded(
     if isinstance(original, DataError):
         raise original
     if isinstance(original, np.ndarray):
-        if not np.isfinite(original).all():
-            raise DataError(f"{name} holds NaN, infinity or a number beyond float32.")
         return Embedded(), original
     if isinstance(original, Origin):
         content = original.read(limits.bytes)
@@ -149,11 +147,12 @@ def _encoded(
         return [(item, result) for item, result, inputs in batch if inputs is None]
     decoded = [inputs for _, _, inputs in batch if inputs is not None]
     arrays = _arrays_of(bundle, np.stack(decoded), settings) if decoded else {}
-    rows = count()
-    return [
-        (item, result if inputs is None else replace(result, arrays=row_of(arrays, next(rows))))
-        for item, result, inputs in batch
-    ]
+    row = 0
+    for _, result, inputs in batch:
+        if inputs is not None:
+            result.arrays = row_of(arrays, row)
+            row += 1
+    return [(item, result) for item, result, _ in batch]
 
 
 def _arrays_of(bundle: Bundle, inputs: NDArray[Any], settings: Settings) -> dict[str, Floats]:

@@ -21,7 +21,7 @@ from retrieval.serving.index.locations import Origin
 from retrieval.serving.index.sources import contents
 from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.store.contract import FEATURES, Generation, Item, widths_of
+from retrieval.serving.store.contract import FEATURES, Floats, Generation, Item, widths_of
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -249,10 +249,6 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     split, said = backbone.manifest.split, head.manifest
     width = features_of(backbone)
     assert split is not None
-    if said.input.shape != (width,):
-        raise BundleError(
-            f"The bundle {head.path} takes {said.input.shape[0]:,} features, and the index keeps {width:,} of each item: its head is not for them."
-        )
     backbone.copy(folder / "backbone")
     head.copy(folder / "head")
     target = folder / "bundle"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import re
 import tarfile
 import zlib
@@ -30,7 +31,7 @@ _PROBLEMS = 1000
 _PART = re.compile(r"(.*)@(\d{1,18})\+(\d{1,18})", re.DOTALL)
 
 
-class _Stream:
+class _Stream(io.RawIOBase):
     """A shard's bytes, compressed or not, that go forward only and refuse what no sound archive asks for.
 
     Attributes:
@@ -90,6 +91,7 @@ class _Stream:
     def close(self) -> None:
         self._file.close()
         self._raw.close()
+        super().close()
 
 
 @contextmanager

@@ -128,28 +128,22 @@ def _file(
 
 def _folder(folder: Location, prefix: bool) -> tuple[list[Source], list[str]]:
     """Return the images of a folder as items, and notes on other files."""
+    files: list[tuple[str, Path | None, Origin | None]]
     if folder.remote:
         own = Location(folder.text.rstrip("/")).file_name or "images"
         images, notes = folder.images()
-        files = [(inside, folder.below(inside), stamp) for inside, stamp in images]
+        files = [(inside, None, Origin(folder.below(inside), None, stamp)) for inside, stamp in images]
     else:
         root = Path(folder.text)
         found, own = find_images(root), shown(own_name(root))
         notes = found.notes(root)
         # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
-        files = [
-            (shown(path.relative_to(root)), Location(os.fspath(path.absolute())), "")
-            for path in sorted([*found.images, *found.nowhere])
-        ]
-    items = [
-        _file(
-            f"{own}/{inside}" if prefix else inside,
-            place,
-            stamp,
-            inside.partition("/")[0] if "/" in inside else own,
-        )
-        for inside, place, stamp in files
-    ]
+        paths = sorted([*found.images, *found.nowhere])
+        files = [(shown(path.relative_to(root)), path.absolute(), None) for path in paths]
+    items = []
+    for inside, path, origin in files:
+        label = inside.partition("/")[0] if "/" in inside else own
+        items.append(Source(f"{own}/{inside}" if prefix else inside, label, path, origin=origin))
     return items, notes
 
 
@@ -285,14 +279,14 @@ def _features(places: list[Location]) -> Sources:
 
 def _npz(place: Location, spool: _Spool) -> list[Source]:
     """Return the items of an `.npz` file of features."""
-    features, labels, keys = read_features(place.path)
-    start = spool.count
+    path, start = place.path, spool.count
+    features, labels, keys = read_features(path)
     spool.add(place, features)
     return [
         Source(
-            keys[row] if keys else f"{place.path.stem}/{row}",
+            keys[row] if keys else f"{path.stem}/{row}",
             None if not labels or is_missing_text(labels[row]) else labels[row],
-            place.path,
+            path,
             row=start + row,
         )
         for row in range(len(features))
@@ -405,7 +399,12 @@ def originals(
     """
     if features is not None:
         for item in items:
-            yield item, f"{item.name}: vector {item.key}", features[item.row]
+            row = features[item.row]
+            if np.isfinite(row).all():
+                yield item, item.key, row
+                continue
+            fault = f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
+            yield item, item.key, DataError(fault)
         return
     for item, content in contents(((item, item.origin) for item in items), most):
         original = content if content is not None else item.path or item.origin

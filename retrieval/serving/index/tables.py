@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -332,49 +333,45 @@ class TableImages:
         self._location = location
         self._table = Table(location, "image")
         self._starts = self._table.starts()
-        self._group = -1
-        self._batches: Iterator[Any] = iter(())
-        self._first = 0
-        self._batch: Any = None
+        self._next = self._starts[-1]
+        self._images: Iterator[Any] = iter(())
 
     def read(self, part: str, most: int) -> bytes:
         """Return the image of a row; see `retrieval.serving.index.sources.Readers`."""
         if not part.isascii() or not part.isdigit() or not int(part) < self._starts[-1]:
             raise DataError(f"{self._location} has no row '{part[:40]}'.")
         row = int(part)
-        name = f"{self._location}, row {row},"
-        self._go_to(row)
+        group = bisect.bisect_right(self._starts, row) - 1
+        if not self._starts[group] <= self._next <= row:
+            self._next, self._images = self._starts[group], self._from_group(group)
         with sentences(self._location):
-            column, number = self._batch.column(0), row - self._first
-            if self._table.content == "image.bytes" and column[number].is_valid:
-                column = column.field("bytes")
-            if not column[number].is_valid:
+            # a generator that has raised is at its end: a row after a damaged one is damaged, too
+            image = next(islice(self._images, row - self._next, None), None)
+            self._next = row + 1
+            if image is None:
+                raise DataError(f"{self._location} is damaged: it ends before row {row}.")
+            name = f"{self._location}, row {row},"
+            if not image.is_valid:
                 raise DataError(f"{name} holds no image.")
-            content = column[number].as_buffer()
+            content = image.as_buffer()
             if content.size > most:
                 raise DataError(
                     f"{name} has {content.size:,} bytes; the limit is {most:,}. Save it smaller, or raise the limit."
                 )
             return bytes(content)
 
-    def _go_to(self, row: int) -> None:
-        """Read the batch that holds a row."""
-        group = bisect.bisect_right(self._starts, row) - 1
-        if group != self._group or row < self._first:
-            assert self._table.content is not None
-            self._group, self._batch = group, None
-            self._first = self._starts[group]
-            self._batches = self._table.batches([self._table.content], _IMAGES_AT_A_TIME, group)
-        while self._batch is None or row >= self._first + self._batch.num_rows:
-            self._first += 0 if self._batch is None else self._batch.num_rows
-            self._batch = next(self._batches, None)
-            if self._batch is None:
-                self._group = -1
-                raise DataError(f"{self._location} is damaged: it ends before row {row}.")
+    def _from_group(self, first: int) -> Iterator[Any]:
+        """Yield the images of a row group, and of those behind it, as pyarrow's scalars; a few are in memory at a time."""
+        content = self._table.content
+        assert content is not None
+        for group in range(first, len(self._starts) - 1):
+            for batch in self._table.batches([content], _IMAGES_AT_A_TIME, group):
+                for value in batch.column(0):
+                    yield value["bytes"] if content == "image.bytes" and value.is_valid else value
 
     def close(self) -> None:
         """Close the table."""
-        self._batch, self._batches = None, iter(())
+        self._images = iter(())
         self._table.close()
 
 
