@@ -248,13 +248,13 @@ class _Writer:
             try:
                 for batch in results:
                     for source, result in batch:
-                        if result.fault is None:
-                            self._waiting.append(self._item(source, result))
-                            self._bytes += len(result.kept or b"")
-                        else:
+                        if result.fault is not None:
                             self.faults.append(result.fault)
                             if not strict:
                                 meter.say(f"skipped: {result.fault}")
+                        elif result.arrays:
+                            self._waiting.append(self._item(source, result))
+                            self._bytes += len(result.kept or b"")
                     meter.update(len(batch))
                     late = time.monotonic() - self._since > _SECONDS
                     if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:

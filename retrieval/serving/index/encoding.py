@@ -80,7 +80,8 @@ def embed(
         settings: see `Settings`.
         stamp: returns what changes when an item's content does.
         keep: "copy" and "thumbnail" give `Embedded.kept`.
-        strict: after the first item that cannot be used, encode no more, and yield only the faults.
+        strict: after the first item that cannot be used, only decode the others, to find all faults: they
+            come without arrays.
 
     Raises:
         DataError: the encoder gives NaN or infinity.
@@ -106,10 +107,12 @@ def embed(
         failed |= strict and entry[2] is None
         waiting.append(entry)
         if len(waiting) == settings.batch or failed:
-            yield _encoded(bundle, waiting, settings, only_faults=failed)
+            if not failed:
+                _encode(bundle, waiting, settings)
+            yield [(item, result) for item, result, _ in waiting]
             waiting = []
-    if waiting:
-        yield _encoded(bundle, waiting, settings)
+    _encode(bundle, waiting, settings)
+    yield [(item, result) for item, result, _ in waiting]
 
 
 def _decoded(
@@ -136,23 +139,13 @@ def _decoded(
     return Embedded(bytes=len(content), width=width, height=height, kept=kept), inputs
 
 
-def _encoded(
-    bundle: Bundle,
-    batch: list[tuple[T, Embedded, NDArray[Any] | None]],
-    settings: Settings,
-    only_faults: bool = False,
-) -> list[tuple[T, Embedded]]:
-    """Return the items of a batch, those that were decoded with their arrays."""
-    if only_faults:
-        return [(item, result) for item, result, inputs in batch if inputs is None]
-    decoded = [inputs for _, _, inputs in batch if inputs is not None]
-    arrays = _arrays_of(bundle, np.stack(decoded), settings) if decoded else {}
-    row = 0
-    for _, result, inputs in batch:
-        if inputs is not None:
+def _encode(bundle: Bundle, batch: list[tuple[T, Embedded, NDArray[Any] | None]], settings: Settings) -> None:
+    """Give the decoded items of a batch their arrays."""
+    decoded = [(result, inputs) for _, result, inputs in batch if inputs is not None]
+    if decoded:
+        arrays = _arrays_of(bundle, np.stack([inputs for _, inputs in decoded]), settings)
+        for row, (result, _) in enumerate(decoded):
             result.arrays = row_of(arrays, row)
-            row += 1
-    return [(item, result) for item, result, _ in batch]
 
 
 def _arrays_of(bundle: Bundle, inputs: NDArray[Any], settings: Settings) -> dict[str, Floats]:
