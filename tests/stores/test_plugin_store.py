@@ -130,7 +130,7 @@ def test_what_a_killed_create_left_is_added_to(
 
     monkeypatch.setattr(Bundle, "encode", counted)
     options: dict[str, Any] = {"plugins": ["retrieval_acme"], "progress": False}
-    with pytest.raises(StoreError, match="exists already. Add to it with 'retrieval index add'"):
+    with pytest.raises(StoreError, match=r"exists already\. Add to it with 'retrieval index add'"):
         create_index(address, plain_bundle, [tmp_path / "digits"], **options)
     with retrieval.open_index(address, plugins=["retrieval_acme"]) as index:
         there = len(index)
