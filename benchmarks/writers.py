@@ -38,6 +38,7 @@ from retrieval.serving.index.index import Index
 from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.writing import create_local
+
 from scaled_bundle import make_bundle
 
 RESULTS = Path(__file__).parent / "results"

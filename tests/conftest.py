@@ -62,7 +62,6 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep cached features and notes in folders of this session, whatever the user has set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RETRIEVAL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("RETRIEVAL_DATA", str(tmp_path_factory.mktemp("data")))
         patch.setenv("RETRIEVAL_ALLOW_PLUGINS", "1")  # what the tests write is their own
         patch.delenv("RETRIEVAL_BLOCK", raising=False)
         yield

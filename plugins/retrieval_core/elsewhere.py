@@ -17,7 +17,7 @@ from retrieval.data.gate import is_missing, usable
 from retrieval.data.splits import sides
 from retrieval.errors import did_you_mean
 from retrieval.serving.images import decode
-from retrieval.serving.index.origins import Source
+from retrieval.serving.index.locations import Source
 from retrieval.serving.index.sources import Readers, collect
 
 _FOLDERS = "Export its images into one folder a class, and use core.folder"

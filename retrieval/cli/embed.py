@@ -9,18 +9,15 @@ import click
 
 from retrieval.cli import say, say_json
 from retrieval.cli.again import this_command
-from retrieval.cli.index_common import JSON
-from retrieval.cli.types import Bytes, Choice, Pixels, Place
+from retrieval.cli.index_common import DEVICE, JSON, MAX_BYTES, MAX_PIXELS, VARIANT, command, quiet_threads
+from retrieval.cli.types import Place
 
 
-@click.command(
+@command(
     "embed",
-    epilog="""\b
-Examples:
-  retrieval embed demo/bundle photos/ --output vectors/
-  retrieval embed demo/bundle shards/*.tar --output vectors/ --ray 10.0.0.1:6379
-  retrieval index create photos.index vectors/ --bundle demo/bundle
-""",
+    "retrieval embed demo/bundle photos/ --output vectors/",
+    "retrieval embed demo/bundle shards/*.tar --output vectors/ --ray 10.0.0.1:6379",
+    "retrieval index create photos.index vectors/ --bundle demo/bundle",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("sources", nargs=-1, required=True, type=Place())
@@ -30,7 +27,7 @@ Examples:
 @click.option(
     "--ray", metavar="ADDRESS", help="A Ray cluster: HOST:PORT of its head, or auto on one of its nodes."
 )
-@click.option("--variant", help="Encode with this variant of the bundle's encoder, such as int8.")
+@VARIANT
 @click.option(
     "--features", is_flag=True, help="Keep the backbone's features too, for bundles of export --split."
 )
@@ -54,15 +51,9 @@ Examples:
     type=click.IntRange(1),
     help="With --ray: cores of each worker. By default 4, or those of the smallest node.",
 )
-@click.option("--max-pixels", default="25M", show_default=True, type=Pixels(), help="Largest image.")
-@click.option("--max-bytes", default="20MB", show_default=True, type=Bytes(), help="Largest file.")
-@click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    type=Choice(["auto", "cpu", "cuda", "tensorrt"]),
-    help="Where the encoder runs.",
-)
+@MAX_PIXELS
+@MAX_BYTES
+@DEVICE
 @JSON
 def embed_command(
     bundle: Path,
@@ -70,7 +61,7 @@ def embed_command(
     max_pixels: int,
     max_bytes: int,
     as_json: bool,
-    **given: Any,
+    **settings: Any,
 ) -> None:
     """Embed SOURCES with BUNDLE into a folder of Parquet files, on this machine or on a Ray cluster.
 
@@ -78,18 +69,16 @@ def embed_command(
     request. 'retrieval index create' and 'add' take the folder in the place of the images. Items that cannot be used are named in
     bad.jsonl. Whatever is killed, a finished file stays, and the same command goes on.
     """
-    if given["cpus"] is not None and given["ray"] is None:
+    if settings["cpus"] is not None and settings["ray"] is None:
         raise click.UsageError("--cpus are of a cluster's workers: name the cluster with --ray.")
-    from retrieval.serving.runtime import quiet_threads
-
     quiet_threads()
     from retrieval.serving.embedding.embedding import embed_sources
     from retrieval.serving.images import Limits
 
     try:
-        done = embed_sources(bundle, list(sources), limits=Limits(max_pixels, max_bytes), **given)
+        done = embed_sources(bundle, list(sources), limits=Limits(max_pixels, max_bytes), **settings)
     except KeyboardInterrupt:
-        say(f"Finished parts are kept in {given['output']}. Go on with: {this_command()}", err=True)
+        say(f"Finished parts are kept in {settings['output']}. Go on with: {this_command()}", err=True)
         raise
     for note in done.left_out:
         say(note, err=True)
@@ -100,7 +89,7 @@ def embed_command(
     for count, what in ((done.resumed, "done before"), (done.repeated, "named twice and taken once")):
         if count:
             notes.append(f"{count:,} {what}")
-    say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {given['output']}")
+    say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {settings['output']}")
     if done.bad:
         what = "item" if done.bad == 1 else "items"
-        say(f"{done.bad:,} {what} could not be used; {given['output'] / 'bad.jsonl'} says why.", err=True)
+        say(f"{done.bad:,} {what} could not be used; {settings['output'] / 'bad.jsonl'} says why.", err=True)

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
-
 import click
 
+from retrieval.cli import index_items, index_whole
 from retrieval.errors import did_you_mean
 
-COMMANDS = {
-    "create": "index_create:create",
-    "add": "index_items:add",
-    "delete": "index_items:delete",
-    "list": "index_items:list_items",
-    "show": "index_items:show",
-    "check": "index_whole:check",
-    "compact": "index_whole:compact",
-    "tune": "index_look:tune",
-    "duplicates": "index_look:duplicates",
-    "clusters": "index_look:clusters",
-    "migrate": "index_whole:migrate",
-    "rollback": "index_whole:rollback",
-    "snapshot": "index_whole:snapshot",
-    "restore": "index_whole:restore",
+COMMANDS: dict[str, click.Command] = {
+    "create": index_items.create,
+    "add": index_items.add,
+    "delete": index_items.delete,
+    "list": index_items.list_items,
+    "show": index_items.show,
+    "check": index_whole.check,
+    "compact": index_whole.compact,
+    "tune": index_whole.tune,
+    "duplicates": index_whole.duplicates,
+    "clusters": index_whole.clusters,
+    "migrate": index_whole.migrate,
+    "rollback": index_whole.rollback,
+    "snapshot": index_whole.snapshot,
+    "restore": index_whole.restore,
 }
 
 
 class _Index(click.Group):
-    """A noun with verbs after it, whose modules are imported when one is called."""
+    """A noun with verbs after it, listed in the order of use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of use."""
         return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command by name."""
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(f"retrieval.cli.{module}"), name)
-        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -62,6 +53,7 @@ class _Index(click.Group):
 @click.group(
     "index",
     cls=_Index,
+    commands=COMMANDS,
     epilog="""\b
 Examples:
   retrieval index create photos.index photos/ --bundle demo/bundle

@@ -1,33 +1,208 @@
-"""`retrieval index add`, `delete`, `list` and `show`."""
+"""`retrieval index create`, `add`, `delete`, `list` and `show`: the items of an index."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.index_common import INDEX, JSON, WHERE, embedding, opened_index, say_tuned, tell
+from retrieval.cli.again import this_command
+from retrieval.cli.index_common import (
+    DEVICE,
+    INDEX,
+    JSON,
+    PLACE,
+    VARIANT,
+    WHERE,
+    command,
+    embedding,
+    opened_index,
+    quiet_threads,
+    say_tuned,
+    tell,
+)
+from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.cli.types import Place
 from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
+    from retrieval.serving.index.index import Summary
     from retrieval.serving.store.address import IndexPlace
     from retrieval.serving.store.contract import Item
 
+_LOW_RECALL = 0.9
 _PAGE = 1000
 
 
-@click.command(
+@command(
+    "create",
+    "retrieval index create photos.index photos/ --bundle demo/bundle",
+    "retrieval index create photos.index photos/ --model core.efficientnet_lite0",
+    "retrieval index create items.index items.csv --bundle demo/bundle --backend hnsw --set m=48 --skip-bad",
+)
+@PLACE
+@click.argument("images", nargs=-1, type=Place())
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path),
+    help="What embeds the images: a folder that retrieval export wrote.",
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0.",
+)
+@click.option(
+    "--whiten/--no-whiten", default=False, help="With --model: whiten its features by the photos themselves."
+)
+@click.option(
+    "--backend",
+    default="auto",
+    show_default=True,
+    help="auto (by size), flat, hnsw, ivf, sq8, ivfpq, rabitq, or PLUGIN.name.",
+)
+@click.option(
+    "--set", "options", multiple=True, metavar="KEY=VALUE", help="A parameter of the back end; repeatable."
+)
+@PLUGIN_OPTION
+@VARIANT
+@click.option(
+    "--keep-features",
+    is_flag=True,
+    help="Keep the backbone's features too: another head then takes seconds (index migrate). For bundles of export --split.",
+)
+@click.option("--replace", is_flag=True, help="Put the new index in the place of an older one.")
+@DEVICE
+@embedding
+@JSON
+def create(
+    path: IndexPlace,
+    images: tuple[Path | str, ...],
+    bundle: Path | None,
+    model: str | None,
+    whiten: bool,
+    options: tuple[str, ...],
+    extra: tuple[str, ...],
+    max_pixels: int,
+    max_bytes: int,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Create INDEX, a folder or an address, from IMAGES, with the vectors that a bundle or a pretrained model gives.
+
+    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', 'key', and
+    any others, kept as metadata), Parquet tables with a column 'path' or 'image' (likewise), or tar shards (a.jpg, a.json, a.cls
+    make one item), or addresses of
+    these (s3://…, hf://…), with fsspec. For a bundle of features they
+    are .npz files or Parquet tables with 'features'. Without any, the index is empty. An interrupted run goes on where it
+    stopped when the command is repeated; at an address 'retrieval index add' goes on.
+    """
+    if (bundle is None) == (model is None):
+        raise click.UsageError("Name what embeds the images: either --bundle BUNDLE or --model NAME.")
+    if model is not None and not images:
+        raise click.UsageError("A model is verified on photos: name some.")
+    structure = _options(options)
+    whole = bundle or _exported(str(model), path, images, whiten, extra)
+    quiet_threads()
+    from retrieval.serving.images import Limits
+    from retrieval.serving.index.creating import create_index
+
+    limits = Limits(max_pixels, max_bytes)
+    try:
+        summary = create_index(
+            path, whole, images, options=structure, plugins=extra, limits=limits, **settings
+        )
+    except KeyboardInterrupt:
+        if not isinstance(path, Path):
+            say(f"What was added is in {path}. Go on with: retrieval index add {path} …", err=True)
+        elif (kept := path.with_name(f"{path.name}.partial")).exists():
+            say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
+        raise
+    _tell_created(path, summary, settings["backend"].removeprefix("core."), as_json)
+    if bundle is None:
+        shutil.rmtree(whole, ignore_errors=True)  # the index has its own copy
+
+
+def _exported(
+    model: str, path: IndexPlace, images: tuple[Path | str, ...], whiten: bool, plugins: tuple[str, ...]
+) -> Path:
+    """Return a bundle of a pretrained model, which is made where an interrupted run has not left it."""
+    # beside the index; of an address in this folder
+    target = Path(path if isinstance(path, Path) else path.name or "index").absolute()
+    target = target.with_name(f".{target.name}.bundle")
+    if target.is_dir():
+        return target
+    from retrieval.export.export_backbone import export_backbone
+    from retrieval.serving.index.locations import is_shard, is_table
+
+    # others are verified, and whitened, on no photos: the backbone's export reads files only
+    photos = [
+        image
+        for image in images
+        if isinstance(image, Path) and not (is_table(image.name) or is_shard(image.name))
+    ]
+    if whiten and not photos:
+        raise click.UsageError("Whitening takes image files and folders: name some, or leave out --whiten.")
+    export_backbone(
+        model, target, whiten=photos if whiten else (), photos=() if whiten else photos, plugins=plugins
+    )
+    return target
+
+
+def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: bool) -> None:
+    from retrieval.serving.store.structure import LEAST
+
+    notes = [f"back end {summary.backend}"]
+    if backend not in ("auto", summary.backend):
+        notes[0] += f"; {backend} from {LEAST:,} items in a segment on"
+    if summary.recall_at_10 is not None:
+        notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
+        if summary.recall_at_10 < _LOW_RECALL:
+            say(
+                f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its parameters with --set "
+                "(ef_search of hnsw, probes of ivf), or take --backend flat, which is exact.",
+                err=True,
+            )
+    for count, what in (
+        (summary.resumed, "done by an interrupted run"),
+        (summary.repeated, "named twice and taken once"),
+        (len(summary.skipped), "skipped"),
+    ):
+        if count:
+            notes.append(f"{count:,} {what}")
+    for note in summary.left_out:
+        say(note, err=True)
+    tell(
+        path,
+        as_json,
+        f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {path}",
+        **{name: value for name, value in vars(summary).items() if name != "path"},
+    )
+
+
+def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Return `--set m=48` as {"m": 48}: values are JSON where they can be, text otherwise."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not name:
+            raise click.BadParameter(f"'{pair}' is not KEY=VALUE.", param_hint="--set")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+@command(
     "add",
-    epilog="""\b
-Examples:
-  retrieval index add photos.index new/
-  retrieval index add photos.index photos/ --sync
-  retrieval index add photos.index items.parquet --keep copy
-""",
+    "retrieval index add photos.index new/",
+    "retrieval index add photos.index photos/ --sync",
+    "retrieval index add photos.index items.parquet --keep copy",
 )
 @INDEX
 @click.argument("images", nargs=-1, required=True, type=Place())
@@ -43,7 +218,7 @@ def add(
     as_json: bool,
     max_pixels: int,
     max_bytes: int,
-    **given: Any,
+    **settings: Any,
 ) -> None:
     """Embed IMAGES and add them to INDEX; what is there and has not changed is passed over.
 
@@ -53,7 +228,7 @@ def add(
     from retrieval.serving.images import Limits
 
     with opened_index(path) as opened:
-        added = opened.add(list(images), sync=sync, limits=Limits(max_pixels, max_bytes), **given)
+        added = opened.add(list(images), sync=sync, limits=Limits(max_pixels, max_bytes), **settings)
     for note in added.left_out:
         say(note, err=True)
     parts = [f"{added.added:,} added"]
@@ -65,13 +240,10 @@ def add(
     tell(path, as_json, f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.", **vars(added))
 
 
-@click.command(
+@command(
     "delete",
-    epilog="""\b
-Examples:
-  retrieval index delete photos.index "dogs/7.jpg"
-  retrieval index delete photos.index --where "price > 100"
-""",
+    'retrieval index delete photos.index "dogs/7.jpg"',
+    'retrieval index delete photos.index --where "price > 100"',
 )
 @INDEX
 @click.argument("ids", nargs=-1)
@@ -86,12 +258,9 @@ def delete(path: IndexPlace, ids: tuple[str, ...], where: str | None, as_json: b
     tell(path, as_json, f"{path}: {count:,} deleted.", deleted=count)
 
 
-@click.command(
+@command(
     "list",
-    epilog="""\b
-Example:
-  retrieval index list photos.index --where "label = 'dogs'" --limit 20
-""",
+    "retrieval index list photos.index --where \"label = 'dogs'\" --limit 20",
 )
 @INDEX
 @WHERE
@@ -119,13 +288,10 @@ def list_items(path: IndexPlace, where: str | None, after: str | None, limit: in
         say(f"{len(items):,} of {total:,} items.", err=True)
 
 
-@click.command(
+@command(
     "show",
-    epilog="""\b
-Examples:
-  retrieval index show photos.index
-  retrieval index show photos.index "dogs/7.jpg" --json
-""",
+    "retrieval index show photos.index",
+    'retrieval index show photos.index "dogs/7.jpg" --json',
 )
 @INDEX
 @click.argument("id", required=False)
@@ -145,13 +311,13 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
                 "bytes": stats.bytes,
                 "generations": [
                     {
-                        "number": one.number,
-                        "state": one.state,
-                        "bundle": one.bundle,
-                        "variant": one.variant,
-                        "numbers": dict(one.widths),
+                        "number": generation.number,
+                        "state": generation.state,
+                        "bundle": generation.bundle,
+                        "variant": generation.variant,
+                        "numbers": dict(generation.widths),
                     }
-                    for one in stats.generations
+                    for generation in stats.generations
                 ],
                 **stats.details,
             }
@@ -164,8 +330,8 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
             continue
         if isinstance(value, list) and name != "vector":
             say(f"{name}:")
-            for one in value:
-                parts = (f"{key} {_shown(part)}" for key, part in one.items() if part is not None)
+            for row in value:
+                parts = (f"{key} {_shown(part)}" for key, part in row.items() if part is not None)
                 say(f"  {', '.join(parts)}")
         else:
             text = f"{len(value)} numbers" if name == "vector" and value is not None else value
@@ -189,14 +355,6 @@ def _shown(value: Any) -> str:
 
 
 def _plain(item: Item) -> dict[str, Any]:
-    return {
-        "id": item.id,
-        "label": item.label,
-        "metadata": dict(item.metadata),
-        "path": None if item.path is None else str(item.path),
-        "source": item.source,
-        "keep": item.keep,
-        "bytes": item.bytes,
-        "width": item.width,
-        "height": item.height,
-    }
+    names = ("id", "label", "metadata", "path", "source", "keep", "bytes", "width", "height")
+    path = None if item.path is None else str(item.path)
+    return {name: getattr(item, name) for name in names} | {"metadata": dict(item.metadata), "path": path}

@@ -1,7 +1,8 @@
-"""Commands on an index as a whole: `check`, `compact`, `migrate`, `rollback`, `snapshot` and `restore`."""
+"""Commands on an index as a whole: `check`, `compact`, `tune`, `duplicates`, `clusters`, `migrate`, `rollback`, `snapshot`, `restore`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,25 +12,25 @@ from retrieval.cli import say, say_json
 from retrieval.cli.index_common import (
     INDEX,
     JSON,
+    WHERE,
+    command,
     opened_index,
     opened_store,
     plugins_given,
-    quiet_threads,
+    say_tuned,
     tell,
 )
-from retrieval.errors import StoreError, listed
+from retrieval.cli.types import Bytes
+from retrieval.errors import DataError, StoreError, listed
 
 if TYPE_CHECKING:
     from retrieval.serving.index.migrating import Migrated
     from retrieval.serving.store.address import IndexPlace
 
 
-@click.command(
+@command(
     "check",
-    epilog="""\b
-Example:
-  retrieval index check photos.index
-""",
+    "retrieval index check photos.index",
 )
 @INDEX
 @JSON
@@ -57,12 +58,9 @@ def check(path: IndexPlace, as_json: bool) -> None:
     say(f"{path} is whole.")
 
 
-@click.command(
+@command(
     "compact",
-    epilog="""\b
-Example:
-  retrieval index compact photos.index
-""",
+    "retrieval index compact photos.index",
 )
 @INDEX
 @JSON
@@ -81,13 +79,105 @@ def compact(path: IndexPlace, as_json: bool) -> None:
     tell(path, as_json, f"{path}: {said}", bytes_before=before, bytes=after)
 
 
-@click.command(
+@command(
+    "tune",
+    "retrieval index tune photos.index --recall 0.95 --memory 2GB",
+)
+@INDEX
+@click.option(
+    "--recall",
+    default=0.95,
+    show_default=True,
+    type=float,
+    help="Share of the ten nearest that must be found.",
+)
+@click.option("--memory", type=Bytes(), help="Of the vectors and the structure together, such as 2GB.")
+@click.option(
+    "--most", default=200_000, show_default=True, type=click.IntRange(2000), help="Vectors that are tried."
+)
+@click.option("--dry-run", is_flag=True, help="Measure only; leave the index as it is.")
+@JSON
+def tune(
+    path: IndexPlace, recall: float, memory: int | None, most: int, dry_run: bool, as_json: bool
+) -> None:
+    """Measure which structure finds fastest what it must, on the vectors of INDEX itself, and take it.
+
+    Flat, HNSW, inverted lists, product codes and one byte a number are built and searched with 200 held-out vectors. The index keeps
+    the table: 'retrieval index show INDEX' shows it again.
+    """
+    with opened_index(path) as opened:
+        tuned = opened.tune(recall=recall, memory=memory, most=most, apply=not dry_run)
+    if as_json:
+        say_json({"index": str(path), **tuned.as_dict()})
+        return
+    say_tuned(tuned)
+    if tuned.chosen is None:
+        raise DataError(
+            "No structure meets both limits; the one that the index has stays. Ask for less recall, or allow more memory."
+        )
+    options = f" {json.dumps(dict(tuned.chosen.options))}" if tuned.chosen.options else ""
+    done = "would be taken" if dry_run else "is taken"
+    say(
+        f"Measured over {tuned.count:,} vectors. The fastest that meets what was asked {done}: {tuned.chosen.backend}{options}."
+    )
+
+
+@command(
+    "duplicates",
+    "retrieval index duplicates photos.index --within 0.05",
+)
+@INDEX
+@click.option("--within", required=True, type=click.FloatRange(0), help="The distance, as searches give it.")
+@WHERE
+@JSON
+def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool) -> None:
+    """List groups of items of INDEX within a distance of one another, directly or through others."""
+    with opened_index(path) as opened:
+        groups = opened.duplicates(within, where=where)
+    if as_json:
+        found = [{"ids": list(group.ids), "largest": group.largest} for group in groups]
+        say_json({"index": str(path), "groups": found})
+        return
+    for group in groups:
+        say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")
+    extra = sum(len(group.ids) - 1 for group in groups)
+    say(f"{len(groups):,} groups; {extra:,} items would go if one of each stayed.", err=True)
+
+
+@command(
+    "clusters",
+    "retrieval index clusters photos.index --count 20",
+)
+@INDEX
+@click.option("--count", default=20, show_default=True, type=click.IntRange(1), help="How many.")
+@WHERE
+@JSON
+def clusters(path: IndexPlace, count: int, where: str | None, as_json: bool) -> None:
+    """Group the items of INDEX by their vectors, and show what each group holds."""
+    with opened_index(path) as opened:
+        found = opened.clusters(count, where=where)
+    if as_json:
+        plain = [
+            {
+                "count": cluster.count,
+                "typical": list(cluster.typical),
+                "labels": [{"label": label, "count": number} for label, number in cluster.labels],
+            }
+            for cluster in found
+        ]
+        say_json({"index": str(path), "clusters": plain})
+        return
+    for cluster in found:
+        labels = ", ".join(
+            f"{'no label' if label is None else label} {number:,}" for label, number in cluster.labels
+        )
+        say(f"{cluster.count:,} items ({labels}): {'  '.join(cluster.typical)}")
+
+
+@command(
     "migrate",
-    epilog="""\b
-Examples:
-  retrieval index migrate photos.index better.bundle
-  retrieval index migrate photos.index --drop-old
-""",
+    "retrieval index migrate photos.index better.bundle",
+    "retrieval index migrate photos.index --drop-old",
 )
 @INDEX
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
@@ -104,7 +194,6 @@ def migrate(path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: boo
     Searches go on with the old vectors until all new ones are there; old and new never mix. The old generation is kept for
     'retrieval index rollback' until --drop-old. After an interruption or a kill the same command goes on.
     """
-    quiet_threads()
     with opened_index(path) as opened:
         if bundle is None and not drop_old:
             raise click.UsageError("Name the bundle to migrate to.")
@@ -125,18 +214,14 @@ def migrate(path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: boo
     tell(path, as_json, "\n".join(sentences), **figures)
 
 
-@click.command(
+@command(
     "rollback",
-    epilog="""\b
-Example:
-  retrieval index rollback photos.index
-""",
+    "retrieval index rollback photos.index",
 )
 @INDEX
 @JSON
 def rollback(path: IndexPlace, as_json: bool) -> None:
     """Serve the generation of INDEX that was served before the last migration; items that came since are embedded for it first."""
-    quiet_threads()
     with opened_index(path) as opened:
         done = opened.rollback()
     tell(
@@ -151,12 +236,9 @@ def _plain(done: Migrated) -> dict[str, Any]:
     return vars(done) | {"generation": done.generation.number}
 
 
-@click.command(
+@command(
     "snapshot",
-    epilog="""\b
-Example:
-  retrieval index snapshot photos.index monday.index
-""",
+    "retrieval index snapshot photos.index monday.index",
 )
 @INDEX
 @click.argument("target", type=click.Path(path_type=Path))
@@ -168,12 +250,9 @@ def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
     tell(path, as_json, f"Wrote {target}", snapshot=str(target))
 
 
-@click.command(
+@command(
     "restore",
-    epilog="""\b
-Example:
-  retrieval index restore monday.index photos.index
-""",
+    "retrieval index restore monday.index photos.index",
 )
 @click.argument("source", metavar="SNAPSHOT", type=click.Path(path_type=Path))
 @INDEX

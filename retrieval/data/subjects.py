@@ -15,7 +15,7 @@ from retrieval.data.fingerprints import digest
 from retrieval.data.splits import SIDES, Splits
 from retrieval.errors import DataError
 from retrieval.serving.images import Limits, decode, from_array, read_image
-from retrieval.serving.index.origins import Source, Sources
+from retrieval.serving.index.locations import Source, Sources
 from retrieval.serving.index.sources import contents
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import retrieval
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.files.csv_table import typed
-from retrieval.serving.index.origins import Source
+from retrieval.serving.index.locations import Source
 from retrieval.serving.index.sources import collect
 
 PATHS = [f"photos/{label}/{number}.png" for label in "abc" for number in range(2)]

@@ -104,15 +104,14 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
     """A folder as `retrieval embed` writes it, of vectors without originals."""
     from retrieval.serving.embedding.parts import EmbeddedPart, write_part
     from retrieval.serving.index.embedded import Plan
-    from retrieval.serving.index.encoding import Done
-    from retrieval.serving.index.locations import PLAN
-    from retrieval.serving.index.origins import Source
+    from retrieval.serving.index.encoding import Embedded
+    from retrieval.serving.index.locations import PLAN, Source
 
     folder.mkdir()
     plan = Plan("0" * 64, None, "", parts * size, size, 1, {"vector": WIDE}, [1, 1], complete=True, bad=0)
     for number in range(parts):
         items = [Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)]
-        embedded = EmbeddedPart(number, [Done("")] * size, {"vectors": [codes(number)]})
+        embedded = EmbeddedPart(number, [Embedded()] * size, {"vector": codes(number)})
         write_part(folder, plan, items, embedded)
     (folder / PLAN).write_text(plan.text())
 

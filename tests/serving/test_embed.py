@@ -255,7 +255,7 @@ def test_parts_that_mean_harm_are_sentences(photos, bundle_path, tmp_path, monke
     wide = pa.array([[0.5] * (width + 1)] * rows, pa.list_(pa.float32()))
     nan = pa.array([[float("nan")] * width] * rows, pa.list_(pa.float32(), width))
     spoilt = [
-        (column("vector", wide), "rows of another width"),
+        (column("vector", wide), "numbers instead of"),
         (column("vector", nan), "holds NaN or infinity"),
         (column("bundle", pa.array(["0" * 64] * rows)), "vectors of another bundle"),
         (column("metadata", pa.array(["[" * 100_000] * rows)), "a row that is no embedded item"),

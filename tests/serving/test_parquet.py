@@ -229,7 +229,7 @@ def test_bad_tables_are_sentences(columns, says, bundle_path, tmp_path):
     ("vectors", "says"),
     [
         (pa.array([[1.0] * 20, None]), "row 1 has no vector"),
-        (pa.array([[1.0] * 20, [1.0] * 19]), "row 1 has a vector of 19 numbers, the first has 20"),
+        (pa.array([[1.0] * 20, [1.0] * 19]), "row 1 has a vector of 19 numbers instead of 20"),
         (pa.array(["a"]), "'features' must be a list of numbers, not string"),
         (pa.array([[1.0] * 19]), r"takes inputs of shape \(N, 20\)"),
         (pa.array([[1.0] * 20, [1.0] * 19 + [None]]), r"t\.parquet#1: vector t/1 holds NaN"),

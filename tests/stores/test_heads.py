@@ -241,7 +241,7 @@ def test_writes_and_merges_while_a_head_is_applied(
         ids = [item.id for item in index.scan()]
         whole = index.get(ids, arrays=True)
         index.upsert([replace(item, id=f"{id}-twin") for id, item in list(whole.items())[:7]])
-        made, meant = [], migrating._Work._applied
+        made, meant = [], migrating._apply_head
 
         def applied(*given: Any) -> Any:
             if not made:
@@ -251,7 +251,7 @@ def test_writes_and_merges_while_a_head_is_applied(
             made.append(1)
             return meant(*given)
 
-        monkeypatch.setattr(migrating._Work, "_applied", applied)
+        monkeypatch.setattr(migrating, "_apply_head", applied)
         done = index.migrate(new, **QUIET)
         assert len(made) >= 2 and done.embedded == done.from_features
         monkeypatch.undo()
@@ -269,16 +269,16 @@ def test_writes_and_merges_while_a_head_is_applied(
 def test_another_generation_that_is_served_meanwhile_ends_it(
     path: Path, split: Callable[..., Path], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meant = migrating._Work._applied
+    meant = migrating._apply_head
     with opened(path) as index:
         other = split("other", seed=4)
 
         def applied(*given: Any) -> Any:
-            monkeypatch.setattr(migrating._Work, "_applied", meant)
+            monkeypatch.setattr(migrating, "_apply_head", meant)
             migrating.migrate(index, other, **QUIET)
             return meant(*given)
 
-        monkeypatch.setattr(migrating._Work, "_applied", applied)
+        monkeypatch.setattr(migrating, "_apply_head", applied)
         with pytest.raises(StoreError, match="Another generation is served by now"):
             index.migrate(split("new", seed=1), **QUIET)
         is_of(index, other, photos)

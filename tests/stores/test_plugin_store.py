@@ -115,16 +115,13 @@ create_index(sys.argv[1], sys.argv[2], [sys.argv[3]], plugins=["retrieval_acme"]
 """
 
 
-def test_a_create_that_was_killed_goes_on(
-    journal: Any, tmp_path: Path, plain_bundle: Path, other_bundle: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_killed_create_left_is_added_to(
+    journal: Any, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, encode, encoded = f"journal://{tmp_path}/second.journal", Bundle.encode, 0
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "package"), *sys.path])}
     line = [sys.executable, "-c", KILLED, address, str(plain_bundle), str(tmp_path / "digits")]
     assert subprocess.run(line, env=environment).returncode == 9
-    with retrieval.open_index(address, plugins=["retrieval_acme"]) as index:
-        there, begun = len(index), index.identity
-    assert 0 < there < 30
 
     def counted(self: Bundle, *given: Any, **named: Any) -> Any:
         nonlocal encoded
@@ -132,21 +129,17 @@ def test_a_create_that_was_killed_goes_on(
         return encode(self, *given, **named)
 
     monkeypatch.setattr(Bundle, "encode", counted)
-
-    def create(bundle: Path, **named: Any) -> Any:
-        return create_index(
-            address, bundle, [tmp_path / "digits"], plugins=["retrieval_acme"], progress=False, **named
-        )
-
-    with pytest.raises(StoreError, match="exists already"):
-        create(other_bundle)  # other work
-    made = create(plain_bundle)
-    assert (made.count, made.resumed) == (30, there) and encoded == 30 - there
+    options: dict[str, Any] = {"plugins": ["retrieval_acme"], "progress": False}
+    with pytest.raises(StoreError, match=r"exists already\. Add to it with 'retrieval index add'"):
+        create_index(address, plain_bundle, [tmp_path / "digits"], **options)
     with retrieval.open_index(address, plugins=["retrieval_acme"]) as index:
-        assert index.identity == begun and len(index) == 30
-    with pytest.raises(StoreError, match="exists already"):  # it is finished
-        create(plain_bundle)
-    assert create(plain_bundle, replace=True).resumed == 0
+        there = len(index)
+        assert 0 < there < 30
+        added = index.add(tmp_path / "digits", progress=False)
+        assert (added.added, added.unchanged, len(index)) == (30 - there, there, 30)
+    assert encoded == 30 - there
+    replaced = create_index(address, plain_bundle, [tmp_path / "digits"], replace=True, **options)
+    assert (replaced.count, replaced.resumed) == (30, 0)
 
 
 def test_two_servers_of_one_address_follow_a_migration(

@@ -33,9 +33,8 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import refuse_twice
 from retrieval.serving.index.embedded import BAD, Plan
-from retrieval.serving.index.heads import features_of
-from retrieval.serving.index.locations import PLAN, shown
-from retrieval.serving.index.origins import Source, Sources
+from retrieval.serving.index.locations import PLAN, Source, Sources, shown
+from retrieval.serving.index.migrating import features_of
 from retrieval.serving.index.sources import collect
 from retrieval.serving.index.tables import pyarrow
 from retrieval.serving.progress import Meter, Progress, showing
@@ -176,7 +175,7 @@ def _wanted(
         items=count,
         part=size,
         batch=batch or 1,
-        widths=widths,
+        widths=dict(widths),
         limits=[limits.pixels, limits.bytes],
     )
 

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.host.files import whole_file
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
-from retrieval.serving.index.embedded import ARRAYS, Plan, part_file
-from retrieval.serving.index.encoding import Done, Encoding
-from retrieval.serving.index.origins import Source, Sources
+from retrieval.serving.index.embedded import Plan, part_file
+from retrieval.serving.index.encoding import Embedded, Settings, embed
+from retrieval.serving.index.locations import Source
+from retrieval.serving.index.sources import originals
 from retrieval.serving.index.tables import pyarrow
-from retrieval.serving.progress import showing
 from retrieval.serving.providers import Device
-
-Floats = NDArray[np.float32]
+from retrieval.serving.store.contract import Floats
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SECONDS_PER_SIZE = 0.03
@@ -55,32 +53,23 @@ class Part:
     features: Floats | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class EmbeddedPart:
     """What an encoder makes of a part.
 
     Attributes:
         number: of the part.
-        entries: one an item, in order: what is known of its original, or why it cannot be used.
-        arrays: numbers of the usable ones, in batches: "vectors", perhaps "codes" and "features".
+        entries: one an item, in order, without its arrays: what is known of its original, or why it cannot be used.
+        arrays: of the usable items, in order (n, width): "vector", perhaps "code" and "features".
         seen: what an unusable item's file looked like where it was read, by the item's place in the part.
         node: the machine that embedded it.
     """
 
     number: int
-    entries: list[Done] = field(default_factory=list)
-    arrays: dict[str, list[Floats]] = field(default_factory=dict)
+    entries: Sequence[Embedded]
+    arrays: Mapping[str, Floats]
     seen: Mapping[int, str] = field(default_factory=dict)
     node: str = ""
-
-    def append(self, entries: Sequence[Done], arrays: dict[str, Floats]) -> None:
-        """Take a batch; see `Sink`."""
-        self.entries += entries
-        for name, values in arrays.items():
-            self.arrays.setdefault(name, []).append(values)
-
-    def sync(self) -> None:
-        """Do nothing: the whole part is written at once."""
 
 
 @dataclass(frozen=True)
@@ -132,40 +121,34 @@ def embedder(
         limits: the largest images that are decoded.
         features: whether the backbone's features are wanted too.
     """
-    encoder = opened(bundle)
+    encoder, settings = opened(bundle), Settings(batch, workers, limits, features)
 
-    def encode(part: Part, items: Sequence[Source]) -> EmbeddedPart:
-        embedded = EmbeddedPart(part.number)
-        sources = Sources(list(items), part.features)
-        encoding = Encoding(
-            encoder, sources, batch, workers, limits, skip_bad=True, features=features, tell=False
-        )
-        try:
-            with showing(False):
-                encoding.encode(embedded)
-        except DataError:
-            all_seen = len(embedded.entries) == len(items)
-            if not all_seen or any(entry.fault is None for entry in embedded.entries):
-                raise  # else it only says that no item can be used
-        return embedded
+    def results(part: Part, items: Sequence[Source]) -> list[Embedded]:
+        named = originals(items, part.features, limits.bytes)
+        batches = embed(encoder, named, settings, stamp=Source.stamp)
+        return [result for batch in batches for _, result in batch]
 
-    def embed(part: Part) -> EmbeddedPart:
+    def alone(part: Part, item: Source) -> Embedded:
         try:
-            embedded = encode(part, part.items)
+            return results(part, [item])[0]
+        except DataError as fault:
+            return Embedded(f"{item.name}: {fault}", item.stamp())
+
+    def embed_part(part: Part) -> EmbeddedPart:
+        try:
+            entries = results(part, part.items)
         except DataError:  # the encoder gives NaN for an item: encoding each alone shows for which
-            faults: dict[int, Done] = {}
-            for at, item in enumerate(part.items):
-                try:
-                    encode(part, [item])
-                except DataError as fault:
-                    faults[at] = Done(item.stamp(), f"{item.name}: {fault}")
-            embedded = encode(part, [item for at, item in enumerate(part.items) if at not in faults])
-            rest = iter(embedded.entries)
-            embedded.entries = [faults.get(at) or next(rest) for at in range(len(part.items))]
-        bad = [at for at, entry in enumerate(embedded.entries) if entry.fault is not None]
-        return replace(embedded, seen={at: look(part.items[at]) for at in bad}, node=socket.gethostname())
+            entries = [alone(part, item) for item in part.items]
+        usable = [entry.arrays for entry in entries if entry.fault is None]
+        return EmbeddedPart(
+            part.number,
+            [replace(entry, arrays={}) for entry in entries],
+            {name: np.stack([arrays[name] for arrays in usable]) for name in (usable[0] if usable else ())},
+            {row: look(part.items[row]) for row, entry in enumerate(entries) if entry.fault is not None},
+            socket.gethostname(),
+        )
 
-    return embed
+    return embed_part
 
 
 def look(item: Source) -> str:
@@ -240,11 +223,11 @@ def write_part(folder: Path, plan: Plan, items: Sequence[Source], embedded: Embe
 
 
 def _table(
-    pa: Any, plan: Plan, usable: Sequence[tuple[Source, Done]], arrays: Mapping[str, list[Floats]]
+    pa: Any, plan: Plan, usable: Sequence[tuple[Source, Embedded]], arrays: Mapping[str, Floats]
 ) -> Any:
     """Return the usable items of a part; those of a table of features have no file of their own."""
 
-    def column(kind: Any, value: Callable[[Source, Done], Any]) -> Any:
+    def column(kind: Any, value: Callable[[Source, Embedded], Any]) -> Any:
         return pa.array([value(item, entry) for item, entry in usable], kind)
 
     def address(text: str | Path | None, item: Source) -> bytes | None:
@@ -264,8 +247,8 @@ def _table(
         "height": column(pa.int64(), lambda _, entry: entry.height),
     }
     for name, width in plan.widths.items():
-        batches = arrays.get(ARRAYS[name])
-        flat = pa.array(np.concatenate(batches).reshape(-1) if batches else [], pa.float32())
+        values = arrays.get(name)
+        flat = pa.array([] if values is None else values.reshape(-1), pa.float32())
         columns[name] = pa.FixedSizeListArray.from_arrays(flat, width)
     columns["bundle"] = pa.array([plan.bundle] * len(usable), pa.string()).dictionary_encode()
     return pa.table(columns)

@@ -5,27 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
 from retrieval.errors import DataError, at_least_one, listed
 from retrieval.host.cores import cores
-from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits, thumbnail
+from retrieval.serving.images import Limits
 from retrieval.serving.index.embedded import Vectors
-from retrieval.serving.index.encoding import Done, Encoding
-from retrieval.serving.index.locations import is_embedding
-from retrieval.serving.index.origins import Origin, Source, Sources
-from retrieval.serving.index.sources import collect, contents
-from retrieval.serving.progress import Progress, showing
-from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
+from retrieval.serving.index.encoding import Embedded, Settings, embed
+from retrieval.serving.index.locations import Source, Sources, is_embedding
+from retrieval.serving.index.sources import collect, originals
+from retrieval.serving.progress import Meter, Progress, showing
+from retrieval.serving.store.contract import FEATURES, Item, Keep, Superseded
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -36,6 +30,7 @@ _BYTES = 64_000_000
 _SECONDS = 1.0
 """What was encoded is written after so many items, so many bytes of kept originals, or so long: a kill costs no more."""
 _TRIES = 5
+_SHOWN = 10  # faults that a message spells out
 
 
 @dataclass(frozen=True)
@@ -76,60 +71,75 @@ def add_sources(
     progress: Progress = True,
     whole: bool = False,
 ) -> Added:
-    """Embed what sources name and add it; see `Index.add`. With `whole`, an image that cannot be used ends it: nothing is kept then."""
+    """Embed what sources name and add it; see `Index.add`.
+
+    With `whole`, for an index that is being created, an image that cannot be used ends the work with an error.
+    """
     began = time.monotonic()
-    batch = at_least_one("batch", batch)
+    limits = limits or Limits()
+    strict = whole and not skip_bad
+    settings = Settings(at_least_one("batch", batch), workers or cores(), limits)
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress):
-        found, vectors = _found(index, named, keep)
-        total = Added(repeated=found.repeated, left_out=found.left_out)
+        vectors = Vectors(named, index, keep) if any(map(is_embedding, named)) else None
+        found = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
+        refuse_twice(found)
+        writer = _Writer(index, keep)
         for attempt in range(_TRIES):
-            work, there = _changes(index, found)
-            sink = _Sink(index, index.bundle, keep, work.items, whole)
-            encoding = vectors or Encoding(
-                index.bundle,
-                work,
-                batch,
-                workers or cores(),
-                limits or Limits(),
-                skip_bad or not whole,
-                _KEPT.get(keep),
-                FEATURES in index.generation.widths,
-            )
+            new, relabelled, unchanged = _changes(index, found.items)
+            writer.faults = []
             try:
-                sink.fill(encoding)
+                results = (
+                    vectors.embedded(new)
+                    if vectors
+                    else embed(
+                        index.bundle,
+                        originals(new, found.features, limits.bytes),
+                        replace(settings, features=FEATURES in index.generation.widths),
+                        stamp=Source.stamp,
+                        keep=keep,
+                        strict=strict,
+                    )
+                )
+                writer.take(results, len(new), strict)
                 break
             except Superseded:  # another generation is served since: what is left is embedded for that
                 if attempt == _TRIES - 1:
                     raise
                 index.follow()
-                vectors = vectors and Vectors.of(named, index, keep)
-            finally:
-                total = replace(total, added=total.added + sink.added, changed=total.changed + sink.changed)
-        changed, unchanged = _relabel(index, there)
-        removed = _remove_others(index, {item.key for item in found.items}) if sync and not sink.faults else 0
-    if sink.faults and not skip_bad:
-        raise DataError(
-            listed(f"{len(sink.faults):,} of {len(found.items):,} items cannot be used", sink.faults)
-            + "\nAll others are in the index. Mend or remove these, or leave them out with --skip-bad (in Python skip_bad=True)."
-            + (" Nothing was removed." if sync else "")
+                vectors = vectors and Vectors(named, index, keep)
+        faults = writer.faults
+        if whole and faults and len(faults) == len(found.items):
+            raise DataError(f"None of the {len(faults):,} items can be used. The first: {faults[0]}")
+        _relabel(index, relabelled)
+        removed = _remove_others(index, {item.key for item in found.items}) if sync and not faults else 0
+    if faults and not skip_bad:
+        raise _unusable(
+            faults,
+            len(found.items),
+            "All others are in the index. Mend or remove these, or leave them out with --skip-bad "
+            "(in Python skip_bad=True)." + (" Nothing was removed." if sync else ""),
         )
-    return replace(
-        total,
-        changed=total.changed + changed,
+    return Added(
+        added=writer.added,
+        changed=writer.changed + len(relabelled),
         unchanged=unchanged,
         removed=removed,
-        skipped=tuple(sink.faults),
+        skipped=tuple(faults),
+        repeated=found.repeated,
+        left_out=found.left_out,
         seconds=time.monotonic() - began,
     )
 
 
-def _found(index: Index, named: Sequence[StrPath], keep: Keep) -> tuple[Sources, Vectors | None]:
-    """Return what the sources name, and its vectors where they come with it."""
-    vectors = Vectors.of(named, index, keep) if any(map(is_embedding, named)) else None
-    found = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
-    refuse_twice(found)
-    return found, vectors
+def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
+    lines = [
+        f"{len(faults):,} of {count:,} items cannot be used:",
+        *(f"  - {fault}" for fault in faults[:_SHOWN]),
+    ]
+    if len(faults) > _SHOWN:
+        lines.append(f"  … and {len(faults) - _SHOWN:,} more")
+    return DataError("\n".join([*lines, advice]))
 
 
 def refuse_twice(found: Sources) -> None:
@@ -146,61 +156,52 @@ def refuse_twice(found: Sources) -> None:
         )
 
 
-def _changes(index: Index, found: Sources) -> tuple[Sources, list[Source]]:
-    """Return what is to be embedded, and what is there already.
+def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
+    """Compare items with an index.
 
-    What a migration left out of the served generation has no vector, and is embedded whether its file has changed or not. The first
-    generation has left nothing out, so that there vectors need not be read to know.
+    What a migration left out of the served generation has no vector, and is embedded whether its file has
+    changed or not. The first generation has left nothing out, so that there vectors need not be read to know.
+
+    Returns:
+        Items to embed; those of which only the label, metadata or path is new; how many are as they were.
     """
     arrays = index.generation.number > 1
     new: list[Source] = []
-    same: list[Source] = []
-    for start in range(0, len(found.items), _PAGE):
-        page = found.items[start : start + _PAGE]
+    relabelled: list[Source] = []
+    for start in range(0, len(items), _PAGE):
+        page = items[start : start + _PAGE]
         there = index.store.get([item.key for item in page], arrays=arrays)
         for item in page:
             known = there.get(item.key)
-            whole = known is not None and (not arrays or known.arrays)
-            (same if whole and known and known.stamp == item.stamp() else new).append(item)
-    return replace(found, items=new), same
-
-
-def _relabel(index: Index, same: Sequence[Source]) -> tuple[int, int]:
-    """Give items whose files have not changed their new labels, metadata and paths.
-
-    Returns:
-        How many items changed, and how many are as they were.
-    """
-    changed = 0
-    for start in range(0, len(same), _PAGE):
-        page = {item.key: item for item in same[start : start + _PAGE]}
-        there = index.store.get(page)
-        other = [
-            key
-            for key, known in there.items()
-            if (known.label, dict(known.metadata)) != (page[key].label, page[key].metadata)
-            or known.path != _path(page[key], known)
-        ]
-        if other:
-            whole = index.store.get(other, arrays=True)
-            items = [
-                replace(
-                    item,
-                    label=page[key].label,
-                    metadata=page[key].metadata,
-                    path=_path(page[key], item),
-                    original=index.store.original(key),
-                )
-                for key, item in whole.items()
-            ]
-            changed += len(items)
-            index.store.upsert(items, index.bundle.sha256)
-    return changed, len(same) - changed
+            if known is None or (arrays and not known.arrays) or known.stamp != item.stamp():
+                new.append(item)
+            elif (known.label, dict(known.metadata)) != (item.label, item.metadata) or known.path != _path(
+                item, known
+            ):
+                relabelled.append(item)
+    return new, relabelled, len(items) - len(new) - len(relabelled)
 
 
 def _path(source: Source, known: Item) -> Path | None:
     """Return the path of an item that the index has already: its file may have moved."""
     return None if known.path is None or source.row is not None else source.path
+
+
+def _relabel(index: Index, sources: Sequence[Source]) -> None:
+    """Give items whose files have not changed their new labels, metadata and paths."""
+    for start in range(0, len(sources), _PAGE):
+        page = {item.key: item for item in sources[start : start + _PAGE]}
+        items = [
+            replace(
+                item,
+                label=page[key].label,
+                metadata=page[key].metadata,
+                path=_path(page[key], item),
+                original=index.store.original(key),
+            )
+            for key, item in index.store.get(page, arrays=True).items()
+        ]
+        index.store.upsert(items, index.bundle.sha256)
 
 
 def _remove_others(index: Index, wanted: set[str]) -> int:
@@ -213,108 +214,84 @@ def _remove_others(index: Index, wanted: set[str]) -> int:
     return removed
 
 
-@dataclass
-class _Sink:
-    """Takes what was encoded, and writes it to the index every second or so."""
+class _Writer:
+    """Takes what was encoded, and writes it to the index every second or so.
 
-    index: Index
-    bundle: Bundle
-    keep: Keep
-    items: Sequence[Source]
-    whole: bool = False
-    faults: list[str] = field(default_factory=list)
-    added: int = 0
-    changed: int = 0
-    _at: int = 0
-    _waiting: list[Item] = field(default_factory=list)
-    _since: float = field(default_factory=time.monotonic)
-
-    def fill(self, encoding: Encoding | Vectors) -> None:
-        """Encode all items; interrupted, what was encoded is written."""
-        try:
-            if self.items:
-                encoding.encode(self)
-        except KeyboardInterrupt:
-            self.sync()
-            raise
-        except DataError:
-            if self.whole or len(self.faults) < len(self.items):
-                raise
-
-    def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
-        """Take entries in the order of the items, and the arrays of those without a fault."""
-        rows = iter(zip(*arrays.values(), strict=True))
-        names = [{"vectors": VECTOR, "codes": CODE, "features": FEATURES}[name] for name in arrays]
-        for entry in entries:
-            source = self.items[self._at]
-            self._at += 1
-            if entry.fault is not None:
-                self.faults.append(entry.fault)
-                continue
-            self._waiting.append(self._item(source, entry, dict(zip(names, next(rows), strict=True))))
-        if len(self._waiting) >= _ROWS or self._heavy() or time.monotonic() - self._since > _SECONDS:
-            self.sync()
-
-    def sync(self) -> None:
-        """Write what is waiting."""
-        if self._waiting:
-            changed = self.index.store.upsert(self._waiting, self.bundle.sha256)
-            self.changed += changed
-            self.added += len(self._waiting) - changed
-            self._waiting = []
-        self._since = time.monotonic()
-
-    def _heavy(self) -> bool:
-        return sum(len(item.original or b"") for item in self._waiting) > _BYTES
-
-    def _item(self, source: Source, entry: Done, arrays: dict[str, Floats]) -> Item:
-        place = self.keep != "nothing" and source.row is None
-        path = source.path if place else None
-        return Item(
-            source.key,
-            source.label,
-            source.metadata,
-            path,
-            entry.stamp,
-            self.keep,
-            entry.original,
-            entry.bytes,
-            entry.width,
-            entry.height,
-            arrays,
-            source.origin.address if place and source.origin else None,
-        )
-
-
-def _copy(content: bytes, _: Image.Image) -> bytes:
-    return content
-
-
-_KEPT: dict[str, Callable[[bytes, Image.Image], bytes]] = {
-    "copy": _copy,
-    "thumbnail": lambda _, image: thumbnail(image),
-}
-
-
-def originals(
-    index: Index, items: Sequence[Item], most: int
-) -> Iterator[tuple[Item, Path | bytes | Origin | DataError | None]]:
-    """Give the original of each item, of `most` bytes: kept bytes, a file, an address, or why there is none.
-
-    What is neither kept nor a file of its own is read where it was found, if that has not changed since.
+    Attributes:
+        added: items that are new.
+        changed: items that took another's place.
+        faults: why an item could not be used, a sentence each.
     """
 
-    def origin(item: Item) -> Origin | None:
-        return (
-            None if item.source is None or item.keep == "copy" else Origin.recorded(item.source, item.stamp)
-        )
+    def __init__(self, index: Index, keep: Keep) -> None:
+        self._index, self._keep = index, keep
+        self._waiting: list[Item] = []
+        self._bytes, self._since = 0, time.monotonic()
+        self.added = self.changed = 0
+        self.faults: list[str] = []
 
-    for item, content in contents(((item, origin(item)) for item in items), most):
-        if content is not None:
-            yield item, content
-        elif (whole := origin(item)) is not None:
-            yield item, whole
-        elif item.keep == "copy":
-            yield item, index.store.original(item.id)
-        else:
-            yield item, item.path if item.path is not None and item.path.is_file() else None
+    def take(self, results: Iterable[list[tuple[Source, Embedded]]], count: int, strict: bool) -> None:
+        """Write all items that have a vector.
+
+        Args:
+            results: of the pipeline.
+            count: how many items there are.
+            strict: refuse all of them where one cannot be used.
+
+        Raises:
+            DataError: items that cannot be used, with `strict`; all of them are counted.
+            Superseded: another generation is served.
+        """
+        self._waiting, self._bytes = [], 0
+        bundle = self._index.bundle.sha256
+        with Meter("encoding", count, "items") as meter:
+            try:
+                for batch in results:
+                    for source, result in batch:
+                        if result.fault is not None:
+                            self.faults.append(result.fault)
+                            if not strict:
+                                meter.say(f"skipped: {result.fault}")
+                        elif result.arrays:
+                            self._waiting.append(self._item(source, result))
+                            self._bytes += len(result.kept or b"")
+                    meter.update(len(batch))
+                    late = time.monotonic() - self._since > _SECONDS
+                    if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
+                        self._write(bundle)
+            except KeyboardInterrupt:
+                self._write(bundle)
+                raise
+        if strict and self.faults:
+            raise _unusable(
+                self.faults,
+                count,
+                "Mend or remove them, or leave them out with --skip-bad (in Python skip_bad=True). "
+                "Nothing was written.",
+            )
+        self._write(bundle)
+
+    def _write(self, bundle: str) -> None:
+        if self._waiting:
+            changed = self._index.store.upsert(self._waiting, bundle)
+            self.changed += changed
+            self.added += len(self._waiting) - changed
+            self._waiting, self._bytes = [], 0
+        self._since = time.monotonic()
+
+    def _item(self, source: Source, result: Embedded) -> Item:
+        has_place = self._keep != "nothing" and source.row is None
+        return Item(
+            id=source.key,
+            label=source.label,
+            metadata=source.metadata,
+            path=source.path if has_place else None,
+            stamp=result.stamp,
+            keep=self._keep,
+            original=result.kept,
+            bytes=result.bytes,
+            width=result.width,
+            height=result.height,
+            arrays=result.arrays,
+            source=source.origin.address if has_place and source.origin else None,
+        )

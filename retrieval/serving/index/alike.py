@@ -69,18 +69,17 @@ def duplicates(index: Index, within: float, *, where: Filter | None = None) -> l
 
     with Meter("comparing", index.store.count(where), "items") as meter:
         for page in pages(index, where):
-            for item, pairs in zip(page, _near(index, page, within, where), strict=True):
-                for id, distance in pairs:
-                    one, other = root(item.id), root(id)
-                    parent[max(one, other)] = min(one, other)
-                    first = min(one, other)
-                    largest[first] = max(largest.get(one, 0.0), largest.get(other, 0.0), distance)
+            for item, neighbours in zip(page, _near(index, page, within, where), strict=True):
+                for id, distance in neighbours:
+                    first, last = sorted((root(item.id), root(id)))
+                    parent[last] = first
+                    largest[first] = max(largest.get(first, 0.0), largest.get(last, 0.0), distance)
             meter.update(len(page))
-    groups: dict[str, list[str]] = {}
+    members: dict[str, list[str]] = {}
     for id in sorted(parent):
-        groups.setdefault(root(id), []).append(id)
-    found = [Alike(tuple(ids), largest[first]) for first, ids in groups.items() if len(ids) > 1]
-    return sorted(found, key=lambda group: (-len(group.ids), group.ids))
+        members.setdefault(root(id), []).append(id)
+    groups = [Alike(tuple(ids), largest[first]) for first, ids in members.items() if len(ids) > 1]
+    return sorted(groups, key=lambda group: (-len(group.ids), group.ids))
 
 
 def _near(
@@ -88,27 +87,27 @@ def _near(
 ) -> list[list[tuple[str, float]]]:
     """Return for each item the others within a distance of it, as the bundle measures."""
     bundle = index.bundle
-    out: list[list[tuple[str, float]]] = [[] for _ in items]
-    open_, count = list(range(len(items))), _FIRST
-    while open_:
-        queries = np.stack([items[at].vector for at in open_])
-        found = index.store.search(queries, count, bundle.sha256, where=where)
-        still = []
-        for at, candidates in zip(open_, found, strict=True):
-            code = items[at].arrays.get(CODE)
-            codes = None if code is None else np.stack([one.arrays[CODE] for one in candidates])
-            vectors = np.stack([one.vector for one in candidates])
-            distances = measured(bundle, items[at].vector, code, vectors, codes, len(candidates))
+    neighbours: list[list[tuple[str, float]]] = [[] for _ in items]
+    rows, count = list(range(len(items))), _FIRST
+    while rows:
+        queries = np.stack([items[row].vector for row in rows])
+        answers = index.store.search(queries, count, bundle.sha256, where=where)
+        unfinished = []
+        for row, candidates in zip(rows, answers, strict=True):
+            code = items[row].arrays.get(CODE)
+            codes = None if code is None else np.stack([item.arrays[CODE] for item in candidates])
+            vectors = np.stack([item.vector for item in candidates])
+            distances = measured(bundle, items[row].vector, code, vectors, codes, len(candidates))
             near = [
-                (one.id, float(distance))
-                for one, distance in zip(candidates, distances, strict=True)
+                (item.id, float(distance))
+                for item, distance in zip(candidates, distances, strict=True)
                 if distance <= within
             ]
             if len(near) == len(candidates) and count <= len(candidates) and count < _MOST:
-                still.append(at)  # there may be more
-            out[at] = [pair for pair in near if pair[0] != items[at].id]
-        open_, count = still, 4 * count
-    return out
+                unfinished.append(row)  # there may be more
+            neighbours[row] = [pair for pair in near if pair[0] != items[row].id]
+        rows, count = unfinished, 4 * count
+    return neighbours
 
 
 def clusters(index: Index, count: int, *, where: Filter | None = None, typical: int = 5) -> list[Cluster]:
@@ -148,12 +147,12 @@ def clusters(index: Index, count: int, *, where: Filter | None = None, typical: 
                 labels[at][item.label] += 1
                 nearest[at] = sorted([*nearest[at], (distance, item.id)])[:typical]
             meter.update(len(page))
-    made = [
-        Cluster(sizes[at], tuple(id for _, id in nearest[at]), tuple(labels[at].most_common(3)))
-        for at in range(count)
-        if sizes[at]
+    found = [
+        Cluster(sizes[number], tuple(id for _, id in nearest[number]), tuple(labels[number].most_common(3)))
+        for number in range(count)
+        if sizes[number]
     ]
-    return sorted(made, key=lambda cluster: (-cluster.count, cluster.typical))
+    return sorted(found, key=lambda cluster: (-cluster.count, cluster.typical))
 
 
 def pages(index: Index, where: Filter | None = None, size: int = _PAGE) -> Iterator[list[Item]]:

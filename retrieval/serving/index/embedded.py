@@ -1,7 +1,7 @@
 """Folders of embeddings, as `retrieval embed` writes them: what their files hold, and how an index reads them.
 
-A folder has `embedding.json`, which says what was embedded with what, and one Parquet file for each part of the items. A part appears whole
-or not at all, and its name is its number: so no item is there twice, whoever embedded it how often.
+A folder has `embedding.json`, which says what was embedded with what, and one Parquet file for each part of the items.
+A part appears whole or not at all, and its name is its number: so no item is there twice, whoever embedded it how often.
 """
 
 from __future__ import annotations
@@ -11,23 +11,30 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, PositiveInt, ValidationError
+from pydantic.dataclasses import dataclass
 
 from retrieval.errors import DataError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.files.strict_json import parse_json, strict_loads
-from retrieval.serving.index.encoding import Done, Sink
-from retrieval.serving.index.locations import PLAN, Location, is_embedding, shown
-from retrieval.serving.index.origins import Origin, Source, Sources, text_problem
-from retrieval.serving.index.tables import Table, list_lengths, sentences
-from retrieval.serving.progress import Meter
-from retrieval.serving.store.contract import Keep
+from retrieval.serving.files.strict_json import parse_json, problems_of, strict_loads
+from retrieval.serving.index.encoding import Embedded, row_of
+from retrieval.serving.index.locations import (
+    PLAN,
+    Location,
+    Origin,
+    Source,
+    Sources,
+    is_embedding,
+    shown,
+    text_problem,
+)
+from retrieval.serving.index.tables import Table, numbers_of, sentences
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Keep
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -36,12 +43,10 @@ BAD = "bad.jsonl"
 FORMAT = 1
 _PLAN_BYTES = 1_000_000
 ROWS = 512
-ARRAYS = {"vector": "vectors", "code": "codes", "features": "features"}
-"""The columns of numbers, and what an encoder's sink calls them."""
 _TEXTS = ("key", "label", "metadata", "stamp", "path", "source", "bytes", "width", "height")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Plan:
     """What a folder of embeddings is to hold; the same plan gives the same parts.
 
@@ -61,13 +66,17 @@ class Plan:
     bundle: str
     variant: str | None
     sources: str
-    items: int
-    part: int
-    batch: int
-    widths: Mapping[str, int]
-    limits: Sequence[int]
+    items: PositiveInt
+    part: PositiveInt
+    batch: PositiveInt
+    widths: dict[str, PositiveInt]
+    limits: Annotated[list[int], Field(min_length=2, max_length=2)]
     complete: bool = False
     bad: int | None = None
+
+    def __post_init__(self) -> None:
+        if VECTOR not in self.widths or not self.widths.keys() <= {VECTOR, CODE, FEATURES}:
+            raise ValueError("'widths' has no 'vector', or a name of no array")
 
     @property
     def parts(self) -> int:
@@ -97,33 +106,26 @@ class Plan:
             raise DataError(f"{where} cannot be read: {fault.strerror or fault}.") from None
         if len(text) > _PLAN_BYTES:
             raise DataError(f"{where} is larger than any that 'retrieval embed' writes.")
-        said = parse_json(text, where, "embedding", DataError, frozenset({FORMAT}))
-        del said["format"]
+        content = parse_json(text, where, "embedding", DataError, frozenset({FORMAT}))
+        del content["format"]
         try:
-            plan = cls(**said)
-            plan._check()
-        except (TypeError, ValueError) as fault:
-            raise DataError(f"{where} is damaged: {fault}. Embed again into another folder.") from None
-        return plan
+            return cls(**content)
+        except ValidationError as fault:
+            raise DataError(
+                f"{where} is damaged:\n{problems_of(fault)}\nEmbed again into another folder."
+            ) from None
 
-    def _check(self) -> None:
-        """Refuse values that no plan has.
+    @classmethod
+    def complete_in(cls, folder: Path) -> Plan:
+        """Return the plan of a folder that holds every part.
 
         Raises:
-            ValueError: naming the first.
+            DataError: the plan cannot be read, or parts are missing.
         """
-        whole = {"items": self.items, "part": self.part, "batch": self.batch, **dict(self.widths)}
-        if name := next((name for name, one in whole.items() if type(one) is not int or one < 1), None):
-            raise ValueError(f"'{name}' is no number of at least 1")
-        texts = {"bundle": self.bundle, "sources": self.sources}
-        if name := next((name for name, one in texts.items() if not isinstance(one, str)), None):
-            raise ValueError(f"'{name}' is no text")
-        if not isinstance(self.variant, str | None) or not set(self.widths) <= set(ARRAYS):
-            raise ValueError("'variant' or 'widths' is not what it should be")
-        if "vector" not in self.widths or type(self.complete) is not bool:
-            raise ValueError("'widths' has no 'vector', or 'complete' is neither true nor false")
-        if len(self.limits) != 2 or not isinstance(self.bad, int | None):
-            raise ValueError("'limits' or 'bad' is not what it should be")
+        plan = cls.read(folder)
+        if not plan.complete:
+            raise DataError(f"{folder} is not complete. Run the 'retrieval embed' that began it again first.")
+        return plan
 
 
 def part_file(folder: Path, number: int) -> Path:
@@ -131,10 +133,14 @@ def part_file(folder: Path, number: int) -> Path:
     return folder / f"part-{number:06}.parquet"
 
 
+def _part_table(folder: Path, number: int) -> Table:
+    return Table(Location(os.fspath(part_file(folder, number).absolute())), "features")
+
+
 def rows(
     folder: Path, plan: Plan, arrays: Sequence[str]
-) -> Iterator[tuple[list[tuple[Source, Done]], dict[str, NDArray[np.float32]]]]:
-    """Give the items of a complete folder, some hundred at a time, and their numbers.
+) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
+    """Yield the items of a complete folder, some hundred at a time, and their arrays (n, width) by name.
 
     Args:
         folder: what `retrieval embed` wrote.
@@ -144,172 +150,145 @@ def rows(
     Raises:
         DataError: a part is missing, is damaged, or holds what no part does.
     """
+    columns = [*_TEXTS, *arrays, "bundle"]
     for number in range(plan.parts):
-        location = Location(os.fspath(part_file(folder, number).absolute()))
-        with Table(location, "features") as table:
-            names = set(table.schema.names)
-            if lacking := [name for name in (*_TEXTS, *arrays, "bundle") if name not in names]:
+        with _part_table(folder, number) as table:
+            if lacking := [name for name in columns if name not in table.schema.names]:
                 raise DataError(
-                    f"{location.name} is no part of an embedding: it has no column '{lacking[0]}'."
+                    f"{table.location} is no part of an embedding: it has no column '{lacking[0]}'."
                 )
-            for group in range(len(table.starts()) - 1):
-                for batch in table.batches([*_TEXTS, *arrays, "bundle"], ROWS, group):
-                    with sentences(location):
-                        numbers = {ARRAYS[name]: numbers_of(location, batch, name, plan) for name in arrays}
+            for group, first in enumerate(table.starts()[:-1]):
+                for batch in table.batches(columns, ROWS, group):
+                    numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
+                    with sentences(table.location):
                         texts = {name: batch.column(name).to_pylist() for name in (*_TEXTS, "bundle")}
                     if set(texts.pop("bundle")) - {plan.bundle}:
                         raise DataError(
-                            f"{location.name} holds vectors of another bundle than {folder / PLAN} names."
+                            f"{table.location} holds vectors of another bundle than {folder / PLAN} names."
                         )
+                    values = zip(*texts.values(), strict=True)
                     yield (
-                        [
-                            _item(location, dict(zip(texts, row, strict=True)))
-                            for row in zip(*texts.values(), strict=True)
-                        ],
+                        [_item(table.location, dict(zip(texts, row, strict=True))) for row in values],
                         numbers,
                     )
+                    first += batch.num_rows
 
 
-def numbers_of(location: Location, batch: Any, name: str, plan: Plan) -> NDArray[np.float32]:
-    """Return a column of lists (n, width)."""
-    column, width = batch.column(name), plan.widths[name]
-    if column.null_count or (list_lengths(column) != width).any():
-        raise DataError(f"{location.name}: '{name}' has rows of another width than {width:,}.")
-    with np.errstate(over="ignore"):
-        found = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
-    if not np.isfinite(found).all():
-        raise DataError(f"{location.name}: '{name}' holds NaN or infinity.")
-    return np.asarray(found).reshape(-1, width)
+def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Floats:
+    """Return a column of numbers (n, width), all finite."""
+    values = numbers_of(table.location, batch.column(name), first, plan.widths[name])
+    if not np.isfinite(values).all():
+        raise DataError(f"{table.location}: '{name}' holds NaN or infinity.")
+    return values
 
 
-def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Done]:
+def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
     """Return a row as an item, and what is known of its original."""
-    key, label, stamp = row["key"], row["label"], row["stamp"]
-    path, address = row["path"], row["source"]
+    key, label, stamp, path, address = (row[name] for name in ("key", "label", "stamp", "path", "source"))
     sizes = row["bytes"], row["width"], row["height"]
     try:
         metadata = strict_loads(row["metadata"] or "{}")
     except (ValueError, RecursionError, TypeError):
         metadata = None
     typed = (
-        isinstance(key, str) and isinstance(label, str | None) and isinstance(stamp, str) and isinstance(metadata, dict)
-        and isinstance(path, bytes | None) and isinstance(address, bytes | None)
-        and all(one is None or (type(one) is int and one >= 0) for one in sizes)
-    )  # fmt: skip
+        isinstance(key, str)
+        and isinstance(label, str | None)
+        and isinstance(stamp, str)
+        and isinstance(metadata, dict)
+        and isinstance(path, bytes | None)
+        and isinstance(address, bytes | None)
+        and all(size is None or (type(size) is int and size >= 0) for size in sizes)
+    )
     if not typed or b"\0" in (path or b"") + (address or b""):
-        raise DataError(f"{location.name} holds a row that is no embedded item.")
-    if fault := text_problem(key, label, metadata):
-        raise DataError(f"{location.name}: {shown(key[:100])}: {fault}.")
+        raise DataError(f"{location} holds a row that is no embedded item.")
+    if problem := text_problem(key, label, metadata):
+        raise DataError(f"{location}: {shown(key[:100])}: {problem}.")
     origin = None if address is None else Origin.recorded(os.fsdecode(address), stamp)
     where = None if path is None else Path(os.fsdecode(path))
-    return Source(key, label, where, metadata, None, origin, stamp), Done(stamp, None, *sizes)
-
-
-class Wanting(Sink, Protocol):
-    """A sink that says which items it wants.
-
-    Attributes:
-        items: in order.
-    """
-
-    items: Sequence[Source]
+    return Source(key, label, where, metadata, None, origin, stamp), Embedded(None, stamp, *sizes)
 
 
 class Vectors:
     """What an index takes from folders of embeddings, in the place of what it would encode.
 
     Args:
-        folders: what `retrieval embed` wrote.
-        bundle: whose vectors they must be.
-        arrays: the columns of numbers that are needed: "vector", perhaps "code" and "features".
+        named: folders that `retrieval embed` wrote, at least one.
+        index: whose bundle's vectors they must be.
+        keep: what the index keeps of originals.
 
     Raises:
-        DataError: another bundle's, not complete, or without a column that is needed.
+        DataError: another bundle's folder, one that is not complete or lacks an array that the index keeps;
+            other sources are named too, or originals are to be kept.
 
     Attributes:
         sources: the items.
     """
 
-    def __init__(self, folders: Sequence[Path], bundle: Bundle, arrays: Sequence[str]) -> None:
-        self._folders = [(folder, Plan.read(folder)) for folder in folders]
-        self._arrays = arrays
-        for folder, plan in self._folders:
-            _refuse(folder, plan, bundle, arrays)
-        self.sources = Sources([item for some, _ in self._rows(()) for item, _ in some])
-
-    @classmethod
-    def of(cls, named: Sequence[object], index: Index, keep: Keep) -> Vectors:
-        """Return the embeddings that are named as sources of an index, one at least.
-
-        Raises:
-            DataError: see the class; or other sources are named too, or originals are to be kept.
-        """
+    def __init__(self, named: Sequence[object], index: Index, keep: Keep) -> None:
         if not all(map(is_embedding, named)):
             raise DataError(
                 "Folders of embeddings and other sources are added one after the other: name one kind at a time."
             )
         if keep in ("copy", "thumbnail"):
             raise DataError(
-                f"A folder of embeddings holds no originals: an index of it keeps 'reference' or 'nothing', not '{keep}'."
+                "A folder of embeddings holds no originals: an index of it keeps 'reference' or 'nothing', "
+                f"not '{keep}'."
             )
-        return cls(
-            [Path(str(one)) for one in dict.fromkeys(named)], index.bundle, list(index.generation.widths)
-        )
+        self._arrays = list(index.generation.widths)
+        self._plans = {
+            folder: Plan.complete_in(folder) for folder in (Path(str(name)) for name in dict.fromkeys(named))
+        }
+        for folder, plan in self._plans.items():
+            _refuse_unfit(folder, plan, index)
+        self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
 
-    def encode(self, sink: Wanting) -> None:
-        """Give a sink its items, in order, and their numbers."""
-        wanted = deque(item.key for item in sink.items)
-        with Meter("adding", len(wanted), "items") as meter:
-            for some, numbers in self._rows(self._arrays):
-                taken = [
-                    at
-                    for at, (item, _) in enumerate(some)
-                    if wanted and item.key == wanted[0] and wanted.popleft()
-                ]
-                if taken:
-                    sink.append(
-                        [some[at][1] for at in taken],
-                        {name: values[taken] for name, values in numbers.items()},
-                    )
-                    meter.update(len(taken))
+    def embedded(self, items: Sequence[Source]) -> Iterator[list[tuple[Source, Embedded]]]:
+        """Yield items, in their order in `sources`, with their arrays, some hundred at a time.
+
+        Raises:
+            DataError: a folder was changed meanwhile, or is damaged.
+        """
+        wanted = deque(items)
+        for batch, arrays in self._rows(self._arrays):
+            taken = []
+            for row, (item, known) in enumerate(batch):
+                if wanted and item.key == wanted[0].key:
+                    known.arrays = row_of(arrays, row)
+                    taken.append((wanted.popleft(), known))
+            yield taken
         if wanted:
-            raise DataError(f"{self._folders[0][0]} was changed while it was read. Run the command again.")
-        sink.sync()
+            raise DataError(
+                f"{next(iter(self._plans))} was changed while it was read. Run the command again."
+            )
 
     def _rows(
         self, arrays: Sequence[str]
-    ) -> Iterator[tuple[list[tuple[Source, Done]], dict[str, NDArray[np.float32]]]]:
-        for folder, plan in self._folders:
+    ) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
+        for folder, plan in self._plans.items():
             yield from rows(folder, plan, arrays)
 
 
-def unfinished(folder: Path) -> DataError:
-    """Return what to say of a folder that is not complete."""
-    return DataError(f"{folder} is not complete. Run the 'retrieval embed' that began it again first.")
-
-
-def _refuse(folder: Path, plan: Plan, bundle: Bundle, arrays: Sequence[str]) -> None:
-    """Refuse a folder that does not fit.
+def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
+    """Refuse a folder of another bundle, or without an array that the index keeps.
 
     Raises:
-        DataError: saying why.
+        DataError: saying which.
     """
-    if not plan.complete:
-        raise unfinished(folder)
+    bundle = index.bundle
     if (plan.bundle, plan.variant) != (bundle.sha256, bundle.variant):
         ours = f"{bundle.sha256[:12]}…" + (f" (variant {bundle.variant})" if bundle.variant else "")
         theirs = f"{plan.bundle[:12]}…" + (f" (variant {plan.variant})" if plan.variant else "")
         raise DataError(
             f"{folder} holds vectors of the bundle {theirs}; this index is of {ours}. Embed with the index's bundle."
         )
-    if lacking := [name for name in arrays if name not in plan.widths]:
-        option = " with --features" if lacking == ["features"] else ""
+    if lacking := [name for name in index.generation.widths if name not in plan.widths]:
+        option = " with --features" if lacking == [FEATURES] else ""
         raise DataError(
             f"{folder} holds no {lacking[0]}, which this index keeps of each item. Embed again{option}."
         )
 
 
-def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], NDArray[np.float32]]:
+def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Floats]:
     """Return the items of a complete folder and one of their columns (N, width).
 
     Args:
@@ -319,20 +298,15 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], ND
     Raises:
         DataError: it is not complete, has no such column, or is damaged.
     """
-    plan = Plan.read(folder)
-    if not plan.complete:
-        raise unfinished(folder)
-    name = column or ("features" if "features" in plan.widths else "vector")
+    plan = Plan.complete_in(folder)
+    name = column or (FEATURES if FEATURES in plan.widths else VECTOR)
     if name not in plan.widths:
         raise DataError(
             f"{folder} has no column '{name}'. Embed again with --features, for a bundle that has them."
         )
-    items: list[Source] = []
-    parts: list[NDArray[np.float32]] = []
-    for some, numbers in rows(folder, plan, [name]):
-        items += [item for item, _ in some]
-        parts.append(numbers[ARRAYS[name]])
-    return items, np.concatenate(parts)
+    batches = list(rows(folder, plan, [name]))
+    items = [item for batch, _ in batches for item, _ in batch]
+    return items, np.concatenate([arrays[name] for _, arrays in batches])
 
 
 class VectorRows:
@@ -351,15 +325,13 @@ class VectorRows:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
-        self._plan = Plan.read(folder)
-        if not self._plan.complete:
-            raise unfinished(folder)
+        self._plan = Plan.complete_in(folder)
         self.width = self._plan.widths["vector"]
         self.bundle = self._plan.bundle, self._plan.variant
         self._groups: list[tuple[int, int]] = []  # of each row group: its part, its number in it
         self._starts = [0]
         for number in range(self._plan.parts):
-            with self._table(number) as table:
+            with _part_table(self._folder, number) as table:
                 ends = table.starts()[1:]
             self._groups += [(number, group) for group in range(len(ends))]
             before = self._starts[-1]
@@ -374,31 +346,24 @@ class VectorRows:
         Raises:
             DataError: an item has none.
         """
-        found: list[str] = []
-        for some, _ in rows(self._folder, self._plan, ()):
-            found += [item.label for item, _ in some if item.label is not None]
-        if len(found) < len(self):
-            raise DataError(
-                f"{len(self) - len(found):,} items of {self._folder} have no label: figures compare labels."
-            )
-        return found
+        labels = [item.label for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch]
+        if missing := labels.count(None):
+            raise DataError(f"{missing:,} items of {self._folder} have no label: figures compare labels.")
+        return [label for label in labels if label is not None]
 
-    def read(self, start: int, stop: int) -> NDArray[np.float32]:
+    def read(self, start: int, stop: int) -> Floats:
         """Return some vectors (stop − start, P)."""
         out = np.empty((stop - start, self.width), np.float32)
         at = bisect.bisect_right(self._starts, start) - 1
         while at < len(self._groups) and self._starts[at] < stop:
             number, group = self._groups[at]
             first = self._starts[at]
-            with self._table(number) as table:
+            with _part_table(self._folder, number) as table:
                 for batch in table.batches(["vector"], ROWS, group):
                     low, high = max(first, start), min(first + batch.num_rows, stop)
                     if low < high:
-                        values = numbers_of(table.location, batch, "vector", self._plan)
+                        values = _numbers(table, batch, "vector", self._plan, first)
                         out[low - start : high - start] = values[low - first : high - first]
                     first += batch.num_rows
             at += 1
         return out
-
-    def _table(self, number: int) -> Table:
-        return Table(Location(os.fspath(part_file(self._folder, number))), "features")

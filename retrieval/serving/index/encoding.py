@@ -1,182 +1,167 @@
-"""Decode and encode items: the long part of building an index."""
+"""Decode and encode items: the one pipeline of creating, adding, migrating and embedding into files."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.images import Limits, decode, full_size, read_image
-from retrieval.serving.index.origins import Source, Sources
-from retrieval.serving.index.sources import contents
-from retrieval.serving.progress import Meter
+from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.images import Limits, decode, full_size, read_image, thumbnail
+from retrieval.serving.index.locations import Origin
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Keep
 from retrieval.serving.threads import ahead
 
-_SHOWN = 10  # faults that a message spells out
+T = TypeVar("T")
+Original: TypeAlias = "Path | Origin | bytes | Floats | DataError"
+"""An item's content, or where to read it: a file, an address, bytes, finite features (F,), or why there is none."""
 
 
 @dataclass(frozen=True)
-class Done:
-    """One item that was decoded, or why it could not be.
+class Settings:
+    """How items are decoded and encoded.
 
     Attributes:
-        stamp: names the item and its state (`Source.stamp`).
-        fault: why it was skipped; None when it was encoded.
-        bytes: size of the original image.
-        width: of the original image, in pixels.
-        height: of the original image, in pixels.
-        original: what the index keeps of the original.
-    """
-
-    stamp: str
-    fault: str | None = None
-    bytes: int | None = None
-    width: int | None = None
-    height: int | None = None
-    original: builtins.bytes | None = None
-
-
-class Sink(Protocol):
-    """Takes what was encoded: an index, or a part of a folder of embeddings."""
-
-    def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
-        """Take items in order, and the rows of those that have no fault."""
-
-    def sync(self) -> None:
-        """Have all of it on the disk."""
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    """An encoder input (or None with a fault) and what is kept of the original."""
-
-    done: Done
-    pixels: NDArray[Any] | None
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Items decoded in threads and encoded in batches, into a sink.
-
-    Args:
-        bundle: encodes.
-        sources: the items.
         batch: items that go through the encoder at once.
         workers: threads that decode.
         limits: the largest images that are decoded.
-        skip_bad: leave out images that cannot be used, instead of refusing all.
-        kept: makes what is kept of an original from its bytes and the decoded image; None keeps nothing.
         features: whether the backbone's features are wanted too.
-        tell: say what is left out as it is found.
     """
 
-    bundle: Bundle
-    sources: Sources
     batch: int
     workers: int
     limits: Limits
-    skip_bad: bool
-    kept: Callable[[bytes, Image.Image], bytes] | None = None
     features: bool = False
-    tell: bool = True
 
-    def encode(self, sink: Sink) -> None:
-        """Decode and encode all items.
 
-        Raises:
-            DataError: images that cannot be used, without `skip_bad`; all of them were looked for.
-        """
-        items = self.sources.items
-        faults: list[str] = []
-        with Meter("encoding", len(items), "items") as meter:
-            waiting: list[_Decoded] = []
-            for decoded in self._decode(items):
-                self._report(decoded.done, faults, meter)
-                meter.update()
-                if faults and not self.skip_bad:
-                    continue  # nothing will be written: only look for all that is wrong
-                waiting.append(decoded)
-                if len(waiting) == self.batch:
-                    self._flush(waiting, sink)
-                    waiting = []
-            if not (faults and not self.skip_bad):
-                self._flush(waiting, sink)
-        if faults and not self.skip_bad:
-            more = f"\n  … and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
-            shown = "\n".join(f"  - {fault}" for fault in faults[:_SHOWN])
-            raise DataError(
-                f"{len(faults):,} of {len(items):,} items cannot be used:\n{shown}{more}\n"
-                "Mend or remove them, or leave them out with --skip-bad (in Python skip_bad=True). Nothing was written."
-            )
-        if len(faults) == len(items):
-            raise DataError(f"None of the {len(items):,} items can be used. The first: {faults[0]}")
-        sink.sync()
+@dataclass(slots=True)
+class Embedded:
+    """One item after the encoder, or why it has no vector.
 
-    def _report(self, entry: Done, faults: list[str], meter: Meter) -> None:
-        if entry.fault is not None:
-            faults.append(entry.fault)
-            if self.skip_bad and self.tell:
-                meter.say(f"skipped: {entry.fault}")
+    Attributes:
+        fault: why the item cannot be used, a sentence; None for an item that was encoded.
+        stamp: of the item, taken before its content was read.
+        bytes: size of the original image.
+        width: of the original image, in pixels.
+        height: of the original image, in pixels.
+        kept: what the index keeps of the original.
+        arrays: the vector (P,), with "code" and "features" where there are some, by the store's names.
+    """
 
-    def _decode(self, items: Sequence[Source]) -> Iterator[_Decoded]:
-        """Give decoded items in order, a few batches ahead of their use."""
-        if self.sources.features is not None:
-            yield from map(self._row, items)
-            return
-        given = contents(((item, item.origin) for item in items), self.limits.bytes)
-        yield from ahead(self._image, given, workers=self.workers, most=2 * self.batch)
+    fault: str | None = None
+    stamp: str = ""
+    bytes: int | None = None
+    width: int | None = None
+    height: int | None = None
+    kept: builtins.bytes | None = None
+    arrays: Mapping[str, Floats] = field(default_factory=dict)
 
-    def _image(self, given: tuple[Source, bytes | DataError | None]) -> _Decoded:
-        preprocessing = self.bundle.manifest.input.preprocessing
-        assert preprocessing is not None
-        item, content = given
-        stamp, name = item.stamp(), item.name
+
+def embed(
+    bundle: Bundle,
+    items: Iterable[tuple[T, str, Original]],
+    settings: Settings,
+    *,
+    stamp: Callable[[T], str] = lambda item: "",
+    keep: Keep = "reference",
+    strict: bool = False,
+) -> Iterator[list[tuple[T, Embedded]]]:
+    """Yield items with their arrays, batch by batch in order; threads decode a few batches ahead of the encoder.
+
+    Args:
+        bundle: encodes.
+        items: each with its name, for sentences, and its original.
+        settings: see `Settings`.
+        stamp: returns what changes when an item's content does.
+        keep: "copy" and "thumbnail" give `Embedded.kept`.
+        strict: after the first item that cannot be used, only decode the others, to find all faults: they
+            come without arrays.
+
+    Raises:
+        DataError: the encoder gives NaN or infinity.
+    """
+
+    def decoded(entry: tuple[T, str, Original]) -> tuple[T, Embedded, NDArray[Any] | None]:
+        item, name, original = entry
+        before = stamp(item)
         try:
-            if isinstance(content, DataError):
-                raise content
-            if content is None and item.path is None:
-                assert item.origin is not None
-                content = item.origin.read(self.limits.bytes)
-            elif content is None:
-                assert item.path is not None
-                content = read_image(item.path, self.limits, name)
-            image = decode(content, self.limits, name)
-            try:
-                pixels = preprocessing(image)
-                original = self.kept(content, image) if self.kept else None
-            except DataError as fault:
-                raise DataError(f"{name}: {fault}") from fault
+            result, inputs = _decoded(bundle, name, original, settings.limits, keep)
         except DataError as fault:
-            return _Decoded(Done(stamp, str(fault)), None)
-        return _Decoded(Done(stamp, None, len(content), *full_size(image), original), pixels)
+            return item, Embedded(str(fault), before), None
+        result.stamp = before
+        return item, result, inputs
 
-    def _row(self, item: Source) -> _Decoded:
-        assert self.sources.features is not None
-        values = self.sources.features[item.row]
-        if not np.isfinite(values).all():
-            fault = f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
-            return _Decoded(Done(item.stamp(), fault), None)
-        return _Decoded(Done(item.stamp()), values)
+    failed = False
+    waiting: list[tuple[T, Embedded, NDArray[Any] | None]] = []
+    if bundle.manifest.input.kind == "features":
+        entries: Iterator[tuple[T, Embedded, NDArray[Any] | None]] = map(decoded, items)
+    else:
+        entries = ahead(decoded, items, workers=settings.workers, most=2 * settings.batch)
+    for entry in entries:
+        failed |= strict and entry[2] is None
+        waiting.append(entry)
+        if len(waiting) == settings.batch or failed:
+            if not failed:
+                _encode(bundle, waiting, settings)
+            yield [(item, result) for item, result, _ in waiting]
+            waiting = []
+    _encode(bundle, waiting, settings)
+    yield [(item, result) for item, result, _ in waiting]
 
-    def _flush(self, decoded: list[_Decoded], sink: Sink) -> None:
-        if not decoded:
-            return
-        good = [one.pixels for one in decoded if one.pixels is not None]
-        shape = (0, *self.bundle.manifest.input.shape)
-        pixels = np.stack(good) if good else np.empty(shape, self.bundle.manifest.input.dtype)
-        if self.features:
-            features = self.bundle.features(pixels, batch=self.batch)
-            encoded = self.bundle.encode_features(features, batch=self.batch)
-        else:
-            encoded = self.bundle.encode(pixels, batch=self.batch)
-        arrays = {"vectors": encoded.vector, **({"features": features} if self.features else {})}
-        if encoded.code is not None:
-            arrays["codes"] = encoded.code
-        sink.append([one.done for one in decoded], arrays)
+
+def _decoded(
+    bundle: Bundle, name: str, original: Original, limits: Limits, keep: Keep
+) -> tuple[Embedded, NDArray[Any]]:
+    """Return what is known of an original, and the encoder's input."""
+    if isinstance(original, DataError):
+        raise original
+    if isinstance(original, np.ndarray):
+        return Embedded(), original
+    if isinstance(original, Origin):
+        content = original.read(limits.bytes)
+    else:
+        content = original if isinstance(original, bytes) else read_image(original, limits, name)
+    image = decode(content, limits, name)
+    preprocessing = bundle.manifest.input.preprocessing
+    assert preprocessing is not None
+    try:
+        inputs = preprocessing(image)
+        kept = content if keep == "copy" else thumbnail(image) if keep == "thumbnail" else None
+    except DataError as fault:
+        raise DataError(f"{name}: {fault}") from fault
+    width, height = full_size(image)
+    return Embedded(bytes=len(content), width=width, height=height, kept=kept), inputs
+
+
+def _encode(bundle: Bundle, batch: list[tuple[T, Embedded, NDArray[Any] | None]], settings: Settings) -> None:
+    """Give the decoded items of a batch their arrays."""
+    decoded = [(result, inputs) for _, result, inputs in batch if inputs is not None]
+    if decoded:
+        arrays = _arrays_of(bundle, np.stack([inputs for _, inputs in decoded]), settings)
+        for row, (result, _) in enumerate(decoded):
+            result.arrays = row_of(arrays, row)
+
+
+def _arrays_of(bundle: Bundle, inputs: NDArray[Any], settings: Settings) -> dict[str, Floats]:
+    """Return the arrays (n, width) that a store keeps of encoder inputs (n, …), by name."""
+    if not settings.features:
+        return by_name(bundle.encode(inputs, batch=settings.batch))
+    features = bundle.features(inputs, batch=settings.batch)
+    return by_name(bundle.encode_features(features, batch=settings.batch), features)
+
+
+def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:
+    """Return encoded arrays (n, width), and perhaps the features (n, F) behind them, by the store's names."""
+    arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def row_of(arrays: Mapping[str, Floats], row: int) -> dict[str, Floats]:
+    """Return one row of each array."""
+    return {name: values[row] for name, values in arrays.items()}

@@ -1,20 +1,31 @@
-"""Where a file is: on this machine, or at an address that fsspec opens (`s3://…`, `hf://…`, `zip://…::file`)."""
+"""Items to index and where their content lies: in a file, at an address that fsspec opens, or inside a container."""
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
 
 from retrieval.errors import DataError, MissingDependency, printable
+from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import EXTENSIONS
+from retrieval.serving.store.items import check_id
+
+ROW_CHARACTERS = 1_000_000
+"""Characters of one item's texts: an index gives no longer ones back."""
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 PLAN = "embedding.json"
@@ -53,13 +64,32 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """One file, or one folder at an address.
+    """A file or folder of this machine, or at an address.
 
     Attributes:
-        text: its absolute path, or its address.
+        text: its path, or its address.
     """
 
     text: str
+
+    @classmethod
+    def of(cls, source: object) -> Location:
+        """Return the location that a user names: a path, or an address as text.
+
+        Raises:
+            DataError: it is neither.
+        """
+        if not isinstance(source, str | os.PathLike):
+            raise DataError(
+                "What is indexed is named by its path: a file or a folder, not an object of type "
+                f"{type(source).__name__}."
+            )
+        text = os.fsdecode(source)
+        if text.startswith("file://"):
+            return cls(text.removeprefix("file://"))
+        if is_address(text) and not isinstance(source, str):
+            text = os.path.join(".", text)  # noqa: PTH118 - pathlib drops the dot
+        return cls(text)
 
     def __str__(self) -> str:
         return self.name
@@ -68,6 +98,15 @@ class Location:
     def remote(self) -> bool:
         """Whether it is at an address."""
         return is_address(self.text)
+
+    @property
+    def path(self) -> Path:
+        """The absolute path of a local file."""
+        return Path(self.text).absolute()
+
+    def absolute(self) -> Location:
+        """Return the same place by its absolute path, or its address."""
+        return self if self.remote else Location(os.fspath(self.path))
 
     @property
     def name(self) -> str:
@@ -121,11 +160,14 @@ class Location:
         return Location(f"{before}{link.rstrip('/')}/{name}{behind}")
 
     def beside(self, name: str) -> Location:
-        """Return a file that a manifest at this address names, relative to itself.
+        """Return a file that this manifest names, relative to itself.
 
         Raises:
-            DataError: it is not below the manifest's folder: a stranger's manifest may not choose what is read here.
+            DataError: a manifest at an address names a file elsewhere than below its own folder:
+                a stranger may not choose what is read here.
         """
+        if not self.remote:
+            return Location(os.fspath((self.path.parent / name).absolute()))
         climbs = ".." in PurePosixPath(name).parts
         if name.startswith(("/", "\\")) or is_address(name) or "::" in name or climbs:
             raise DataError(
@@ -141,11 +183,15 @@ class Location:
             _file_system(self.text)[0].invalidate_cache()
 
     def is_folder(self) -> bool:
-        """Return whether there is a folder at this address.
+        """Return whether this is a folder; the name of an address may tell it without a look.
 
         Raises:
-            DataError: there is nothing, or it cannot be looked at.
+            DataError: there is nothing at the address, or it cannot be looked at.
         """
+        if not self.remote:
+            return self.path.is_dir()
+        if self.file_name.lower().endswith(".csv") or is_table(self.file_name) or is_shard(self.file_name):
+            return False
         with _sentences(self.text):
             system, path = _file_system(self.text)
             if system.isdir(path):
@@ -276,3 +322,149 @@ class _File(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an original is that is not a local file of its own.
+
+    Attributes:
+        location: the file that holds it.
+        part: which part of that file; None for all of it.
+        file_stamp: what changes when that file does, as it was when the item was found.
+    """
+
+    location: Location
+    part: str | None
+    file_stamp: str
+
+    @property
+    def address(self) -> str:
+        """The location and the part as one text, which `recorded` reads: the last '#' is what they are divided by."""
+        if self.part is None:
+            return f"{self.location.text}#" if "#" in self.location.text else self.location.text
+        return f"{self.location.text}#{quote(self.part, safe='/@+ ', errors='surrogateescape')}"
+
+    def stamp(self) -> str:
+        """Return what changes when the original does."""
+        return f"{os.fsencode(self.address)!r} {self.file_stamp}"
+
+    def read(self, most: int) -> bytes:
+        """Return the content of a whole file.
+
+        Raises:
+            DataError: it cannot be read, or has more than `most` bytes.
+        """
+        try:
+            with self.location.open() as file:
+                content = file.read(most + 1)
+        except OSError as fault:
+            raise DataError(f"{self.location}: {str(fault).rstrip('.')}.") from None
+        if len(content) > most:
+            raise DataError(
+                f"{self.location} has more than {most:,} bytes, the limit. Save it smaller, or raise the limit."
+            )
+        return content
+
+    @classmethod
+    def recorded(cls, address: str, stamp: str | None) -> Origin:
+        """Return the origin that an index has recorded, by its address and stamp."""
+        text, sign, part = address.rpartition("#")
+        head = f"{os.fsencode(address)!r} "
+        inside = unquote(part, errors="surrogateescape") if sign and part else None
+        return cls(Location(text if sign else address), inside, (stamp or "").removeprefix(head))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One item to encode: an image, or a row of the collected features.
+
+    Attributes:
+        key: its name.
+        label: None when none was given.
+        path: the image, or the `.npz` file; None for what has an `origin`.
+        metadata: further columns of a manifest.
+        row: of `Sources.features`; None for an image.
+        origin: where the content is, when it is not a local file of its own.
+        recorded: its stamp when it was embedded, of what comes with its vector.
+    """
+
+    key: str
+    label: str | None
+    path: Path | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    row: int | None = None
+    origin: Origin | None = None
+    recorded: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What a person reads: the path, or the address."""
+        return shown(self.origin.address if self.path is None and self.origin else str(self.path))
+
+    def stamp(self) -> str:
+        """Return what changes when the item does: path, row, size and time of its file."""
+        if self.recorded is not None:
+            return self.recorded
+        if self.path is None:
+            assert self.origin is not None
+            return self.origin.stamp()
+        try:
+            status = self.path.stat()
+        except OSError:
+            return f"{os.fsencode(self.path)!r} {self.row} missing"
+        return f"{os.fsencode(self.path)!r} {self.row} {status.st_size} {status.st_mtime_ns}"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Everything to encode, in order.
+
+    Attributes:
+        items: one an item.
+        features: (N, F) for a bundle of features, else None.
+        repeated: how many files were named more than once; each is taken once.
+        left_out: a sentence on what is left out of folders, tables and archives, for each reason.
+    """
+
+    items: list[Source]
+    features: NDArray[np.float32] | None = None
+    repeated: int = 0
+    left_out: tuple[str, ...] = ()
+
+
+def label_text(label: str | int | float | None) -> str | None:
+    """Return a label as text: true and false as JSON writes them, None for an empty one or NaN."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    if isinstance(label, float) and math.isnan(label):
+        return None
+    return None if label is None or label == "" else str(label)
+
+
+def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
+    """Return why an item cannot be kept, as the end of a sentence; None for nothing."""
+    if fault := check_id(key):
+        return fault
+    try:
+        length = len(metadata_text(metadata)) + len(metadata_text({"": label}))
+    except DataError as fault:
+        return str(fault).rstrip(".")
+    except RecursionError:
+        return "its metadata nest too deeply"
+    return f"has more than {ROW_CHARACTERS:,} characters" if length > ROW_CHARACTERS else None
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: NaN and infinity as null, times and decimal numbers as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value

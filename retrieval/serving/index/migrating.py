@@ -1,32 +1,32 @@
-"""Another bundle for an index, while it is searched: all items are embedded again, or another head is applied to the features that
-are kept of them, beside the old generation; then one switch."""
+"""Another bundle for an index, while it is searched: all items are embedded again, or another head is applied to the
+features that are kept of them, beside the old generation; then one switch."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError, StoreError, listed
 from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits, decode
-from retrieval.serving.index.adding import originals
-from retrieval.serving.index.heads import applies, behind, features_of, gives_features
-from retrieval.serving.index.origins import Origin
+from retrieval.serving.images import Limits
+from retrieval.serving.index.encoding import Original, Settings, by_name, embed, row_of
+from retrieval.serving.index.locations import Origin
+from retrieval.serving.index.sources import contents
+from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Generation, Item, widths_of
-from retrieval.serving.threads import ahead
+from retrieval.serving.store.contract import FEATURES, Floats, Generation, Item, widths_of
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
+_BACKBONE, _HEAD, _RESCORER = "backbone.onnx", "head.onnx", "rescorer.onnx"
 _ITEMS = 512  # at a time: a kill costs no more
 _ROWS = 4096  # the same, where only a head runs; so many become a segment at once
 _BATCH = 1024  # of features through a head
@@ -50,13 +50,7 @@ class Migrated:
 
 
 def migrate(
-    index: Index,
-    bundle: StrPath | Bundle,
-    *,
-    skip_bad: bool = False,
-    batch: int = 32,
-    limits: Limits | None = None,
-    progress: Progress = True,
+    index: Index, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
 ) -> Migrated:
     """Embed all items with another bundle and serve that; see `Index.migrate`."""
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
@@ -67,19 +61,20 @@ def migrate(
         keeps = FEATURES in index.generation.widths and gives_features(opened)
         widths = widths_of(opened, features=features_of(opened) if keeps else None)
         generation = index.store.begin(opened, widths)
-    work = _Work(index, opened, generation, batch, limits or Limits())
-    return work.done(skip_bad, progress)
+    with showing(progress):
+        return _fill(index, opened, generation, skip_bad)
 
 
 def rollback(index: Index, *, progress: Progress = True) -> Migrated:
     """Serve the newest kept generation again; see `Index.rollback`."""
-    kept = [one for one in index.store.generations() if one.state == "kept"]
+    kept = [generation for generation in index.store.generations() if generation.state == "kept"]
     if not kept:
         raise StoreError(f"The index {index.path} keeps no older generation to go back to.")
-    chosen = max(kept, key=lambda one: one.number)
+    newest = max(kept, key=lambda generation: generation.number)
     index.follow()
-    opened = Bundle.open(index.store.bundle(chosen), variant=chosen.variant)
-    return _Work(index, opened, chosen, 32, Limits()).done(False, progress)
+    opened = Bundle.open(index.store.bundle(newest), variant=newest.variant)
+    with showing(progress):
+        return _fill(index, opened, newest, skip_bad=False)
 
 
 def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
@@ -103,130 +98,181 @@ def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
     return Bundle.open(behind(index.bundle, head, folder))
 
 
-@dataclass(frozen=True)
-class _Work:
-    """All items of an index for another generation.
+def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) -> Migrated:
+    """Embed what a generation lacks, and serve it."""
+    if generation.state == "served":
+        return Migrated(generation, 0)
+    store, source = index.store, index.generation
+    by_head = FEATURES in source.widths and applies(bundle, index.bundle)
+    embed_items = _by_head if by_head else _by_originals
+    count = 0
+    faults: list[str] = []
+    with Meter("embedding", len(index), "items") as meter:
+        if by_head:
+            count = store.derive(
+                source, generation, lambda features: _apply_head(bundle, features), meter.update
+            )
+        while True:
+            items = store.pending(generation, _ROWS if by_head else _ITEMS)
+            if not items:
+                if store.switch(generation):
+                    break
+                continue
+            embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
+            if wrong and not skip_bad:
+                raise DataError(
+                    listed("Some items cannot be embedded again", list(wrong.values()))
+                    + "\nThe index is served as before. Mend them and repeat the command, which goes on where it "
+                    "stopped; or leave them out of the new generation with --skip-bad (in Python skip_bad=True)."
+                )
+            store.embed(generation, embedded, list(wrong))
+            faults += wrong.values()
+            count += len(embedded)
+            meter.update(len(items))
+    index.follow()
+    return Migrated(index.generation, count, tuple(faults), count if by_head else 0)
 
-    Args:
-        index: whose items.
-        bundle: of the generation.
-        generation: which gets them.
-        batch: images that go through the encoder at once.
-        limits: the largest images that are decoded.
+
+def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
+    return by_name(bundle.encode_features(features, batch=_BATCH))
+
+
+def _by_head(
+    index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
+) -> tuple[list[Item], dict[str, str]]:
+    """Return items with the arrays of a new head, and why others have none, by id."""
+    usable = [item for item in items if FEATURES in item.arrays]
+    wrong = {
+        item.id: f"{item.id}: the generation that is served has no features of it."
+        for item in items
+        if FEATURES not in item.arrays
+    }
+    if not usable:
+        return [], wrong
+    features = np.stack([item.arrays[FEATURES] for item in usable])
+    arrays = {**_apply_head(bundle, features), **({FEATURES: features} if keep_features else {})}
+    return [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)], wrong
+
+
+def _by_originals(
+    index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
+) -> tuple[list[Item], dict[str, str]]:
+    """Return items with the arrays of a new encoder, and why others have none, by id."""
+    if bundle.manifest.input.kind == "features":
+        return [], {
+            item.id: f"{item.id}: the index keeps no features of it for this bundle." for item in items
+        }
+    limits = Limits()
+    settings = Settings(32, cores(), limits, keep_features)
+    results = [
+        result
+        for batch in embed(bundle, _originals(index, items, limits.bytes), settings)
+        for result in batch
+    ]
+    return (
+        [replace(item, arrays=result.arrays) for item, result in results if result.fault is None],
+        {item.id: result.fault for item, result in results if result.fault is not None},
+    )
+
+
+def _originals(index: Index, items: Sequence[Item], most: int) -> Iterator[tuple[Item, str, Original]]:
+    """Yield items with their ids and originals, of `most` bytes: kept bytes, a file, an address, or why there is none.
+
+    What is neither kept nor a file of its own is read where it was found, if that has not changed since.
     """
 
-    index: Index
-    bundle: Bundle
-    generation: Generation
-    batch: int
-    limits: Limits
+    def origin(item: Item) -> Origin | None:
+        if item.source is None or item.keep == "copy":
+            return None
+        return Origin.recorded(item.source, item.stamp)
 
-    def done(self, skip_bad: bool, progress: Progress) -> Migrated:
-        """Embed what the generation lacks, and serve it."""
-        index, store, generation = self.index, self.index.store, self.generation
-        if generation.state == "served":
-            return Migrated(generation, 0)
-        source = index.generation
-        by_head = FEATURES in source.widths and applies(self.bundle, index.bundle)
-        count = taken = 0
-        faults: list[str] = []
-        with showing(progress), Meter("embedding", len(index), "items") as meter:
-            if by_head:
-                count = taken = store.derive(source, generation, self._applied, meter.update)
-            while True:
-                items = store.pending(generation, _ROWS if by_head else _ITEMS)
-                if not items:
-                    if store.switch(generation):
-                        break
-                    continue
-                embedded, wrong = self._by_features(items) if by_head else self._by_originals(items)
-                if wrong and not skip_bad:
-                    raise DataError(
-                        listed("Some items cannot be embedded again", list(wrong.values()))
-                        + "\nThe index is served as before. Mend them and repeat the command, which goes on where it stopped; or leave "
-                        "them out of the new generation with --skip-bad (in Python skip_bad=True)."
-                    )
-                faults += wrong.values()
-                store.embed(generation, embedded, list(wrong))
-                count += len(embedded)
-                taken += len(embedded) if by_head else 0
-                meter.update(len(items))
-        index.follow()
-        return Migrated(index.generation, count, tuple(faults), taken)
-
-    def _applied(self, features: Floats) -> dict[str, Floats]:
-        encoded = self.bundle.encode_features(features, batch=_BATCH)
-        return {VECTOR: encoded.vector, **({} if encoded.code is None else {CODE: encoded.code})}
-
-    def _by_features(self, items: Sequence[Item]) -> tuple[list[Item], dict[str, str]]:
-        """Return items with the generation's arrays, and why others have none, by id."""
-        good = [item for item in items if FEATURES in item.arrays]
-        wrong = {
-            item.id: f"{item.id}: the generation that is served has no features of it."
-            for item in items
-            if FEATURES not in item.arrays
-        }
-        if not good:
-            return [], wrong
-        features = np.stack([item.arrays[FEATURES] for item in good])
-        return self._with(good, {**self._applied(features), FEATURES: features}), wrong
-
-    def _by_originals(self, items: Sequence[Item]) -> tuple[list[Item], dict[str, str]]:
-        """Return items with the generation's arrays, and why others have none, by id."""
-        if self.bundle.manifest.input.kind == "features":
-            return [], {
-                item.id: f"{item.id}: the index keeps no features of it for this bundle." for item in items
-            }
-        wrong: dict[str, str] = {}
-        inputs: list[NDArray[Any]] = []
-        good: list[Item] = []
-        for item, pixels in _pixels(self.index, self.bundle, items, self.limits):
-            if isinstance(pixels, str):
-                wrong[item.id] = pixels
-            else:
-                inputs.append(pixels)
-                good.append(item)
-        if not good:
-            return [], wrong
-        if FEATURES in self.generation.widths:
-            features = self.bundle.features(np.stack(inputs), batch=self.batch)
-            return self._with(good, {**self._applied(features), FEATURES: features}), wrong
-        encoded = self.bundle.encode(np.stack(inputs), batch=self.batch)
-        codes = {} if encoded.code is None else {CODE: encoded.code}
-        return self._with(good, {VECTOR: encoded.vector, **codes}), wrong
-
-    def _with(self, items: Sequence[Item], arrays: Mapping[str, Floats]) -> list[Item]:
-        """Return items with their rows of the arrays that the generation keeps."""
-        kept = {name: array for name, array in arrays.items() if name in self.generation.widths}
-        return [
-            replace(item, arrays={name: array[at] for name, array in kept.items()})
-            for at, item in enumerate(items)
-        ]
-
-
-def _pixels(
-    index: Index, bundle: Bundle, items: Sequence[Item], limits: Limits
-) -> Iterator[tuple[Item, NDArray[np.uint8] | str]]:
-    """Give the encoder's input of each item's original, or why there is none."""
-    preprocessing = bundle.manifest.input.preprocessing
-    assert preprocessing is not None
-
-    def one(
-        pair: tuple[Item, Path | bytes | Origin | DataError | None],
-    ) -> tuple[Item, NDArray[np.uint8] | str]:
-        item, original = pair
-        if isinstance(original, DataError):
-            return item, f"{item.id}: {original}"
+    for item, content in contents(((item, origin(item)) for item in items), most):
+        original: Original | None = content
+        if isinstance(content, DataError):
+            original = DataError(f"{item.id}: {content}")
+        elif content is None and item.keep == "copy":
+            original = index.store.original(item.id)
+        elif content is None:
+            original = origin(item) or (item.path if item.path and item.path.is_file() else None)
         if original is None:
             where = f"its file {item.path} is gone" if item.path else "the index keeps no original of it"
-            return item, f"{item.id}: {where}."
-        try:
-            content = original.read(limits.bytes) if isinstance(original, Origin) else original
-            return item, preprocessing(decode(content, limits, item.id))
-        except DataError as fault:
-            return item, str(fault)
-        except OSError as fault:
-            return item, f"{item.id} cannot be read: {fault.strerror or fault}."
+            original = DataError(f"{item.id}: {where}.")
+        yield item, item.id, original
 
-    workers = cores()
-    yield from ahead(one, originals(index, items, limits.bytes), workers=workers, most=4 * workers)
+
+def features_of(bundle: Bundle) -> int:
+    """Return F, how many features of an item an index keeps under a bundle.
+
+    Raises:
+        BundleError: there are none to be had.
+    """
+    said = bundle.manifest
+    if said.input.kind == "features":
+        return said.input.shape[0]
+    if bundle.backbone_sha256 is None or said.split is None:
+        why = f"runs its variant '{bundle.variant}'" if said.split else "has an encoder of one graph"
+        advice = (
+            "Leave the variant out."
+            if said.split
+            else "Export it with its backbone apart: retrieval export … --split"
+        )
+        raise BundleError(f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}")
+    return said.split.features
+
+
+def gives_features(bundle: Bundle) -> bool:
+    """Return whether an index can keep features under a bundle."""
+    return bundle.manifest.input.kind == "features" or bundle.backbone_sha256 is not None
+
+
+def applies(head: Bundle, kept: Bundle) -> bool:
+    """Return whether a bundle's head may be applied to features that were kept under another: their backbone is one, or both take features."""
+    if kept.manifest.input.kind == "features":
+        return head.manifest.input == kept.manifest.input
+    return head.backbone_sha256 is not None and head.backbone_sha256 == kept.backbone_sha256
+
+
+def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
+    """Write a bundle that is the backbone of one and, as its head, a bundle of features as a whole; return its folder.
+
+    What it is depends on the two alone: the same two give the same bundle. Its manifest is the head's but for the input and the split;
+    `verified` is the head's comparison with torch.
+
+    Args:
+        backbone: split, of images.
+        head: takes as many features as the backbone gives.
+        folder: an empty one.
+
+    Raises:
+        BundleError: the widths differ, or a bundle was changed since it was opened.
+    """
+    split, said = backbone.manifest.split, head.manifest
+    width = features_of(backbone)
+    assert split is not None
+    backbone.copy(folder / "backbone")
+    head.copy(folder / "head")
+    target = folder / "bundle"
+    target.mkdir()
+    (folder / "backbone" / split.backbone).rename(target / _BACKBONE)
+    encoder = said.variants[head.variant].file if head.variant else said.encoder
+    assert encoder is not None  # a split is of images
+    (folder / "head" / encoder).rename(target / _HEAD)
+    rescorer = said.rescorer
+    if rescorer is not None:
+        (folder / "head" / rescorer.file).rename(target / _RESCORER)
+        rescorer = rescorer.model_copy(update={"file": _RESCORER})
+    write_manifest(
+        target,
+        said.model_copy(
+            update={
+                "input": backbone.manifest.input,
+                "encoder": None,
+                "split": SplitEntry(backbone=_BACKBONE, head=_HEAD, features=width),
+                "rescorer": rescorer,
+                "opset": max(said.opset, backbone.manifest.opset),
+                "variants": {},
+                "probe": None,
+            }
+        ),
+    )
+    return target

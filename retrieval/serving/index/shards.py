@@ -9,19 +9,19 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, BinaryIO, cast
 
 from retrieval.errors import DataError, listed, printable
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.images import EXTENSIONS
-from retrieval.serving.index.locations import Location, shown
-from retrieval.serving.index.origins import Origin, Source, plain, text_problem
+from retrieval.serving.index.locations import Location, Origin, Source, plain, shown, text_problem
 
 _HEADER = 256 * 1024
 """Bytes that the headers of one member may take: an archive's author chooses how many there are."""
-_TEXT = 1_000_000
+_TEXT_BYTES = 1_000_000
 _MEMBERS = 10_000_000
 _PIECE = 1 << 20
 _RATIO, _FREE = 100, 100_000_000
@@ -105,12 +105,12 @@ def _sentences(location: Location) -> Iterator[None]:
     ) as fault:
         said = str(fault).rstrip(".") or type(fault).__name__
         raise DataError(
-            f"{location.name} is damaged, or not a tar file that can be read: {printable(said)[:200]}."
+            f"{location} is damaged, or not a tar file that can be read: {printable(said)[:200]}."
         ) from None
 
 
-def _members(location: Location, stream: _Stream) -> Iterator[tarfile.TarInfo]:
-    """Give the members of an archive; after each the stream stands at its content.
+def _files(location: Location, stream: _Stream, left_out: Counter[str]) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of an archive, at whose content the stream then stands; count what else there is.
 
     Raises:
         DataError: the archive is damaged, cut off or larger than may be read.
@@ -132,112 +132,115 @@ def _members(location: Location, stream: _Stream) -> Iterator[tarfile.TarInfo]:
                 raise tarfile.ReadError("a member has a negative size")
         count += 1
         if count > _MEMBERS:
-            raise DataError(f"{location.name} has more than {_MEMBERS:,} members.")
-        yield member
+            raise DataError(f"{location} has more than {_MEMBERS:,} members.")
+        if member.isfile() and not member.issparse():
+            yield member
+        elif not member.isdir():
+            left_out["links, devices or files with holes"] += 1
 
 
-@dataclass
-class _Sample:
-    """The members of one name, so far."""
-
-    name: str
-    image: tuple[str, str] | None = None
-    texts: dict[str, str] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
+    """Return a member's path up to the first dot of the file's name, and what follows that dot, in lower case."""
+    folder, slash, file = member.name.rpartition("/")
+    stem, _, ending = file.partition(".")
+    return f"{folder}{slash}{stem}", ending.lower()
 
 
 def read_shard(location: Location) -> tuple[list[Source], list[str]]:
     """Return the items of a tar shard, and notes on what is left out.
 
-    Consecutive members whose paths are equal up to the first dot of the file's name make one item: an image, `.json` (metadata, an
-    object), `.cls` or `.txt` (the label; with both, the text is metadata). Its id is the shard's name and that path.
+    Consecutive members whose paths are equal up to the first dot of the file's name make one item: an image,
+    `.json` (metadata, an object), `.cls` or `.txt` (the label; with both, the text is metadata). Its id is the
+    shard's name and that path.
 
     Raises:
-        DataError: the archive is damaged, cut off or larger than may be read, holds no image, or has items that cannot be used.
+        DataError: the archive is damaged, cut off or larger than may be read, holds no image, or has items that
+            cannot be used.
     """
     stamp = location.stamp()
     items: list[Source] = []
     problems: list[str] = []
     left_out: Counter[str] = Counter()
-    sample = _Sample("")
-
-    def finish() -> None:
-        if sample.image is None:
-            left_out["without an image"] += len(sample.texts) or bool(sample.metadata)
-            return
-        found = _item(location, stamp, sample)
-        problems.extend(sample.problems) if sample.problems else items.append(found)
-
-    with ExitStack() as stack:
-        stream = _Stream(location)
-        stack.callback(stream.close)
-        for member in _members(location, stream):
-            if member.isdir():
+    with closing(_Stream(location)) as stream:
+        files = _files(location, stream, left_out)
+        for name, members in groupby(files, key=lambda member: _split_name(member)[0]):
+            sample = _Sample()
+            for member in members:
+                if not sample.take(location, stream, member):
+                    left_out["neither an image nor .json, .cls or .txt, or a second image"] += 1
+            if sample.part is None:
+                left_out["without an image"] += bool(sample.texts or sample.metadata)
                 continue
-            if not member.isfile() or member.issparse():
-                left_out["links, devices or files with holes"] += 1
-                continue
-            folder, _, file = member.name.rpartition("/")
-            stem, _, ending = file.partition(".")
-            name = f"{folder}/{stem}" if folder else stem
-            if name != sample.name:
-                finish()
-                sample = _Sample(name)
-            if not _take(location, stream, member, ending.lower(), sample):
-                left_out["neither an image nor .json, .cls or .txt, or a second image"] += 1
+            items.append(sample.item(location, stamp, name))
+            problems += sample.problems
             if len(problems) > _PROBLEMS:
                 break
-        finish()
     if problems:
         raise DataError(listed(location.name, problems))
     if not items:
-        raise DataError(f"{location.name} holds no image.")
+        raise DataError(f"{location} holds no image.")
     notes = [
-        f"{location.name}: {count:,} member{'s are' if count > 1 else ' is'} left out, being {reason}."
+        f"{location}: {count:,} member{'s are' if count > 1 else ' is'} left out, being {reason}."
         for reason, count in left_out.items()
         if count
     ]
     return items, notes
 
 
-def _take(location: Location, stream: _Stream, member: tarfile.TarInfo, ending: str, sample: _Sample) -> bool:
-    """Put a member into its sample; return whether it has a place there."""
-    extension = f".{ending.rpartition('.')[2]}"
-    if extension in EXTENSIONS:
-        if sample.image is not None and ("." in ending or "." not in sample.image[0]):
+@dataclass
+class _Sample:
+    """The members of one name, so far.
+
+    Attributes:
+        part: of the image, as `ShardImages` reads it; None without an image.
+        ending: of the image.
+        texts: content of other members, by ending.
+        metadata: content of `.json`.
+        problems: what is wrong with members, a sentence each.
+    """
+
+    part: str | None = None
+    ending: str = ""
+    texts: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def take(self, location: Location, stream: _Stream, member: tarfile.TarInfo) -> bool:
+        """Take a member at which the stream stands; return whether it has a place here."""
+        ending = _split_name(member)[1]
+        if f".{ending.rpartition('.')[2]}" in EXTENSIONS:
+            if self.part is not None and ("." in ending or "." not in self.ending):
+                return False
+            self.part, self.ending = f"{member.name}@{member.offset_data}+{member.size}", ending
+            return True
+        if ending not in _TEXTS:
             return False
-        sample.image = ending, f"{member.name}@{member.offset_data}+{member.size}"
+        name = _clean(member.name)
+        if member.size > _TEXT_BYTES:
+            self.problems.append(f"{name} has {member.size:,} bytes; {_TEXT_BYTES:,} are read.")
+            return True
+        with _sentences(location):
+            content = stream.content(member.size)
+        try:
+            if ending != "json":
+                self.texts[ending] = content.decode().strip()
+            elif isinstance(metadata := strict_loads(content, finite=False), dict):
+                self.metadata = plain(metadata)
+            else:
+                self.problems.append(f"{name} is no JSON object.")
+        except (ValueError, RecursionError) as fault:
+            self.problems.append(f"{name} is not {'JSON' if ending == 'json' else 'UTF-8 text'}: {fault}.")
         return True
-    if ending not in _TEXTS:
-        return False
-    called = f"{_clean(member.name)}"
-    if member.size > _TEXT:
-        sample.problems.append(f"{called} has {member.size:,} bytes; {_TEXT:,} are read.")
-        return True
-    with _sentences(location):
-        content = stream.content(member.size)
-    try:
-        if ending != "json":
-            sample.texts[ending] = content.decode().strip()
-        elif isinstance(found := strict_loads(content, finite=False), dict):
-            sample.metadata = plain(found)
-        else:
-            sample.problems.append(f"{called} is no JSON object.")
-    except (ValueError, RecursionError) as fault:
-        sample.problems.append(f"{called} is not {'JSON' if ending == 'json' else 'UTF-8 text'}: {fault}.")
-    return True
 
-
-def _item(location: Location, stamp: str, sample: _Sample) -> Source:
-    assert sample.image is not None
-    texts = dict(sample.texts)
-    label = texts.pop("cls", None) or texts.pop("txt", None)
-    metadata = {**sample.metadata, **texts}
-    key = f"{location.stem}/{_clean(sample.name)}"
-    if fault := text_problem(key, label, metadata):
-        sample.problems.append(f"{key[:100]}: {fault}.")
-    return Source(key, label or None, None, metadata, origin=Origin(location, sample.image[1], stamp))
+    def item(self, location: Location, stamp: str, name: str) -> Source:
+        """Return the item that the members make."""
+        texts = dict(self.texts)
+        label = texts.pop("cls", None) or texts.pop("txt", None)
+        metadata = {**self.metadata, **texts}
+        key = f"{location.stem}/{_clean(name)}"
+        if problem := text_problem(key, label, metadata):
+            self.problems.append(f"{key[:100]}: {problem}.")
+        return Source(key, label or None, None, metadata, origin=Origin(location, self.part, stamp))
 
 
 def _clean(name: str) -> str:
@@ -260,11 +263,11 @@ class ShardImages:
         """Return a member's content; see `retrieval.serving.index.sources.Readers`."""
         found = _PART.fullmatch(part)
         if found is None:
-            raise DataError(f"{self._location.name} has no member '{_clean(part[:100])}'.")
+            raise DataError(f"{self._location} has no member '{_clean(part[:100])}'.")
         offset, size = int(found[2]), int(found[3])
         if size > most:
             raise DataError(
-                f"{self._location.name}, {_clean(found[1])}, has {size:,} bytes; the limit is {most:,}. Save it smaller, or raise the limit."
+                f"{self._location}, {_clean(found[1])}, has {size:,} bytes; the limit is {most:,}. Save it smaller, or raise the limit."
             )
         with _sentences(self._location):
             if offset < self._stream.tell():

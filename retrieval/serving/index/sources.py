@@ -8,8 +8,9 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,19 @@ from retrieval.errors import DataError, listed
 from retrieval.host.walk import own_name
 from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.image_files import find_images
-from retrieval.serving.index.locations import Location, is_address, is_shard, is_table, shown
-from retrieval.serving.index.origins import ROW_CHARACTERS, Origin, Source, Sources
+from retrieval.serving.index.encoding import Original
+from retrieval.serving.index.locations import (
+    ROW_CHARACTERS,
+    Location,
+    Origin,
+    Source,
+    Sources,
+    is_shard,
+    is_table,
+    shown,
+)
 from retrieval.serving.index.shards import ShardImages, read_shard
-from retrieval.serving.index.tables import Row, Spooled, Table, TableImages
+from retrieval.serving.index.tables import MAX_WIDTH, Table, TableImages
 from retrieval.serving.threads import ahead
 
 T = TypeVar("T")
@@ -32,14 +42,18 @@ _STAMPS_AT_A_TIME = 16
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     """Return what the given files and folders hold.
 
-    A folder is searched for images; an item's label is the first folder below it, or the given folder's own name for
-    images directly in it. A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key` or `id`,
-    and any others, kept as metadata (see `retrieval.serving.files.csv_table`). A Parquet table has a column `path`, or `image` with
-    the bytes of each (or a struct of `bytes` and `path`), or for features a list `features` or `vector`; optionally `label` and
-    `key` or `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text. A `.tar`, `.tar.gz` or `.tgz` has the
-    layout of WebDataset (see `retrieval.serving.index.shards.read_shard`). An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
-    An address that fsspec opens (`s3://bucket/photos`) stands for a folder, an image, a CSV manifest, a table or a shard, as a path does;
-    a manifest at an address names files below its own folder only.
+    - A folder is searched for images; an item's label is the first folder below it, or the given
+      folder's own name for images directly in it.
+    - A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key` or `id`, and
+      any others, kept as metadata (see `retrieval.serving.files.csv_table`).
+    - A Parquet table has a column `path`, or `image` with the bytes of each (or a struct of `bytes` and
+      `path`), or for features a list `features` or `vector`; optionally `label` and `key` or `id`, and
+      any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text.
+    - A `.tar`, `.tar.gz` or `.tgz` has the layout of WebDataset
+      (see `retrieval.serving.index.shards.read_shard`).
+    - An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
+    - An address that fsspec opens (`s3://bucket/photos`) stands for any of these but `.npz`; a manifest
+      at an address names files below its own folder only.
 
     Args:
         sources: what the user named: paths, and addresses as text.
@@ -52,30 +66,28 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
         raise DataError(
             "There is nothing to index: name image files, folders, a CSV manifest or an .npz of features."
         )
-    places = [_place(source) for source in sources]
+    places = [Location.of(source) for source in sources]
     for place in places:
         _refuse_other_kind(place, kind)
     if kind == "features":
         return _features(places)
-    folders = {place for place in places if _is_folder(place)}
+    folders = {place for place in places if place.is_folder()}
     items: list[Source] = []
     left_out: list[str] = []
     for place in places:
-        name = _name(place)
-        notes: Sequence[str] = ()
+        name = place.file_name
+        notes: list[str] = []
         if place in folders:
-            found, notes = _folder(place, prefix=len(folders) > 1)
+            part, notes = _folder(place, prefix=len(folders) > 1)
         elif name.lower().endswith(".csv"):
-            found = read_csv(place)
+            part = _csv(place)
         elif is_table(name):
-            found, notes = _read_table(_location(place))
+            part, notes = _table(place.absolute())
         elif is_shard(name):
-            found, notes = read_shard(_location(place))
-        elif isinstance(place, Location):
-            found = [Source(place.name, None, None, origin=Origin(place, None, place.stamp()))]
+            part, notes = read_shard(place.absolute())
         else:
-            found = [Source(shown(place), None, place.absolute())]
-        items += found
+            part = [_file(place.name, place, place.stamp())]
+        items += part
         left_out += notes
     once: dict[Path | Origin | None, Source] = {}
     for item in items:
@@ -83,85 +95,60 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     return Sources(list(once.values()), repeated=len(items) - len(once), left_out=tuple(left_out))
 
 
-def _place(source: object) -> Path | Location:
-    if not isinstance(source, str | os.PathLike):
-        raise DataError(
-            f"What is indexed is named by its path: a file or a folder, not an object of type {type(source).__name__}."
-        )
-    if str(source).startswith("file://"):
-        return Path(str(source).removeprefix("file://"))
-    return Location(str(source)) if is_address(source) else Path(source)
-
-
-def _location(place: Path | Location) -> Location:
-    return place if isinstance(place, Location) else Location(os.fspath(place.absolute()))
-
-
-def _name(place: Path | Location) -> str:
-    return place.file_name if isinstance(place, Location) else place.name
-
-
-def _refuse_other_kind(place: Path | Location, kind: str) -> None:
+def _refuse_other_kind(place: Location, kind: str) -> None:
     """Refuse a place where nothing is, or that holds what the bundle does not take.
 
     Raises:
         DataError: saying which.
     """
-    if isinstance(place, Location):
+    if place.remote:
         place.refresh()
-        if kind == "features" and not is_table(place.file_name):
-            raise DataError(f"{place} is no Parquet table; at an address this bundle takes no other.")
-        return
-    if not place.exists():
-        raise DataError(f"{shown(place)} does not exist.")
-    is_npz = place.suffix.lower() == ".npz"
-    if kind == "features" and not is_npz and not is_table(place.name):
-        raise DataError(
-            f"{shown(place)} is no .npz file or Parquet table; this bundle takes features, not images."
-        )
-    if kind != "features" and is_npz:
-        raise DataError(f"{shown(place)} holds features; this bundle takes images.")
+    elif not place.path.exists():
+        raise DataError(f"{place} does not exist.")
+    npz = not place.remote and place.file_name.lower().endswith(".npz")
+    if kind == "features" and not npz and not is_table(place.file_name):
+        wanted = "Parquet table" if place.remote else ".npz file or Parquet table"
+        raise DataError(f"{place} is no {wanted}; this bundle takes features, not images.")
+    if kind != "features" and npz:
+        raise DataError(f"{place} holds features; this bundle takes images.")
 
 
-def _is_folder(place: Path | Location) -> bool:
-    if isinstance(place, Path):
-        return place.is_dir()
-    name = place.file_name
-    if name.lower().endswith(".csv") or is_table(name) or is_shard(name):
-        return False  # known without asking the file system
-    return place.is_folder()
+def _file(
+    key: str,
+    place: Location,
+    stamp: str = "",
+    label: str | None = None,
+    metadata: dict[str, object] | None = None,
+) -> Source:
+    """Return a whole file as an item; at an address with its stamp, where that is known already."""
+    if place.remote:
+        return Source(key, label, None, metadata or {}, origin=Origin(place, None, stamp))
+    return Source(key, label, place.path, metadata or {})
 
 
-def _folder(folder: Path | Location, prefix: bool) -> tuple[list[Source], list[str]]:
+def _folder(folder: Location, prefix: bool) -> tuple[list[Source], list[str]]:
     """Return the images of a folder as items, and notes on other files."""
-    items = []
-    if isinstance(folder, Location):
+    files: list[tuple[str, Path | None, Origin | None]]
+    if folder.remote:
         own = Location(folder.text.rstrip("/")).file_name or "images"
         images, notes = folder.images()
-        for inside, stamp in images:
-            label = inside.partition("/")[0] if "/" in inside else own
-            key = f"{own}/{inside}" if prefix else inside
-            items.append(Source(key, label, None, origin=Origin(folder.below(inside), None, stamp)))
-        return items, notes
-    found, own = find_images(folder), own_name(folder)
-    # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
-    for path in sorted([*found.images, *found.nowhere]):
-        below = path.relative_to(folder)
-        label = below.parts[0] if len(below.parts) > 1 else own
-        key = shown(Path(own) / below if prefix else below)
-        items.append(Source(key, shown(Path(label)), path.absolute()))
-    return items, found.notes(folder)
-
-
-def _named_by(manifest: Path | Location, name: str) -> tuple[Path | None, Origin | None]:
-    """Return the file that a manifest names, relative to itself; at an address its stamp is still to be asked for."""
-    if isinstance(manifest, Path):
-        return (manifest.parent / name).absolute(), None
-    return None, Origin(manifest.beside(name), None, "")
+        files = [(inside, None, Origin(folder.below(inside), None, stamp)) for inside, stamp in images]
+    else:
+        root = Path(folder.text)
+        found, own = find_images(root), shown(own_name(root))
+        notes = found.notes(root)
+        # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
+        paths = sorted([*found.images, *found.nowhere])
+        files = [(shown(path.relative_to(root)), path.absolute(), None) for path in paths]
+    items = []
+    for inside, path, origin in files:
+        label = inside.partition("/")[0] if "/" in inside else own
+        items.append(Source(f"{own}/{inside}" if prefix else inside, label, path, origin=origin))
+    return items, notes
 
 
 def _with_stamps(items: list[Source]) -> list[Source]:
-    """Return items with the stamps of their files, where these are at addresses; several are asked for at a time."""
+    """Return items with the stamps of their files at addresses; several are asked for at a time."""
 
     def stamped(item: Source) -> Source:
         if item.origin is None or item.origin.file_stamp:
@@ -173,114 +160,133 @@ def _with_stamps(items: list[Source]) -> list[Source]:
     return list(ahead(stamped, items, workers=_STAMPS_AT_A_TIME, most=4 * _STAMPS_AT_A_TIME))
 
 
-def read_csv(path: Path | Location) -> list[Source]:
+def _csv(manifest: Location) -> list[Source]:
     """Return the items of a CSV manifest.
 
     Raises:
-        DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its header, all of them named.
+        DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its header,
+            all of them named.
     """
-    raw = (lambda: path.open("rb")) if isinstance(path, Path) else path.open
-    table = CsvTable(str(path), ("path",), raw)
-    table.files(path.parent if isinstance(path, Path) else None)
+    table = CsvTable(manifest.name, ("path",), manifest.open)
+    table.files(None if manifest.remote else manifest.path.parent)
     problems = table.problems
     id = next((name for name in ("key", "id") if name in table.columns), None)
-    items: list[tuple[int, Source]] = []
+    rows: list[tuple[int, dict[str, str]]] = []
     for line, row in table.rows:
         if not row["path"] or "\0" in row["path"]:
             problems.append((line, "'path' is empty or is not a path."))
         elif sum(map(len, row.values())) > ROW_CHARACTERS:
             problems.append((line, f"has more than {ROW_CHARACTERS:,} characters."))
         else:
-            items.append((line, _csv_item(path, row, id)))
+            rows.append((line, row))
+    places = [manifest.beside(row["path"]) for _, row in rows]
     if problems:
         # a missing file alone is an image that cannot be used, and may be skipped
         problems += [
-            (line, f"{item.path} does not exist.")
-            for line, item in items
-            if item.path and not item.path.exists()
+            (line, f"{place} does not exist.")
+            for (line, _), place in zip(rows, places, strict=True)
+            if not place.remote and not place.path.exists()
         ]
-        raise DataError(listed(f"{path}", [f"line {line}: {problem}" for line, problem in sorted(problems)]))
-    if not items:
-        raise DataError(f"{path} lists no item.")
-    further = typed([item.metadata for _, item in items])
+        lines = [f"line {line}: {problem}" for line, problem in sorted(problems)]
+        raise DataError(listed(manifest.name, lines))
+    if not rows:
+        raise DataError(f"{manifest} lists no item.")
+    known = {"path", "label", id}
+    further = typed([{name: row[name] for name in row if name not in known} for _, row in rows])
     return _with_stamps(
-        [replace(item, metadata=metadata) for (_, item), metadata in zip(items, further, strict=True)]
+        [
+            _file(
+                (row[id] if id else "") or row["path"],
+                place,
+                label=None if is_missing_text(row.get("label", "")) else row["label"],
+                metadata=metadata,
+            )
+            for (_, row), place, metadata in zip(rows, places, further, strict=True)
+        ]
     )
 
 
-def _csv_item(path: Path | Location, row: dict[str, str], id: str | None) -> Source:
-    name, label = row["path"], row.get("label", "")
-    metadata = {column: value for column, value in row.items() if column not in ("path", "label", id)}
-    local, origin = _named_by(path, name)
-    key = (row[id] if id else "") or name
-    return Source(key, None if is_missing_text(label) else label, local, metadata, origin=origin)
-
-
-def _read_table(location: Location) -> tuple[list[Source], Sequence[str]]:
+def _table(location: Location) -> tuple[list[Source], list[str]]:
     """Return the items of a Parquet table of images, and notes on columns that are left out."""
     stamp = location.stamp()
-    manifest = location if location.remote else Path(location.text)
-
-    def source(row: Row) -> Source:
-        if row.path is None:
-            origin: Origin | None = Origin(location, str(row.number), stamp)
-            return Source(row.key, row.label, None, row.metadata, origin=origin)
-        local, origin = _named_by(manifest, row.path)
-        return Source(row.key, row.label, local, row.metadata, origin=origin)
-
+    items: list[Source] = []
     with Table(location, "image") as table:
-        items = [source(row) for row in table.rows()]
+        for row in table.rows():
+            if row.path is not None:
+                items.append(_file(row.key, location.beside(row.path), "", row.label, row.metadata))
+                continue
+            origin = Origin(location, str(row.number), stamp)
+            items.append(Source(row.key, row.label, None, row.metadata, origin=origin))
     if not items:
-        raise DataError(f"{location.name} lists no item.")
+        raise DataError(f"{location} lists no item.")
     return _with_stamps(items), table.left_out
 
 
-def _features(places: list[Path | Location]) -> Sources:
-    """Return the vectors of Parquet tables and `.npz` files, kept in a file until they are encoded."""
+class _Spool:
+    """Features (N, F) of any number of files, on the disk until they are encoded.
+
+    Args:
+        file: an empty file, open for reading and writing.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.width, self.count = file, 0, 0
+
+    def add(self, place: Location, features: NDArray[np.float32]) -> None:
+        """Append features (n, F).
+
+        Raises:
+            DataError: they have another width than those before.
+        """
+        width = features.shape[1]
+        if not 0 < width <= MAX_WIDTH:
+            raise DataError(f"{place}: a vector of {width:,} numbers; 1 to {MAX_WIDTH:,} are read.")
+        if self.width not in (0, width):
+            raise DataError(
+                f"{place} holds vectors of {width:,} numbers, others of {self.width:,}: one index takes one width."
+            )
+        self.width = width
+        self._file.write(np.ascontiguousarray(features, "<f4").tobytes())
+        self.count += len(features)
+
+    def array(self) -> NDArray[np.float32]:
+        """Return all features, read from the file as they are needed."""
+        self._file.flush()
+        return np.memmap(self._file, "<f4", "r", shape=(self.count, self.width))
+
+
+def _features(places: list[Location]) -> Sources:
+    """Return the items of Parquet tables and `.npz` files of features."""
     items: list[Source] = []
     left_out: list[str] = []
+    unique = dict.fromkeys(place.absolute() for place in places)
     with tempfile.TemporaryFile() as file:
-        spooled = Spooled(file)
-        for place in dict.fromkeys(places):
-            if isinstance(place, Location) or is_table(place.name):
-                found, notes = _table_of_features(_location(place), spooled)
-                left_out += notes
-            else:
-                found = _npz(place, spooled)
-            items += found
+        spool = _Spool(file)
+        for place in unique:
+            if not is_table(place.file_name):
+                items += _npz(place, spool)
+                continue
+            start, stamp = spool.count, place.stamp()
+            with Table(place, "features") as table:
+                for row in table.rows(partial(spool.add, place)):
+                    origin = Origin(place, str(row.number), stamp)
+                    items.append(Source(row.key, row.label, None, row.metadata, start + row.number, origin))
+            left_out += table.left_out
         if not items:
-            raise DataError(f"{_location(places[0])} lists no item.")
-        return Sources(items, spooled.array(), len(places) - len(set(places)), tuple(left_out))
+            raise DataError(f"{places[0]} lists no item.")
+        return Sources(items, spool.array(), len(places) - len(unique), tuple(left_out))
 
 
-def _table_of_features(location: Location, spooled: Spooled) -> tuple[list[Source], Sequence[str]]:
-    """Return the items of a Parquet table of features, and notes on columns that are left out."""
-    stamp, start = location.stamp(), spooled.count
-    with Table(location, "features") as table:
-        items = [
-            Source(
-                row.key,
-                row.label,
-                None,
-                row.metadata,
-                start + row.number,
-                Origin(location, str(row.number), stamp),
-            )
-            for row in table.rows(spooled)
-        ]
-    return items, table.left_out
-
-
-def _npz(path: Path, spooled: Spooled) -> list[Source]:
+def _npz(place: Location, spool: _Spool) -> list[Source]:
     """Return the items of an `.npz` file of features."""
+    path, start = place.path, spool.count
     features, labels, keys = read_features(path)
-    start, whole = spooled.count, path.absolute()
-    spooled.add(Location(os.fspath(path)), features)
+    spool.add(place, features)
     return [
         Source(
             keys[row] if keys else f"{path.stem}/{row}",
             None if not labels or is_missing_text(labels[row]) else labels[row],
-            whole,
+            path,
             row=start + row,
         )
         for row in range(len(features))
@@ -364,7 +370,7 @@ def _container(location: Location) -> TableImages | ShardImages:
 def contents(
     items: Iterable[tuple[T, Origin | None]], most: int
 ) -> Iterator[tuple[T, bytes | DataError | None]]:
-    """Give items with their originals, or why there is none; None for what is a file of its own, which others read.
+    """Yield items with their originals, or why there is none; None for what is a file of its own, which others read.
 
     Args:
         items: each with its origin; those of one file one after another.
@@ -379,3 +385,28 @@ def contents(
                 except DataError as fault:
                     content = fault
             yield item, content
+
+
+def originals(
+    items: Iterable[Source], features: NDArray[np.float32] | None, most: int
+) -> Iterator[tuple[Source, str, Original]]:
+    """Yield items with their names and originals, as `retrieval.serving.index.encoding.embed` takes them.
+
+    Args:
+        items: in the order of the files that hold them, which is the fastest.
+        features: (N, F), of which `Source.row` counts the rows; None for images.
+        most: bytes of one original.
+    """
+    if features is not None:
+        for item in items:
+            row = features[item.row]
+            if np.isfinite(row).all():
+                yield item, item.key, row
+                continue
+            fault = f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
+            yield item, item.key, DataError(fault)
+        return
+    for item, content in contents(((item, item.origin) for item in items), most):
+        original = content if content is not None else item.path or item.origin
+        assert original is not None  # an item has a path or an origin
+        yield item, item.name, original

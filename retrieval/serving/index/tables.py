@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from itertools import islice
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, MissingDependency, did_you_mean, listed
-from retrieval.serving.index.locations import Location
-from retrieval.serving.index.origins import ROW_CHARACTERS, label_text, plain, text_problem
+from retrieval.serving.index.locations import ROW_CHARACTERS, Location, label_text, plain, text_problem
 
+MAX_WIDTH = 1_000_000
+"""Numbers of a vector."""
 _GROUP_BYTES = 1 << 30
 _GROUP_VALUES = 1 << 28
-_WIDTH = 1_000_000
-_ROWS = 512
-_IMAGES = 4
-"""Images that are in memory together."""
+_ROWS_AT_A_TIME = 512
+_IMAGES_AT_A_TIME = 4
 _PROBLEMS = 1000
 _VECTORS = ("features", "vector")
 
@@ -74,14 +74,43 @@ def pyarrow() -> Any:
 
 @contextmanager
 def sentences(location: Location) -> Iterator[None]:
-    """Turn what pyarrow says of a table into a sentence."""
+    """Turn what pyarrow raises about a table into a sentence."""
     try:
         yield
     except (pyarrow().ArrowException, OSError, ValueError, OverflowError, MemoryError) as fault:
-        said = " ".join(str(fault).split())[:300].rstrip(".")
+        reason = " ".join(str(fault).split())[:300].rstrip(".")
         raise DataError(
-            f"{location.name} is damaged, or not a Parquet table that can be read: {said}."
+            f"{location} is damaged, or not a Parquet table that can be read: {reason}."
         ) from None
+
+
+def numbers_of(location: Location, column: Any, first: int, width: int | None = None) -> NDArray[np.float32]:
+    """Return a column of lists of numbers as an array (n, width).
+
+    Args:
+        location: of the table.
+        column: the lists.
+        first: number of the column's first row, for sentences.
+        width: that each list must have; None takes the first list's.
+
+    Raises:
+        DataError: a row has no list, or one of another length.
+    """
+    with sentences(location):
+        valid = np.asarray(column.is_valid().to_numpy(zero_copy_only=False), bool)
+        if not valid.all():
+            raise DataError(f"{location}: row {first + int(np.argmin(valid))} has no vector.")
+        lengths = np.asarray(pyarrow().compute.list_value_length(column).to_numpy(zero_copy_only=False))
+        width = width or (int(lengths[0]) if len(lengths) else 0)
+        if (lengths != width).any():
+            at = int(np.argmax(lengths != width))
+            raise DataError(
+                f"{location}: row {first + at} has a vector of {int(lengths[at]):,} numbers instead of {width:,}: "
+                "one index takes one width."
+            )
+        with np.errstate(over="ignore"):
+            values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+    return np.asarray(values).reshape(len(lengths), width)
 
 
 class Table:
@@ -105,118 +134,109 @@ class Table:
     def __init__(self, location: Location, kind: str) -> None:
         self.location = location
         arrow = pyarrow()
-        with ExitStack() as stack:
-            self._raw = stack.enter_context(location.open())
+        self._raw = location.open()
+        try:
             with sentences(location):
                 plain = arrow.parquet.ParquetFile(self._raw)
                 self.schema = plain.schema_arrow
                 texts = [
-                    one.name
-                    for one in self.schema
-                    if arrow.types.is_string(one.type) or arrow.types.is_large_string(one.type)
+                    field.name
+                    for field in self.schema
+                    if arrow.types.is_string(field.type) or arrow.types.is_large_string(field.type)
                 ]
                 # a text that many rows share stays one text in memory
                 self._file = arrow.parquet.ParquetFile(
                     self._raw, metadata=plain.metadata, read_dictionary=texts
                 )
             self._choose(kind)
-            self._closing = stack.pop_all()
+        except BaseException:
+            self._raw.close()
+            raise
 
     def close(self) -> None:
         """Close the file."""
-        self._closing.close()
+        self._raw.close()
 
-    def __enter__(self) -> Table:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *fault: object) -> None:
         self.close()
 
     def _choose(self, kind: str) -> None:
-        types = pyarrow().types
+        """Find out what each column is for."""
         names: list[str] = self.schema.names
-        if len(set(names)) != len(names):
-            raise DataError(f"{self.location.name} has two columns of the same name.")
-        self.vector = next((one for one in _VECTORS if one in names), None) if kind == "features" else None
-        self.content = self.path = None
-        used = {self.vector}
+        types = dict(zip(names, self.schema.types, strict=True))
+        if len(types) != len(names):
+            raise DataError(f"{self.location} has two columns of the same name.")
+        self.vector = self.content = self.path = None
         if kind == "features":
+            self.vector = next((name for name in _VECTORS if name in types), None)
             if self.vector is None:
                 raise self._lacks("'features' (a list of numbers); this bundle takes features", "features")
-            if not _is_list(self.schema.field(self.vector).type):
+            if not _is_list(types[self.vector]):
                 raise DataError(
-                    f"{self.location.name}: '{self.vector}' must be a list of numbers, not {self.schema.field(self.vector).type}."
+                    f"{self.location}: '{self.vector}' must be a list of numbers, not {types[self.vector]}."
                 )
-        elif "image" in names and _is_binary(types, self.schema.field("image").type):
+        elif "image" in types and _is_binary(types["image"]):
             self.content = "image"
-        elif "image" in names and self._is_pair(types, self.schema.field("image").type):
-            self.content, self.path = "image.bytes", "image.path"
-            if self._all_null("image.bytes"):
-                self.content = None  # images that are files beside the table
-        elif "path" in names:
+        elif "image" in types and _is_image_struct(types["image"]):
+            self.path = "image.path"
+            if not self._all_null("image.bytes"):  # else the images are files beside the table
+                self.content = "image.bytes"
+        elif "path" in types:
             self.path = "path"
         else:
             raise self._lacks("'path', or 'image' (bytes, or a struct of bytes and path)", "path")
-        used |= {"image"} if self.content or self.path == "image.path" else {self.path}
-        self.key = next((one for one in ("key", "id") if one in names and one not in used), None)
-        self.label = "label" if "label" in names else None
-        others = [one for one in self.schema if one.name not in {*used, self.key, self.label}]
-        kept = [one for one in others if not _holds_binary(types, one.type)]
-        self.metadata: list[str] = [one.name for one in kept]
-        self.left_out = tuple(
-            f"{self.location.name}: the column '{one.name}' is left out, being {one.type}, which is no JSON."
-            for one in others
-            if one not in kept
-        )
+        used = {self.vector or (self.content or self.path or "").partition(".")[0]}
+        self.key = next((name for name in ("key", "id") if name in types and name not in used), None)
+        self.label = "label" if "label" in types else None
+        others = [name for name in names if name not in {*used, self.key, self.label}]
+        self.metadata = [name for name in others if not _holds_binary(types[name])]
+        self.left_out = [
+            f"{self.location}: the column '{name}' is left out, being {types[name]}, which is no JSON."
+            for name in others
+            if name not in self.metadata
+        ]
 
     def _lacks(self, wanted: str, name: str) -> DataError:
         names = self.schema.names
         has = ", ".join(names[:20]) or "none"
         return DataError(
-            f"{self.location.name} needs a column {wanted} (it has: {has}).{did_you_mean(name, names)}"
-        )
-
-    @staticmethod
-    def _is_pair(types: Any, kind: Any) -> bool:
-        if not types.is_struct(kind):
-            return False
-        parts = {kind.field(at).name: kind.field(at).type for at in range(kind.num_fields)}
-        return (
-            {"bytes", "path"} <= set(parts)
-            and _is_binary(types, parts["bytes"])
-            and types.is_string(parts["path"])
+            f"{self.location} needs a column {wanted} (it has: {has}).{did_you_mean(name, names)}"
         )
 
     def _all_null(self, column: str) -> bool:
         """Whether the table says of itself that a column holds nothing."""
-        said = self._file.metadata
-        for group in range(said.num_row_groups):
-            for one in self._columns(group, [column]):
-                found = one.statistics
-                if found is None or not found.has_null_count or found.null_count != one.num_values:
-                    return False
-        return True
+        statistics = [
+            (chunk.num_values, chunk.statistics)
+            for group in range(self._file.metadata.num_row_groups)
+            for chunk in self._chunks(group, [column])
+        ]
+        return all(
+            known and known.has_null_count and known.null_count == count for count, known in statistics
+        )
 
-    def _columns(self, group: int, columns: Sequence[str]) -> Iterator[Any]:
-        said = self._file.metadata.row_group(group)
-        for at in range(said.num_columns):
-            one = said.column(at)
-            if any(
-                one.path_in_schema == name or one.path_in_schema.startswith(f"{name}.") for name in columns
-            ):
-                yield one
+    def _chunks(self, group: int, columns: Sequence[str]) -> Iterator[Any]:
+        """Yield what the table says of the stored columns of a row group."""
+        row_group = self._file.metadata.row_group(group)
+        for number in range(row_group.num_columns):
+            chunk = row_group.column(number)
+            if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
+                yield chunk
 
-    def batches(self, columns: Sequence[str], rows: int, group: int, *, check: bool = True) -> Iterator[Any]:
-        """Give a row group's columns, a few rows at a time.
+    def batches(self, columns: Sequence[str], rows: int, group: int) -> Iterator[Any]:
+        """Yield a row group's columns, a few rows at a time.
 
         Raises:
             DataError: it is damaged, or larger than may be read.
         """
-        for one in self._columns(group, columns) if check else ():
-            if one.total_uncompressed_size > _GROUP_BYTES or one.num_values > _GROUP_VALUES:
+        for chunk in self._chunks(group, columns):
+            if chunk.total_uncompressed_size > _GROUP_BYTES or chunk.num_values > _GROUP_VALUES:
                 raise DataError(
-                    f"{self.location.name}: row group {group} has {one.total_uncompressed_size:,} bytes and {one.num_values:,} values in "
-                    f"'{one.path_in_schema}'; {_GROUP_BYTES:,} and {_GROUP_VALUES:,} are read. Write it with smaller row groups."
+                    f"{self.location}: row group {group} has {chunk.total_uncompressed_size:,} bytes and "
+                    f"{chunk.num_values:,} values in '{chunk.path_in_schema}'; {_GROUP_BYTES:,} and "
+                    f"{_GROUP_VALUES:,} are read. Write it with smaller row groups."
                 )
         with sentences(self.location):
             yield from self._file.iter_batches(
@@ -225,41 +245,39 @@ class Table:
 
     def starts(self) -> list[int]:
         """Return the first row of each row group, and the number of rows."""
-        said = self._file.metadata
-        found = [0]
-        for group in range(said.num_row_groups):
-            found.append(found[-1] + said.row_group(group).num_rows)
-        return found
+        metadata = self._file.metadata
+        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        return [0, *np.cumsum(counts, dtype=np.int64).tolist()]
 
-    def rows(self, vectors: Spooled | None = None) -> Iterator[Row]:
-        """Give all rows.
+    def rows(self, take: Callable[[NDArray[np.float32]], object] | None = None) -> Iterator[Row]:
+        """Yield all rows.
 
         Args:
-            vectors: takes the features, of a table that has them.
+            take: called with the features (n, F) of the next n rows, of a table that has them.
 
         Raises:
             DataError: rows that cannot be used; the first thousand are looked for.
         """
-        wanted = [one for one in (self.key, self.label, self.path, *self.metadata, self.vector) if one]
+        names = [name for name in (self.key, self.label, self.path, *self.metadata) if name]
+        wanted = [*names, *([self.vector] if self.vector else [])]
+        starts = self.starts()
         problems: list[str] = []
-        count = 0
-        for group, start in enumerate(self.starts()[:-1]):
-            if not wanted:  # nothing but images: their number is all there is to know
-                for number in range(start, self.starts()[group + 1]):
-                    yield Row(number, self._default(number), None, None, {})
-                continue
-            for batch in self.batches(wanted, _ROWS, group):
+        if not wanted:  # nothing but images: their number is all there is to know
+            yield from (Row(number, self._default(number), None, None, {}) for number in range(starts[-1]))
+        for group, first in enumerate(starts[:-1] if wanted else ()):
+            for batch in self.batches(wanted, _ROWS_AT_A_TIME, group):
                 with sentences(self.location):
-                    columns = {name: self._values(batch, name) for name in wanted if name != self.vector}
-                if vectors is not None and self.vector:
-                    vectors.take(self.location, count, batch.column(self.vector))
-                for at in range(batch.num_rows):
-                    row = self._row(count + at, {name: values[at] for name, values in columns.items()})
-                    if isinstance(row, str):
-                        problems.append(f"row {count + at}: {row}.")
-                    else:
+                    columns = [self._values(batch, name) for name in names]
+                if take is not None and self.vector:
+                    take(numbers_of(self.location, batch.column(self.vector), first))
+                for number in range(batch.num_rows):
+                    values = {name: column[number] for name, column in zip(names, columns, strict=True)}
+                    row = self._row(first + number, values)
+                    if isinstance(row, Row):
                         yield row
-                count += batch.num_rows
+                    else:
+                        problems.append(f"row {first + number}: {row}.")
+                first += batch.num_rows
                 if len(problems) > _PROBLEMS:
                     break
         if problems:
@@ -270,40 +288,38 @@ class Table:
 
     def _values(self, batch: Any, name: str) -> list[Any]:
         """Return a column of a batch as Python's own values."""
+        arrow = pyarrow()
         column = batch.column(batch.schema.names.index(name.partition(".")[0]))
         if name == "image.path":
-            return [None if one is None else one["path"] for one in column.to_pylist()]
-        arrow = pyarrow()
+            return [None if image is None else image["path"] for image in column.to_pylist()]
         if arrow.types.is_dictionary(column.type):
-            texts = column.dictionary
-            longest = arrow.compute.max(arrow.compute.binary_length(texts)).as_py() if len(texts) else 0
+            longest = arrow.compute.max(arrow.compute.binary_length(column.dictionary)).as_py()
             if (longest or 0) > 4 * ROW_CHARACTERS:
                 raise DataError(
-                    f"{self.location.name}: a text in '{name}' has more than {ROW_CHARACTERS:,} characters."
+                    f"{self.location}: a text in '{name}' has more than {ROW_CHARACTERS:,} characters."
                 )
-        wanted = _portable(arrow, column.type)
-        values: list[Any] = (column if wanted == column.type else column.cast(wanted, safe=False)).to_pylist()
+        portable = _portable(column.type)
+        values: list[Any] = (
+            column if portable == column.type else column.cast(portable, safe=False)
+        ).to_pylist()
         return values
 
     def _row(self, number: int, values: dict[str, Any]) -> Row | str:
         """Return a row, or what is wrong with it as the end of a sentence."""
-        given = values.get(self.key) if self.key else self._default(number)
-        if isinstance(given, bool) or not isinstance(given, str | int):
-            return f"'{self.key}' is {'empty' if given is None else 'neither text nor a whole number'}"
+        path = values.get(self.path) if self.path else None
+        key = values.get(self.key) if self.key else path or self._default(number)
         label = values.get(self.label) if self.label else None
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            return f"'{self.key}' is {'empty' if key is None else 'neither text nor a whole number'}"
         if not isinstance(label, str | int | float | None):
             return "'label' is neither text nor a number"
-        path = values.get(self.path) if self.path else None
-        if self.content is None and self.vector is None and (not path or "\0" in path):
+        is_file = self.content is None and self.vector is None
+        if is_file and (not isinstance(path, str) or not path or "\0" in path):
             return f"'{self.path}' is empty or is not a path"
+        label = label_text(label)
         metadata = {name: plain(values[name]) for name in self.metadata}
-        if fault := text_problem(str(given), label := label_text(label), metadata):
-            return fault
-        shown = None if self.content or self.vector else str(path)
-        key = str(given)
-        if self.key is None and self.path and path:
-            key = path
-        return Row(number, key, label, shown, metadata)
+        problem = text_problem(str(key), label, metadata)
+        return problem or Row(number, str(key), label, str(path) if is_file else None, metadata)
 
 
 class TableImages:
@@ -317,147 +333,89 @@ class TableImages:
         self._location = location
         self._table = Table(location, "image")
         self._starts = self._table.starts()
-        self._group = -1
-        self._batches: Iterator[Any] = iter(())
-        self._first = 0
-        self._batch: Any = None
+        self._next = self._starts[-1]
+        self._images: Iterator[Any] = iter(())
 
     def read(self, part: str, most: int) -> bytes:
         """Return the image of a row; see `retrieval.serving.index.sources.Readers`."""
         if not part.isascii() or not part.isdigit() or not int(part) < self._starts[-1]:
-            raise DataError(f"{self._location.name} has no row '{part[:40]}'.")
+            raise DataError(f"{self._location} has no row '{part[:40]}'.")
         row = int(part)
-        name = f"{self._location.name}, row {row},"
-        self._go_to(row)
-        column = self._batch.column(0)
+        group = bisect.bisect_right(self._starts, row) - 1
+        if not self._starts[group] <= self._next <= row:
+            self._next, self._images = self._starts[group], self._from_group(group)
         with sentences(self._location):
-            if self._table.content == "image.bytes":
-                column = column.field("bytes") if column[row - self._first].is_valid else column
-            value = column[row - self._first]
-            if not value.is_valid:
+            # a generator that has raised is at its end: a row after a damaged one is damaged, too
+            image = next(islice(self._images, row - self._next, None), None)
+            self._next = row + 1
+            if image is None:
+                raise DataError(f"{self._location} is damaged: it ends before row {row}.")
+            name = f"{self._location}, row {row},"
+            if not image.is_valid:
                 raise DataError(f"{name} holds no image.")
-            content = value.as_buffer()
+            content = image.as_buffer()
             if content.size > most:
                 raise DataError(
                     f"{name} has {content.size:,} bytes; the limit is {most:,}. Save it smaller, or raise the limit."
                 )
             return bytes(content)
 
-    def _go_to(self, row: int) -> None:
-        """Have the batch that holds a row."""
-        group = bisect.bisect_right(self._starts, row) - 1
-        if group != self._group or row < self._first:
-            assert self._table.content is not None
-            self._group, self._batch = group, None
-            self._first = self._starts[group]
-            self._batches = self._table.batches([self._table.content], _IMAGES, group)
-        while self._batch is None or row >= self._first + self._batch.num_rows:
-            self._first += 0 if self._batch is None else self._batch.num_rows
-            self._batch = next(self._batches, None)
-            if self._batch is None:
-                self._group = -1
-                raise DataError(f"{self._location.name} is damaged: it ends before row {row}.")
+    def _from_group(self, first: int) -> Iterator[Any]:
+        """Yield the images of a row group, and of those behind it, as pyarrow's scalars; a few are in memory at a time."""
+        content = self._table.content
+        assert content is not None
+        for group in range(first, len(self._starts) - 1):
+            for batch in self._table.batches([content], _IMAGES_AT_A_TIME, group):
+                for value in batch.column(0):
+                    yield value["bytes"] if content == "image.bytes" and value.is_valid else value
 
     def close(self) -> None:
         """Close the table."""
-        self._batch, self._batches = None, iter(())
+        self._images = iter(())
         self._table.close()
-
-
-class Spooled:
-    """Vectors (N, F) of any number of tables, in a file until they are encoded.
-
-    Args:
-        file: an empty one, open for reading and writing.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._first: Location | None = None
-        self._width = 0
-        self.count = 0
-
-    def take(self, location: Location, row: int, column: Any) -> None:
-        """Take a column of lists of numbers, the first of which is of a row.
-
-        Raises:
-            DataError: a row has no list, or one of another length than all before.
-        """
-        count = len(column)
-        with sentences(location):
-            if column.null_count:
-                empty = next(at for at in range(count) if not column[at].is_valid)
-                raise DataError(f"{location.name}: row {row + empty} has no vector.")
-            values = column.flatten()
-            lengths = list_lengths(column)
-        if not count:
-            return
-        if not self._width:
-            self._first, self._width = location, int(lengths[0])
-            if not 0 < self._width <= _WIDTH:
-                raise DataError(
-                    f"{location.name}: a vector of {self._width:,} numbers; 1 to {_WIDTH:,} are read."
-                )
-        if (lengths != self._width).any():
-            at = int(np.argmax(lengths != self._width))
-            first = "" if location == self._first or self._first is None else f" of {self._first.name}"
-            raise DataError(
-                f"{location.name}: row {row + at} has a vector of {int(lengths[at]):,} numbers, the first{first} has {self._width:,}: "
-                "one index takes one width."
-            )
-        with np.errstate(over="ignore"):
-            self._file.write(values.to_numpy(zero_copy_only=False).astype("<f4").tobytes())
-        self.count += count
-
-    def add(self, location: Location, vectors: NDArray[np.float32]) -> None:
-        """Take the vectors (N, F) of a file that is no table; see `take`."""
-        if self._width and vectors.shape[1] != self._width:
-            raise DataError(
-                f"{location.name} holds vectors of {vectors.shape[1]} numbers, others of {self._width}: one index takes one width."
-            )
-        self._first, self._width = self._first or location, vectors.shape[1]
-        self._file.write(np.ascontiguousarray(vectors, "<f4").tobytes())
-        self.count += len(vectors)
-
-    def array(self) -> NDArray[np.float32]:
-        """Return all vectors, read from the file as they are needed."""
-        self._file.flush()
-        return np.memmap(self._file, "<f4", "r", shape=(self.count, self._width))
-
-
-def list_lengths(column: Any) -> NDArray[np.int64]:
-    """Return how many numbers each list of a column has."""
-    lengths = pyarrow().compute.list_value_length(column)
-    return np.asarray(lengths.to_numpy(zero_copy_only=False), np.int64)
 
 
 def _is_list(kind: Any) -> bool:
     types = pyarrow().types
     if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
         return False
-    inner = kind.value_type
-    return bool(types.is_floating(inner) or types.is_integer(inner))
+    return bool(types.is_floating(kind.value_type) or types.is_integer(kind.value_type))
 
 
-def _is_binary(types: Any, kind: Any) -> bool:
+def _is_binary(kind: Any) -> bool:
+    types = pyarrow().types
     return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
-def _holds_binary(types: Any, kind: Any) -> bool:
+def _is_image_struct(kind: Any) -> bool:
+    """Whether a type is a struct of `bytes` and `path`, as Hugging Face's `datasets` writes images."""
+    types = pyarrow().types
+    if not types.is_struct(kind):
+        return False
+    parts = {field.name: field.type for field in kind}
+    return (
+        {"bytes", "path"} <= parts.keys()
+        and _is_binary(parts["bytes"])
+        and bool(types.is_string(parts["path"]))
+    )
+
+
+def _holds_binary(kind: Any) -> bool:
     """Whether a column has bytes in it, or a type of someone's own."""
+    types = pyarrow().types
     if types.is_struct(kind):
-        return any(_holds_binary(types, kind.field(at).type) for at in range(kind.num_fields))
+        return any(_holds_binary(field.type) for field in kind)
     if types.is_map(kind):
-        return _holds_binary(types, kind.key_type) or _holds_binary(types, kind.item_type)
+        return _holds_binary(kind.key_type) or _holds_binary(kind.item_type)
     if hasattr(kind, "value_type"):  # lists and dictionaries
-        return _holds_binary(types, kind.value_type)
+        return _holds_binary(kind.value_type)
     own = isinstance(kind, pyarrow().BaseExtensionType)
-    return own or _is_binary(types, kind) or types.is_fixed_size_binary(kind)
+    return own or _is_binary(kind) or types.is_fixed_size_binary(kind)
 
 
-def _portable(arrow: Any, kind: Any) -> Any:
+def _portable(kind: Any) -> Any:
     """Return the type whose values Python has: times in microseconds, and in UTC where they have a zone."""
-    types = arrow.types
+    arrow, types = pyarrow(), pyarrow().types
     if types.is_timestamp(kind):
         return arrow.timestamp("us", "UTC" if kind.tz else None)
     if types.is_duration(kind):
@@ -465,11 +423,10 @@ def _portable(arrow: Any, kind: Any) -> Any:
     if types.is_time64(kind):
         return arrow.time64("us")
     if types.is_struct(kind):
-        return arrow.struct([one.with_type(_portable(arrow, one.type)) for one in kind])
+        return arrow.struct([field.with_type(_portable(field.type)) for field in kind])
     if types.is_fixed_size_list(kind):
-        return arrow.list_(_portable(arrow, kind.value_type), kind.list_size)
-    if types.is_large_list(kind):
-        return arrow.large_list(kind.value_field.with_type(_portable(arrow, kind.value_type)))
-    if types.is_list(kind):
-        return arrow.list_(kind.value_field.with_type(_portable(arrow, kind.value_type)))
+        return arrow.list_(_portable(kind.value_type), kind.list_size)
+    if types.is_large_list(kind) or types.is_list(kind):
+        made = arrow.large_list if types.is_large_list(kind) else arrow.list_
+        return made(kind.value_field.with_type(_portable(kind.value_type)))
     return kind
