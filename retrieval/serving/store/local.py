@@ -129,7 +129,8 @@ class LocalStore(Store):
         if not items and generation.bundle == bundle:
             return 0
         with self.record.writing() as (connection, seq):
-            if generation.bundle != bundle or served(connection).number != generation.number:
+            sql = "select g from generations where state = 'served'"
+            if generation.bundle != bundle or value(connection, sql) != generation.number:
                 raise Superseded(
                     f"The index {self.folder} is served with another bundle by now. Embed the items again."
                 )

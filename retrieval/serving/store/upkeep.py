@@ -54,7 +54,7 @@ _Made = TypeVar("_Made")
 _DEAD = 4  # a generation is compacted when more than one in so many of its rows is dead
 _LEAST_DEAD = 1000
 _ROWS = 16_384  # rows that are copied at a time
-_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds before what failed is tried again
+_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds between two looks; more and more after failures
 _WAIT = 600.0  # seconds that a command waits for another process's work
 _RENEW = 30.0  # seconds
 
@@ -101,30 +101,29 @@ class Upkeep:
                     self._thread.start()
 
     def _run(self) -> None:
-        faults = 0
+        pause = _PAUSE
         while True:
             with self._wake:
-                pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults) if faults else None
-                self._wake.wait_for(lambda: self._asked or self._stop, pause)
-                if self._stop:
-                    return
+                self._wake.wait_for(lambda: self._asked or self._stop)
                 self._asked = False
             try:
                 while not self._stop and self.step():
-                    faults = 0
+                    pass
+                pause = _PAUSE
             except (RetrievalError, OSError, apsw.Error) as fault:
                 if self._stop:
                     return
-                faults += 1
+                self._asked = True
+                pause = min(_LONGEST_PAUSE, 2 * pause)
                 log.warning(
                     "The index %s cannot be tended: %s It is tried again in %g seconds.",
                     self.record.folder,
                     fault,
-                    min(_LONGEST_PAUSE, _PAUSE * 2**faults),
+                    pause,
                 )
-                with self._wake:
-                    self._asked = False
-                    self._wake.wait_for(lambda: self._stop, min(_LONGEST_PAUSE, _PAUSE * 2**faults))
+            with self._wake:  # many small writes in a row share one look
+                if self._wake.wait_for(lambda: self._stop, pause):
+                    return
 
     @_told
     def step(self) -> bool:
