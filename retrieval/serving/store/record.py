@@ -309,16 +309,11 @@ class Record:
         if self.read_only:
             raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
         with self.turn:
-            with self.faults("written"), self.connection() as connection:
-                connection.execute("begin immediate")
-                try:
-                    seq = int(value(connection, "select value from state where key = 'seq'")) + 1
-                    connection.execute("update state set value = ? where key = 'seq'", (seq,))
-                    yield connection, seq
-                    connection.execute("commit")
-                finally:
-                    if connection.in_transaction:
-                        connection.execute("rollback")
+            with self.locked() as connection:
+                seq = int(value(connection, "select value from state where key = 'seq'")) + 1
+                connection.execute("update state set value = ? where key = 'seq'", (seq,))
+                yield connection, seq
+                connection.execute("commit")
             self._acknowledge(seq)
 
     @contextmanager

@@ -247,47 +247,30 @@ class Upkeep:
                 )
             sync(self.record.folder / ARRAYS)
         structure = self._built(known, stem, len(rows), renewing)
-        with self.record.writing() as (connection, _), self.record.faults("written"):
-            ((old, now),) = ask(
-                connection, "select stem, rows from generations where g = ?", (known.number,)
-            ) or [(None, 0)]
-            if old != view.stem or not is_mine(connection, stem):
+        g = known.number
+        with self.record.writing() as (connection, now), self.record.faults("written"):
+            current = value(connection, "select stem from generations where g = ?", (g,))
+            if current != view.stem or not is_mine(connection, stem):
                 return 0  # dropped meanwhile, or another process took the work over
-            tail = _tail(connection, known, view, now)
-            self._swap(connection, known, stem, new, structure, view, rows, tail)
+            grown = self.views.of(connection, known, now, view, structure=False)
+            later = np.arange(view.rows, grown.rows)
+            later = later if grown.alive is None else later[grown.alive[later]]
+            for table in ("runs", "sums"):
+                connection.execute(f"delete from {table} where g = ?", (g,))
+            for name, new_sums in new.items():
+                put_sums(connection, g, name, new_sums)
+            if len(rows):
+                put_runs(connection, g, 0, view.runs.numbers_of(rows))
+            sql = "update generations set stem = ?, rows = ?, structure = ? where g = ?"
+            text = None if structure is None else structure.text()
+            connection.execute(sql, (stem, len(rows), text, g))
+            arrays = {
+                name: _chunks(Array(array.path, array.width).rows(grown.rows), later, None)
+                for name, array in view.arrays.items()
+            }
+            keep_rows(connection, self.record.folder, known, grown.runs.numbers_of(later), arrays)
         tidy(self.record)
         return seq
-
-    def _swap(
-        self,
-        connection: apsw.Connection,
-        generation: Generation,
-        stem: str,
-        sums: dict[str, dict[int, int]],
-        structure: Structure | None,
-        view: View,
-        rows: Numbers,
-        tail: tuple[Numbers, Numbers],
-    ) -> None:
-        """Have the record name new files, with the rows that came since they were begun."""
-        g = generation.number
-        connection.execute("delete from runs where g = ?", (g,))
-        connection.execute("delete from sums where g = ?", (g,))
-        for name, known in sums.items():
-            put_sums(connection, g, name, known)
-        if len(rows):
-            put_runs(connection, g, 0, view.runs.numbers_of(rows))
-        connection.execute(
-            "update generations set stem = ?, rows = ?, structure = ? where g = ?",
-            (stem, len(rows), None if structure is None else structure.text(), g),
-        )
-        later, numbers = tail
-        arrays = {
-            name: _chunks(Array(array.path, array.width).rows(int(later[-1]) + 1), later, None)
-            for name, array in view.arrays.items()
-            if len(later)
-        }
-        keep_rows(connection, self.record.folder, generation, numbers, arrays)
 
     def _structure(self, generation: Generation, stem: str, report: Report) -> None:
         """Build the structure of a generation over all its rows, if it is due."""
@@ -404,23 +387,6 @@ def _chunks(content: Floats, rows: Numbers, report: Callable[[int], object] | No
         yield content[chosen]
         if report is not None:
             report(len(chosen))
-
-
-def _tail(
-    connection: apsw.Connection, generation: Generation, view: View, now: int
-) -> tuple[Numbers, Numbers]:
-    """Return the rows behind a view's that are alive at a moment, and their numbers."""
-    later = np.arange(view.rows, now)
-    if not len(later):
-        return later, later
-    last = int(view.runs.rows[-1]) if view.rows else 0
-    sql = "select row, n, count from runs where g = ? and row >= ? order by row"
-    runs = view.runs.with_rest(ask(connection, sql, (generation.number, last)))
-    numbers = runs.numbers_of(later)
-    sql = "select n from removed where n >= ?"
-    gone = ask(connection, sql, (int(numbers[0]),))
-    alive = ~np.isin(numbers, np.fromiter((n for (n,) in gone), np.int64, len(gone)))
-    return later[alive], numbers[alive]
 
 
 def _require_served(connection: apsw.Connection, source: Generation, target: Generation) -> None:
