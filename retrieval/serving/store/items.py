@@ -214,7 +214,7 @@ def check_id(id: object) -> str | None:
 
 
 def usable(ids: Iterable[object]) -> list[str]:
-    """Return those ids that an item can have; the record is not asked for others, since SQLite would cut one at NUL."""
+    """Return those ids that an item can have: SQLite would cut one at NUL."""
     return [id for id in ids if isinstance(id, str) and not _unusable(id)]
 
 

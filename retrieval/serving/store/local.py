@@ -354,9 +354,6 @@ class LocalStore(Store):
     def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
         """Drop dead rows, build structures, give the room back; see `Store`."""
         self._begin_to_write()
-        if self.record.read_only:
-            with self.record.writing():  # says that it is read-only
-                pass
         self.upkeep.compact(report)
 
     def take_structure(

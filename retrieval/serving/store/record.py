@@ -305,9 +305,6 @@ class Record:
             StoreUnavailable: another process has been writing for too long.
             StoreError: read-only, damaged, or the disk refuses.
         """
-        self.require_open()
-        if self.read_only:
-            raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
         with self.turn:
             with self.locked() as connection:
                 seq = int(value(connection, "select value from state where key = 'seq'")) + 1
@@ -322,7 +319,11 @@ class Record:
 
         Raises:
             StoreUnavailable: another process has been writing for too long.
+            StoreError: closed or read-only.
         """
+        self.require_open()
+        if self.read_only:
+            raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
         with self.turn, self.faults("written"), self.connection() as connection:
             connection.execute("begin immediate")
             try:

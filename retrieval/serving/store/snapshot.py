@@ -1,4 +1,4 @@
-"""A copy of one moment of a local index: SQLite's own backup, the files that it names, the bundles."""
+"""A copy of one moment of a local index: SQLite's backup, the files that it names, bundles."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from functools import wraps
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import apsw
 import numpy as np
@@ -48,28 +47,23 @@ from retrieval.serving.store.writing import (
 log = logging.getLogger("retrieval.serving.store")
 
 Report = Callable[[int, int], object]
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
 
 _DEAD = 4  # a generation is compacted when more than one in so many of its rows is dead
 _LEAST_DEAD = 1000
 _ROWS = 16_384  # rows that are copied at a time
-_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds between two looks; more and more after failures
+_REST = 1.0  # seconds between two looks for work
+_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds before what failed is tried again
 _WAIT = 600.0  # seconds that a command waits for another process's work
 _RENEW = 30.0  # seconds
 
 
-def _told(work: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Have work say which file is missing: nobody else removes files of what it has claimed."""
-
-    @wraps(work)
-    def wrapped(*given: _Given.args, **named: _Given.kwargs) -> _Made:
-        try:
-            return work(*given, **named)
-        except FileNotFoundError as fault:
-            raise damaged(Path(fault.filename), "is missing") from None
-
-    return wrapped
+@contextmanager
+def _missing_files_named() -> Iterator[None]:
+    """Say which file is missing: nobody else removes files of work that is claimed."""
+    try:
+        yield
+    except FileNotFoundError as fault:
+        raise damaged(Path(fault.filename), "is missing") from None
 
 
 class Upkeep:
@@ -101,7 +95,7 @@ class Upkeep:
                     self._thread.start()
 
     def _run(self) -> None:
-        pause = _PAUSE
+        faults = 0
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._asked or self._stop)
@@ -109,12 +103,13 @@ class Upkeep:
             try:
                 while not self._stop and self.step():
                     pass
-                pause = _PAUSE
+                faults, pause = 0, _REST
             except (RetrievalError, OSError, apsw.Error) as fault:
                 if self._stop:
                     return
                 self._asked = True
-                pause = min(_LONGEST_PAUSE, 2 * pause)
+                faults += 1
+                pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
                 log.warning(
                     "The index %s cannot be tended: %s It is tried again in %g seconds.",
                     self.record.folder,
@@ -125,7 +120,7 @@ class Upkeep:
                 if self._wake.wait_for(lambda: self._stop, pause):
                     return
 
-    @_told
+    @_missing_files_named()
     def step(self) -> bool:
         """Do one thing that is due; return whether there was one."""
         for generation in self._generations():
@@ -190,7 +185,7 @@ class Upkeep:
 
     # For who waits
 
-    @_told
+    @_missing_files_named()
     def compact(self, report: Report = lambda done, total: None) -> None:
         """Write every generation anew without dead rows, build structures, give back room.
 
@@ -316,7 +311,7 @@ class Upkeep:
 
     # Heads
 
-    @_told
+    @_missing_files_named()
     def derive(
         self,
         source: Generation,
