@@ -108,18 +108,15 @@ def identity_of(folder: Path) -> str:
     """
     path = folder / INDEX
     content = index_text(folder)
-    try:
-        found = strict_loads(content)
-        newer = found["format"] > FORMAT
-        version = str(found["version"])[:40]
-    except (ValueError, KeyError, TypeError):
-        newer = False
-    if newer:
-        raise StoreError(
-            f"The index {folder} has format {found['format']}, which retrieval {version} wrote; "
-            f"this is retrieval {installed_version()}, which reads format {FORMAT}. Install "
-            f"retrieval {version} or later."
-        )
+    with suppress(ValueError, KeyError, TypeError):
+        description = strict_loads(content)
+        version = str(description["version"])[:40]
+        if description["format"] > FORMAT:
+            raise StoreError(
+                f"The index {folder} has format {description['format']}, which retrieval {version} "
+                f"wrote; this is retrieval {installed_version()}, which reads format {FORMAT}. "
+                f"Install retrieval {version} or later."
+            )
     return str(parse_json(content, path, "index", StoreError, frozenset({FORMAT}))["id"])
 
 

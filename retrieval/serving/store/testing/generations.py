@@ -20,7 +20,7 @@ def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]
 
 
 def fill(store: Store, generation: Generation, state: State, bundle: Bundle, limit: int = 64) -> None:
-    """Give a generation arrays of all items that it has none of, in the store and in what it should hold."""
+    """Embed all that is pending, in the store and in what it should hold."""
     while items := store.pending(generation, limit):
         assert len(items) <= limit, f"{len(items)} items pending, {limit} asked for"
         made = embedded(items, bundle)
@@ -55,13 +55,14 @@ class GenerationCases(Bench):
         self.check(store, state, self.other)
 
     def test_a_generation_follows(self) -> None:
-        """It is filled beside the served one, refused while items are pending, then serves at once and whole."""
+        """It is filled beside the served one, and serves once no item is pending."""
         store, state = self.store(), State()
         self.put(store, state, some(150))
         began = store.begin(self.other, widths_of(self.other))
         equal((began.state, began.bundle), ("building", self.other.sha256), "generation")
         equal(store.begin(self.other, widths_of(self.other)), began, "begun twice")
-        equal([one.number for one in store.generations()], sorted({one.number for one in store.generations()}), "numbers")  # fmt: skip
+        numbers = [generation.number for generation in store.generations()]
+        equal(numbers, sorted(set(numbers)), "numbers")
         equal(store.switch(began), False, "switch while all is pending")
         items = store.pending(began, 100)
         store.embed(began, embedded(items, self.other))
@@ -81,7 +82,7 @@ class GenerationCases(Bench):
         self.check(self.again(store), after, self.other)
 
     def test_writes_while_a_generation_is_built(self) -> None:
-        """Items that come, change and go meanwhile are pending again, or gone; what was embedded is not, once reopened."""
+        """Items that come or change meanwhile are pending; others are not, once reopened."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
         began = store.begin(self.other, widths_of(self.other))
@@ -109,7 +110,7 @@ class GenerationCases(Bench):
         self.check(self.again(store), after, self.other)
 
     def test_back_again(self) -> None:
-        """The one that was served is kept, and serves again once it has what came, changed and went since."""
+        """The one that was served serves again once it has what came, changed and went since."""
         store, state = self.store(), State()
         self.put(store, state, some(50))
         (first,) = store.generations()
@@ -191,7 +192,7 @@ class GenerationCases(Bench):
         equal(found[0].id, items[4].id, "nearest in the next generation")
 
     def test_arrays_that_do_not_fit(self) -> None:
-        """Embedding refuses what `upsert` does, and what is neither embedded nor left out; nothing changes."""
+        """Embedding refuses what `upsert` does, and items that are missing; nothing changes."""
         store, state = self.store(), State()
         self.put(store, state, some(6))
         began = store.begin(self.other, widths_of(self.other))
@@ -217,7 +218,7 @@ class GenerationCases(Bench):
         self.check(store, state, self.other)
 
     def test_dropping(self) -> None:
-        """A generation that is not served goes, with its bundle; the served one stays, and so does what is searched."""
+        """A generation that is not served goes, with its bundle; the served one stays."""
         store, state = self.store(), State()
         self.put(store, state, some(20))
         (first,) = store.generations()

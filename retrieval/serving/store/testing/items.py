@@ -144,7 +144,7 @@ class ItemCases(Bench):
         self.check(self.again(store), state)
 
     def test_many_items_in_one_call(self) -> None:
-        """Many come in one call, change and go by one call and by many, and are there once reopened."""
+        """Many come in one call, change and go by many, and are there once reopened."""
         store, state = self.store(), State()
         self.put(store, state, some(self.many))
         self.put(store, state, some(100, 100, seed=1))
@@ -158,7 +158,7 @@ class ItemCases(Bench):
         self.check(store, state, where="price >= 5")
 
     def test_an_item_is_kept_as_it_was_given(self) -> None:
-        """Every attribute comes back, arrays as float32; an item that takes its place has only its own."""
+        """Every attribute comes back, arrays as float32; nothing stays of an item that was replaced."""
         full = item(
             "full",
             label="a label",
@@ -196,7 +196,7 @@ class ItemCases(Bench):
         equal(store.count(parse_filter("big > 1")), 0, "items with metadata of the one before")
 
     def test_ids_are_looked_up_exactly(self) -> None:
-        """Case, accents and spaces tell ids apart; unknown ids, and those that none can have, are passed over."""
+        """Case, accents and spaces tell ids apart; unknown and impossible ids are passed over."""
         names = ["a", "A", "a ", "á", "a\u0301", "aa"]
         store, state = self.store(), State()
         self.put(store, state, [item(name) for name in names])
@@ -257,7 +257,7 @@ class ItemCases(Bench):
             self.check(store, state)
 
     def test_one_call_is_seen_whole_or_not_at_all(self) -> None:
-        """Threads that read while another replaces all items see either all old ones or all new ones."""
+        """Threads that read while another replaces all items see all old ones or all new ones."""
         store = self.store()
         needs(store, "atomic")
         rounds = [
@@ -292,7 +292,7 @@ class ItemCases(Bench):
     # What is refused
 
     def test_what_cannot_be_kept(self) -> None:
-        """A bad item among good ones is refused and named, and nothing has changed; the next call is as good as ever."""
+        """A bad item among good ones is refused and named; nothing changes, and the next call works."""
         store, state = self.store(), State()
         self.put(store, state, some(5))
         untyped: Any = Item
@@ -328,8 +328,8 @@ class ItemCases(Bench):
                 call()
         self.check(store, state)
 
-    def test_another_bundle_or_queries_that_are_none(self) -> None:
-        """A bundle that is not served is refused as superseded; so are queries of another width, or not finite."""
+    def test_a_bundle_that_is_not_served_is_refused(self) -> None:
+        """So are queries of another width, or with NaN."""
         store, other = self.store(), opened(seed=1)
         with refused(Superseded):
             store.upsert([item("a")], other.sha256)
@@ -343,7 +343,7 @@ class ItemCases(Bench):
             store.upsert(some(5), opened().sha256)
 
     def test_a_store_that_is_closed(self) -> None:
-        """Every call says so, and none holds the store against the next one; closing twice is no fault."""
+        """Every call says so, and the next process may open it; closing twice is no fault."""
         bundle = opened()
         with self.store() as store:
             store.upsert(some(3), bundle.sha256)

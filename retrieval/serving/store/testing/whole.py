@@ -29,7 +29,7 @@ class WholeCases(Bench):
     """Exists, create, open, drop; bundles that come from the store; snapshots; threads; closing."""
 
     def test_made_once_and_deleted(self) -> None:
-        """What is not there is not opened; what is there is not overwritten; another may follow one that was deleted."""
+        """What is there is not overwritten; what was deleted is gone, and another may follow."""
         at = self.at(self.place)
         for _ in range(2):
             equal(at.exists(), False, "existence")
@@ -53,7 +53,7 @@ class WholeCases(Bench):
         assert store.identity() != first, "two indexes have one identity"
 
     def test_bundles_come_from_the_store(self) -> None:
-        """Who has nothing but the place gets the bundle of every generation; what was altered in the user's cache is fetched again."""
+        """Who has nothing but the place gets every bundle; one altered in the cache is fetched again."""
         store, other = self.store(), opened(seed=1, width=WIDTH + 5)
         store.upsert(some(3), opened().sha256)
         store.begin(other, widths_of(other))
@@ -100,7 +100,7 @@ class WholeCases(Bench):
     # Snapshots
 
     def test_a_snapshot_is_a_copy_of_one_moment(self) -> None:
-        """It opens as an index of the same identity, answers as the store did, and neither changes with the other."""
+        """It opens with the same identity, answers as the store did, and changes apart from it."""
         target, state = self.place.parent / "copy", State()
         with self.at(self.place).create(opened(), widths_of(opened()), identity="an id") as store:
             needs(store, "snapshot")
@@ -190,7 +190,7 @@ class WholeCases(Bench):
             equal(together([store.count]), [], "faults")
 
     def test_closing_lets_searches_end(self) -> None:
-        """A search that runs ends with its answer; one that begins afterwards is told that the store was closed."""
+        """A search that runs ends with its answer; a later one is told that the store is closed."""
         store, bundle = self.store(), opened()
         store.upsert(some(self.searched), bundle.sha256)
         queries = normal(20, WIDTH, 4)
