@@ -396,9 +396,9 @@ class Record:
                 self._closed = f"The index {self.folder} was closed. Open it again with retrieval.open_index."
             self._lending.wait_for(lambda: not self._lent)
         self._let_go()
-        with suppress(OSError, TypeError):
-            os.close(cast(int, self._acknowledged))
-        self._acknowledged = None
+        if self._acknowledged is not None:
+            os.close(self._acknowledged)
+            self._acknowledged = None
 
     def _let_go(self) -> None:
         """Close all connections that nobody has borrowed."""
