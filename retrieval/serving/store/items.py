@@ -291,6 +291,8 @@ def _text(metadata: Mapping[str, Any]) -> str:
 def _unusable(text: str) -> str | None:
     if "\0" in text:
         return "holds the character NUL"
+    if text.isascii():
+        return None
     try:
         text.encode()
     except UnicodeEncodeError:
