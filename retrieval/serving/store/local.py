@@ -117,13 +117,11 @@ class LocalStore(Store):
         """Add items; see `Store`."""
         self._begin_to_write()
         if not items:
+            with self.record.reading() as connection:
+                self._served_with(connection, bundle)
             return 0
         with self.record.writing() as (connection, seq):
-            generation = served(connection)
-            if generation.bundle != bundle:
-                raise Superseded(
-                    f"The index {self.folder} is served with another bundle by now. Embed the items again."
-                )
+            generation = self._served_with(connection, bundle)
             texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])
             remove(connection, seq, old)
@@ -132,6 +130,15 @@ class LocalStore(Store):
             keep_rows(connection, self.folder, generation, np.array(numbers), arrays)
         self.upkeep.wake()
         return len(old)
+
+    def _served_with(self, connection: apsw.Connection, bundle: str) -> Generation:
+        """Return the served generation, which must have a bundle."""
+        generation = served(connection)
+        if generation.bundle != bundle:
+            raise Superseded(
+                f"The index {self.folder} is served with another bundle by now. Embed the items again."
+            )
+        return generation
 
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""

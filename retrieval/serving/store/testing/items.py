@@ -331,8 +331,9 @@ class ItemCases(Bench):
     def test_a_bundle_that_is_not_served_is_refused(self) -> None:
         """So are queries of another width, or with NaN."""
         store, other = self.store(), opened(seed=1)
-        with refused(Superseded):
-            store.upsert([item("a")], other.sha256)
+        for items in ([item("a")], []):
+            with refused(Superseded):
+                store.upsert(items, other.sha256)
         with refused(Superseded):
             store.search(normal(1, WIDTH, 0), 3, other.sha256)
         equal(store.count(), 0, "count")
