@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import random
@@ -14,7 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from retrieval.errors import RetrievalError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.store.check import check_record
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.testing import make_bundle
+from retrieval.serving.store.testing.bundles import WIDTH
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "power_cuts.py"
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
@@ -48,12 +56,16 @@ def test_a_store_that_does_not_sync_is_found_out(fault: str, tmp_path: Path) -> 
     assert {outcome for _, outcome, _ in raw["cells"]} & {"wrong", "refused"}
 
 
-def trace(folder: Path, code: str) -> Any:
+def trace(folder: Path, code: str, *arguments: object) -> Any:
     """Record what a program does in the folder `disk`."""
     script: Any = importlib.import_module("power_disk")
     (folder / "disk").mkdir()
     done = subprocess.run(
-        [*script.strace(folder / "trace"), sys.executable, "-c", code, folder / "disk"], timeout=60
+        [
+            *script.strace(folder / "trace"),
+            *(sys.executable, "-c", code, folder / "disk", *map(str, arguments)),
+        ],
+        timeout=100,
     )
     assert done.returncode == 0
     disk = script.Disk(folder / "disk")
@@ -165,3 +177,76 @@ def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(
     )
     assert made == there
     assert (there == {"a": b"a" * 400, "b": b"b" * 400}) == (held == "enter")
+
+
+COMPACT = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.writing import create_local
+structure.LEAST = upkeep.LEAST = 50
+disk, folder, careless = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "careless"
+marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT)
+bundle = Bundle.open(folder / "bundle", threads=1)
+vectors = np.load(folder / "vectors.npy")
+item = lambda n, row: Item(f"id {n}", str(row), arrays={"vector": vectors[row]})
+create_local(disk / "index", bundle, widths_of(bundle), structure=structure.Wanted("sq8"))
+with LocalStore(disk / "index", upkeep=False) as store:
+    store.upsert([item(n, n) for n in range(120)], bundle.sha256)
+    store.delete([f"id {n}" for n in range(40)])
+    store.upsert([item(n, n + 100) for n in range(40, 60)], bundle.sha256)
+    if careless:
+        os.fsync = lambda handle: None
+    os.write(marks, b"begin")
+    store.compact()
+    os.write(marks, b"end")
+    os._exit(0)
+"""
+ROWS = {f"id {n}": n + 100 if n < 60 else n for n in range(40, 120)}
+"""Row of the array `vectors` of each item that the index of `COMPACT` holds."""
+
+
+def holds(folder: Path, bundle: str, vectors: Any, *, again: bool) -> bool:
+    """Whether an index holds `ROWS` and is whole, and so (`again`) after it is compacted once more."""
+    for last in (False, True)[not again :]:
+        try:
+            with LocalStore(folder, upkeep=False) as store:
+                items = store.get(ROWS, arrays=True)
+                if store.count() != len(ROWS) or items.keys() != ROWS.keys():
+                    return False
+                if any((item.vector != vectors[ROWS[id]]).any() for id, item in items.items()):
+                    return False
+                ((nearest,),) = store.search(vectors[90:91], 1, bundle)
+                if nearest.id != "id 90" or check_record(folder, lambda count: None)[0]:
+                    return False
+                if not last:
+                    store.compact()
+        except RetrievalError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["synced", "careless"])
+def test_a_power_cut_within_compact_loses_nothing(how: str, tmp_path: Path) -> None:
+    """Every prefix of the system calls of a compact; without its syncs, one loses items."""
+    bundle = Bundle.open(make_bundle(tmp_path / "bundle"), threads=1)
+    vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
+    np.save(tmp_path / "vectors.npy", vectors)
+    disk = trace(tmp_path, COMPACT, tmp_path, how)
+    (begin, _), (end, _) = disk.marks
+    moments = [moment for moment in disk.moments if begin <= moment] + [disk.time]
+    assert len(moments) > 20 and end <= disk.time
+    lost: list[tuple[int, str]] = []
+    for seed, (moment, mode) in enumerate(itertools.product(moments, ("none", "prefix", "any"))):
+        target, draw = tmp_path / "cut", random.Random(seed)
+        disk.write(target, moment, mode, draw.choice(["none", "all", mode]), draw)
+        if not holds(target / "index", bundle.sha256, vectors, again=seed % 4 == 0):
+            lost.append((moment, mode))
+        shutil.rmtree(target)
+        if lost:
+            break
+    assert bool(lost) == (how == "careless"), lost

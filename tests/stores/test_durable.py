@@ -45,33 +45,6 @@ def items(numbers: range) -> list[Item]:
     return [Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers]
 
 
-def test_an_item_that_changes_again_and_again_is_found(store: LocalStore, bundle: Bundle) -> None:
-    for number in range(5):
-        store.upsert([Item("same", arrays={"vector": VECTORS[number]})], bundle.sha256)
-        ((found,),) = store.search(VECTORS[:1], 5, bundle.sha256)
-        assert np.array_equal(found.vector, VECTORS[number])
-        assert np.array_equal(store.get(["same"], arrays=True)["same"].vector, VECTORS[number])
-
-
-def test_an_item_that_was_left_out_has_no_arrays(store: LocalStore, bundle: Bundle, other: Bundle) -> None:
-    store.upsert(items(range(3)), bundle.sha256)
-    generation = store.begin(other, widths_of(other))
-    pending = store.pending(generation, 10)
-    store.embed(
-        generation,
-        [Item(item.id, arrays={"vector": VECTORS[7]}) for item in pending if item.id != "id1"],
-        left_out=["id1"],
-    )
-    assert store.switch(generation)
-    found = store.get(["id0", "id1", "id2"], arrays=True)
-    assert {id: list(item.arrays) for id, item in found.items()} == {
-        "id0": ["vector"],
-        "id1": [],
-        "id2": ["vector"],
-    }
-    assert {item.id for item in store.search(VECTORS[:1], 5, other.sha256)[0]} == {"id0", "id2"}
-
-
 def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_path: Path) -> None:
     store.upsert(items(range(5000)), bundle.sha256)
     store.close()

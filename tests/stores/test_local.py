@@ -99,16 +99,6 @@ def test_answers_are_exact_while_items_come_change_and_go(living: Index, tmp_pat
         again.migrate(tmp_path / "i" / "bundles" / again.bundle.sha256[:16])  # the same bundle: nothing to do
 
 
-def test_an_empty_index_is_searched(living: Index) -> None:
-    assert living.search(VECTORS[0], 5) == [] and living.search(VECTORS[:3], 5) == [[], [], []]
-
-
-def test_a_field_that_no_item_has_is_named(living: Index) -> None:
-    living.upsert([item(1)])
-    with pytest.raises(DataError, match=r"No item of this index has a field .prise.*price"):
-        living.search(VECTORS[0], 5, where="prise < 3")
-
-
 def test_a_field_stays_known_when_its_last_item_goes(living: Index) -> None:
     """A filter that was good yesterday finds nothing today; it does not become an error."""
     living.upsert([item(1), Item("sale", None, {"discount": 5}, arrays={"vector": VECTORS[2]})])
@@ -156,18 +146,6 @@ def test_a_back_end_without_the_method_that_it_promises_is_named() -> None:
         checked_search(backend, "mine.hasty", VECTORS[:1], 3, 50, np.arange(50) < 20)
 
 
-def test_an_item_that_takes_the_place_of_the_newest_is_found(living: Index) -> None:
-    """SQLite gives the row of the newest item, once deleted, to the next one."""
-    living.upsert([item(1)])
-    assert [hit.id for hit in living.search(VECTORS[1], 5)] == ["id1"]
-    living.upsert([item(1, VECTORS[2])])
-    (hit,) = living.search(VECTORS[2], 5)
-    assert (hit.id, hit.distance) == ("id1", 0)
-    living.delete("id1")
-    living.upsert([item(3)])
-    assert [hit.id for hit in living.search(VECTORS[1], 5)] == ["id3"]
-
-
 def test_closing_waits_for_the_search_that_runs(living: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     living.upsert([item(number) for number in range(50)])
     running, go = threading.Event(), threading.Event()
@@ -190,18 +168,6 @@ def test_closing_waits_for_the_search_that_runs(living: Index, monkeypatch: pyte
         closed.result(30)
     with pytest.raises(StoreError, match="closed"):
         living.search(VECTORS[3], 1)
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
-def test_threads_that_end_leave_no_open_files(living: Index) -> None:
-    living.upsert([item(1)])
-    counts = []
-    for _ in range(60):
-        thread = threading.Thread(target=living.count)
-        thread.start()
-        thread.join()
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
-    assert counts[-1] < counts[0] + 30
 
 
 def test_its_size_is_told_while_files_come_and_go(living: Index, tmp_path: Path) -> None:

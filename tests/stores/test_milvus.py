@@ -73,7 +73,7 @@ def spares(milvus: Any) -> Iterator[Spares]:
 class TestMilvus(testing.StoreSuite):
     """`retrieval.testing` holds the cases. More items than an answer has rows (1,000 with their text) are enough for all but `many`."""
 
-    kept, searched = 1200, 1200
+    searched = 1200
     milvus: Any
     spares: Spares
     taken: dict[Path, stores.Address]

@@ -34,7 +34,7 @@ def memory() -> Iterator[Path]:
 class TestQdrantLocal(testing.StoreSuite):
     """The in-process mode, which is Python throughout and takes milliseconds for an item: fewer items than of others."""
 
-    many, kept, filtered, searched = 1000, 250, 120, 300
+    many, filtered, searched = 1000, 120, 300
     folder: Path
 
     @pytest.fixture(autouse=True)

@@ -217,3 +217,35 @@ def test_a_claim_that_was_lost_changes_nothing(
         store.compact()
         assert store.stats().details["deleted"] == 0
     holds(index, bundle, {f"id{n}" for n in range(50) if n != 3})
+
+
+def test_what_comes_and_goes_while_an_index_is_compacted(
+    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = np.random.default_rng(0).normal(size=(60, 16)).astype(np.float32)
+
+    def items(numbers: range) -> list[Item]:
+        return [Item(f"id{n}", arrays={"vector": vectors[n]}) for n in numbers]
+
+    with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
+        store.upsert(items(range(40)), bundle.sha256)
+        store.delete(["id3"])
+        append = upkeep.append
+
+        def meanwhile(*given: object) -> object:
+            monkeypatch.undo()
+            other.upsert(items(range(40, 50)), bundle.sha256)
+            other.delete(["id4", "id41"])
+            other.upsert(items(range(5, 7)), bundle.sha256)
+            other.upsert(items(range(50, 60)), bundle.sha256)
+            return append(*given)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(upkeep, "append", meanwhile)
+        store.compact()
+        details = store.stats().details
+        assert (details["rows"], details["deleted"]) == (39 + 19 + 2, 3)  # id4, and the former id5 and id6
+        there = {f"id{n}" for n in range(60)} - {"id3", "id4", "id41"}
+        for opened in (store, other):
+            read = opened.get(there, arrays=True)
+            assert all((read[id].vector == vectors[int(id[2:])]).all() for id in there)
+    holds(index, bundle, there)

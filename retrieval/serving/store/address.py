@@ -25,15 +25,15 @@ _OPTIONS = 50
 
 @dataclass(frozen=True)
 class Address:
-    """An address, read. Its text holds no secret: one that does is refused before anything repeats it.
+    """An address that was parsed. Its text holds no secret: `parse` refuses those that do.
 
     Attributes:
-        text: as it was given; `str` gives it too.
-        scheme: which store: the name that a plugin gives it, or `PLUGIN.name` in full.
+        text: the whole address; `str` gives it too.
+        scheme: name of the store, or `PLUGIN.name` in full.
         host: None where there is none, as in `journal:///data/photos`.
         port: None where there is none.
         path: behind the host, with its first slash, decoded: `/photos`; empty where there is none.
-        options: what stands behind `?`, by name: numbers, true, false and null as such, anything else as text.
+        options: values behind `?` by name: numbers, true, false and null as such, the rest as text.
     """
 
     text: str
@@ -53,10 +53,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read an address.
+        """Parse an address.
 
         Raises:
-            StoreError: it is none, or holds a name and password. The sentence does not repeat it then.
+            StoreError: it is none; or it holds a password or the like, which is not repeated.
         """
         match = _FORM.fullmatch(text)
         if match is None:
@@ -66,7 +66,8 @@ class Address:
         where, _, query = rest.partition("?")
         if len(text) > _LONGEST or not text.isprintable():
             raise StoreError(
-                f"An address of {scheme}:// has at most {_LONGEST:,} printable characters; this one is longer, or has others."
+                f"An address of {scheme}:// has at most {_LONGEST:,} printable characters; "
+                "this one is longer, or has others."
             )
         authority, slash, path = where.partition("/")
         try:
@@ -84,13 +85,13 @@ IndexPlace: TypeAlias = "Path | Address"
 
 
 def place_of(place: StrPath | Address) -> IndexPlace:
-    """Return where an index is: the one reading of what a user names, in Python and on the command line.
+    """Return the folder or address that a user names, in Python or on the command line.
 
     Args:
         place: the path of a folder, as text or `Path`; or an address, as text.
 
     Raises:
-        StoreError: an address that is none, or that holds a name and password; or one that was made a `Path`, which loses a slash.
+        StoreError: see `Address.parse`; or an address was made a `Path`, which loses a slash.
     """
     if isinstance(place, Address):
         return place
@@ -104,19 +105,21 @@ def place_of(place: StrPath | Address) -> IndexPlace:
     path_text = os.fspath(place)
     if not isinstance(place, str) and _EATEN.match(path_text) and not Path(path_text).parent.exists():
         raise StoreError(
-            f"'{path_text}' looks like an address that was made a Path, which loses a slash. Give addresses as text."
+            f"'{path_text}' looks like an address that was made a Path, which loses a slash. "
+            "Give addresses as text."
         )
     return Path(path_text)
 
 
 def _refuse_secrets(scheme: str, rest: str) -> None:
-    """Refuse a name and password, wherever they stand: what an address says is printed, logged and kept."""
+    """Refuse a name, password or token: an address is printed, logged and kept."""
     where, _, query = rest.partition("?")
     names = [part.partition("=")[0] for part in query.split("&")]
     if "@" in where or any(_SECRET.search(unquote(name)) for name in names):
         raise StoreError(
-            f"An address holds no names, passwords or tokens, since it is printed and logged: write {scheme}://HOST:PORT/NAME, and "
-            f"give {scheme} its token by the environment variable that its documentation names. (An @ in a name is written %40.)"
+            "An address holds no names, passwords or tokens, since it is printed and logged: write "
+            f"{scheme}://HOST:PORT/NAME, and give {scheme} its token by the environment variable that "
+            "its documentation names. (An @ in a name is written %40.)"
         )
 
 
@@ -128,12 +131,12 @@ def _options(text: str, query: str) -> dict[str, Any]:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=_OPTIONS)
     except ValueError:
         raise StoreError(f"{text}: write what stands behind '?' as name=value&name=value.") from None
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in options:
             raise StoreError(f"{text} says '{name}' twice.")
-        found[name] = _value(value)
-    return found
+        options[name] = _value(value)
+    return options
 
 
 def _value(text: str) -> Any:

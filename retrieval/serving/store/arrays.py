@@ -8,7 +8,6 @@ an append continues and a reader compares when it opens the file.
 from __future__ import annotations
 
 import os
-import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -157,28 +156,6 @@ def copy_rows(source: Path, target: Path, size: int) -> None:
     if left:
         raise damaged(source, "was cut short")
     sync(target)
-
-
-def sweep(folder: Path, files: set[str], stems: set[str], bundles: set[str]) -> None:
-    """Remove what the record does not name: a process that was killed left it, or gave it up.
-
-    The caller is inside the record's transaction, so that no other process is making any, but
-    work that it has claimed.
-
-    Args:
-        folder: of the index.
-        files: names of files that the record names.
-        stems: of files that claimed work is making.
-        bundles: names of folders that generations have.
-    """
-    for path in (folder / ARRAYS).iterdir():
-        if path.name not in files and path.name.partition(".")[0] not in stems:
-            path.unlink(missing_ok=True)
-    for path in (folder / BUNDLES).iterdir():
-        if path.is_dir() and path.name not in bundles:
-            shutil.rmtree(path, ignore_errors=True)
-        elif not path.is_dir():  # the lock of a copy that was killed
-            path.unlink(missing_ok=True)
 
 
 def damaged(path: Path, fault: str) -> StoreError:

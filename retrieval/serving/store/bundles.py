@@ -1,4 +1,4 @@
-"""The bundles of an index whose store lies elsewhere: the store keeps them in pieces, and whoever opens the index fetches them."""
+"""Bundles of an index whose store lies elsewhere: kept there in pieces, fetched when it is opened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_MEMORY = 64 << 20
 
 
 def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
-    """Give a bundle's files as pieces of bytes, for a store to keep in this order; `kept_bundle` makes a folder of them again.
+    """Give a bundle's files as pieces of bytes, which a store keeps in this order for `kept_bundle`.
 
     Args:
         bundle: opened.
@@ -45,9 +45,9 @@ def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
 
 
 def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
-    """Return the folder of a bundle that a store keeps: the user's cache, filled from the store where it lacks the bundle.
+    """Return the folder of a bundle in the user's cache, fetched from the store where it is missing.
 
-    Every file is compared with its checksum, in the cache too: what was altered there is fetched again.
+    Every file is compared with its checksum; what was altered in the cache is fetched again.
 
     Args:
         sha256: of the bundle's manifest: `Generation.bundle`.
@@ -71,7 +71,8 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
                 raise _damaged(sha256)
     except OSError as fault:
         raise StoreError(
-            f"The bundle of the index cannot be kept in {folder.parent}: {fault.strerror or fault}. RETRIEVAL_CACHE names another folder."
+            f"The bundle of the index cannot be kept in {folder.parent}: "
+            f"{fault.strerror or fault}. RETRIEVAL_CACHE names another folder."
         ) from None
     return folder
 
@@ -94,7 +95,7 @@ def _fetch(pieces: Iterable[bytes], packed: IO[bytes]) -> None:
 
 
 def _unpack(packed: IO[bytes], folder: Path, sha256: str) -> None:
-    """Write regular files with plain names, and nothing else: what a store gives may be a stranger's."""
+    """Write regular files with plain names only: what a store gives may be a stranger's."""
     try:
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for count, info in enumerate(tar):

@@ -57,10 +57,8 @@ class _Column:
             self._codes = np.concatenate([self._codes, more])
         label = isinstance(self.name, str)
         path = () if label else ("$" + "".join(f'."{part}"' for part in self.name),)
-        what = "json_quote(label)" if label else "metadata -> ?"
-        sql = f"select n, {what} from items where n > ? order by n limit ?"
-        if label:
-            sql = sql.replace("json_quote(label)", "iif(label is null, null, json_quote(label))")
+        value = "iif(label is null, null, json_quote(label))" if label else "metadata -> ?"
+        sql = f"select n, {value} from items where n > ? order by n limit ?"
         while page := ask(connection, sql, (*path, self.last, _PAGE)):
             self.last = page[-1][0]
             known = self._known

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -115,29 +115,29 @@ class LocalStore(Store):
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
         self._begin_to_write()
-        with self.record.reading() as connection:
-            generation = served(connection)
-        texts = checked(items, generation.widths) if generation.bundle == bundle else []
-        arrays = {
-            name: [
-                np.array([item.arrays[name] for item in items[start : start + _ROWS]], np.float32)
-                for start in range(0, len(texts), _ROWS)
-            ]
-            for name in generation.widths
-        }
-        if not items and generation.bundle == bundle:
+        if not items:
+            with self.record.reading() as connection:
+                self._served_with(connection, bundle)
             return 0
         with self.record.writing() as (connection, seq):
-            if generation.bundle != bundle or served(connection).number != generation.number:
-                raise Superseded(
-                    f"The index {self.folder} is served with another bundle by now. Embed the items again."
-                )
+            generation = self._served_with(connection, bundle)
+            texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])
             remove(connection, seq, old)
             numbers = insert(connection, items, texts)
+            arrays = {name: _array_chunks(items, name) for name in generation.widths}
             keep_rows(connection, self.folder, generation, np.array(numbers), arrays)
         self.upkeep.wake()
         return len(old)
+
+    def _served_with(self, connection: apsw.Connection, bundle: str) -> Generation:
+        """Return the served generation, which must have a bundle."""
+        generation = served(connection)
+        if generation.bundle != bundle:
+            raise Superseded(
+                f"The index {self.folder} is served with another bundle by now. Embed the items again."
+            )
+        return generation
 
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""
@@ -290,12 +290,9 @@ class LocalStore(Store):
             sql = "select n, id from items where n in (select value from json_each(?))"
             text = json.dumps([n for n in numbers.values() if n > upto])
             alive = sorted(ask(connection, sql, (text,)))
-            kept = [(n, given[id]) for n, id in alive if id in given]
-            arrays = {
-                name: [np.array([item.arrays[name] for _, item in kept], np.float32)]
-                for name in generation.widths
-            }
-            rows = np.array([n for n, _ in kept], np.int64)
+            kept = [given[id] for _, id in alive if id in given]
+            rows = np.array([n for n, id in alive if id in given], np.int64)
+            arrays = {name: _array_chunks(kept, name) for name in generation.widths}
             keep_rows(connection, self.folder, generation, rows, arrays)
             out = [(generation.number, n) for n, id in alive if id not in given]
             connection.executemany("insert or ignore into left_out values (?, ?)", out)
@@ -352,9 +349,6 @@ class LocalStore(Store):
     def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
         """Drop dead rows, build structures, give the room back; see `Store`."""
         self._begin_to_write()
-        if self.record.read_only:
-            with self.record.writing():  # says that it is read-only
-                pass
         self.upkeep.compact(report)
 
     def take_structure(
@@ -609,6 +603,12 @@ def _upto(connection: apsw.Connection, generation: Generation) -> int:
 
 def _gone() -> StoreError:
     return StoreError("This generation is not there any more.")
+
+
+def _array_chunks(items: Sequence[Item], name: str) -> Iterator[Floats]:
+    """Give one array of items as float32 rows, some at a time."""
+    for start in range(0, len(items), _ROWS):
+        yield np.array([item.arrays[name] for item in items[start : start + _ROWS]], np.float32)
 
 
 def _bytes_of(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""The place of an index: what an address names, and which store (built in or a plugin's) it means."""
+"""The store, built in or a plugin's, that a folder or an address names."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
-        PluginError: there is no such store (the sentence says which there are, and what to install), its plugin cannot be used, or two
-            plugins have one of that name.
+        PluginError: there is no such store, its plugin cannot be used, or two plugins have one of
+            that name.
     """
     short = scheme.removeprefix(f"{BUILT_IN}.")
     if short in _own():
@@ -42,20 +42,22 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
 
     loaded = load_plugins(plugins)
     known = loaded.factories("stores")
-    found = [known[scheme]] if scheme in known else [one for one in known.values() if one.name.endswith(f".{scheme}")]  # fmt: skip
-    if len(found) == 1:
-        return found[0]
-    if found:
-        full = " or ".join(f"{one.name}://" for one in found)
+    if scheme in known:
+        return known[scheme]
+    named = [factory for factory in known.values() if factory.name.endswith(f".{scheme}")]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        full = " or ".join(f"{factory.name}://" for factory in named)
         raise PluginError(f"Several plugins have a store '{scheme}': write {full}.")
     for name, why in loaded.disabled("stores").items():
         if scheme in (name, name.partition(".")[0], name.rpartition(".")[2]):
             raise PluginError(f"The store '{scheme}' cannot be used: {why}")
     names = sorted({one.rpartition(".")[2] for one in known} | _own().keys())
     raise PluginError(
-        f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, and folders by their path)."
-        f"{did_you_mean(scheme, names)} Stores come with plugins: {_advice(scheme)}, or name a plugin's file with --plugin "
-        "(in Python plugins=[…])."
+        f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, "
+        f"and folders by their path).{did_you_mean(scheme, names)} Stores come with plugins: "
+        f"{_advice(scheme)}, or name a plugin's file with --plugin (in Python plugins=[…])."
     )
 
 
@@ -79,16 +81,17 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
     values, problems = factory.check(address.options, f"{address}:")
     if problems:
         raise StoreError("\n".join(problems))
-    given = {"address": address, "plugins": plugins}
+    if factory.takes("plugins"):
+        values = values | {"plugins": plugins}
     try:
-        made = factory.build(values | {name: value for name, value in given.items() if factory.takes(name)})
+        opened = factory.build(values | {"address": address})
     except RecipeError as fault:
         raise StoreError(f"{address}: {' '.join(fault.problems)}") from None
-    if not isinstance(made, StorePlace):
+    if not isinstance(opened, StorePlace):
         raise PluginError(
-            f"The store '{factory.name}' made a {type(made).__name__}, not a retrieval.stores.StorePlace."
+            f"The store '{factory.name}' made a {type(opened).__name__}, not a retrieval.stores.StorePlace."
         )
-    return made
+    return opened
 
 
 def _advice(scheme: str) -> str:

@@ -305,20 +305,12 @@ class Record:
             StoreUnavailable: another process has been writing for too long.
             StoreError: read-only, damaged, or the disk refuses.
         """
-        self.require_open()
-        if self.read_only:
-            raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
         with self.turn:
-            with self.faults("written"), self.connection() as connection:
-                connection.execute("begin immediate")
-                try:
-                    seq = int(value(connection, "select value from state where key = 'seq'")) + 1
-                    connection.execute("update state set value = ? where key = 'seq'", (seq,))
-                    yield connection, seq
-                    connection.execute("commit")
-                finally:
-                    if connection.in_transaction:
-                        connection.execute("rollback")
+            with self.locked() as connection:
+                seq = int(value(connection, "select value from state where key = 'seq'")) + 1
+                connection.execute("update state set value = ? where key = 'seq'", (seq,))
+                yield connection, seq
+                connection.execute("commit")
             self._acknowledge(seq)
 
     @contextmanager
@@ -327,7 +319,11 @@ class Record:
 
         Raises:
             StoreUnavailable: another process has been writing for too long.
+            StoreError: closed or read-only.
         """
+        self.require_open()
+        if self.read_only:
+            raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
         with self.turn, self.faults("written"), self.connection() as connection:
             connection.execute("begin immediate")
             try:
@@ -400,9 +396,9 @@ class Record:
                 self._closed = f"The index {self.folder} was closed. Open it again with retrieval.open_index."
             self._lending.wait_for(lambda: not self._lent)
         self._let_go()
-        with suppress(OSError, TypeError):
-            os.close(cast(int, self._acknowledged))
-        self._acknowledged = None
+        if self._acknowledged is not None:
+            os.close(self._acknowledged)
+            self._acknowledged = None
 
     def _let_go(self) -> None:
         """Close all connections that nobody has borrowed."""

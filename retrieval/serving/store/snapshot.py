@@ -1,4 +1,4 @@
-"""A copy of one moment of a local index: SQLite's own backup, the files that it names, the bundles."""
+"""A copy of one moment of a local index: SQLite's backup, the files that it names, bundles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from retrieval.serving.store.view import all_of
 from retrieval.serving.store.writing import INDEX
 
 _TRIES = 20
-_WHOLE = 3  # tries before a structure's missing files are no reason for another one
 _SECONDS = 7 * 86_400.0  # files of any size are copied within one moment
 
 
@@ -46,14 +45,14 @@ def write_snapshot(
     if not target.parent.is_dir():
         raise StoreError(f"{target} cannot be written: there is no folder {target.parent}.")
     missing: str | None = None
-    for attempt in range(_TRIES):
+    for _ in range(_TRIES):
         try:
             with (
                 record.reading(seconds=_SECONDS) as connection,
                 _faults(folder, target),
                 whole_folder(target, replace=False, taken=taken) as fresh,
             ):
-                _copy(connection, folder, fresh, whole=attempt < _WHOLE)
+                _copy(connection, folder, fresh)
             return
         except FileNotFoundError as fault:  # compacted just now: the moment is over
             missing = fault.filename
@@ -78,12 +77,8 @@ def _faults(folder: Path, target: Path) -> Iterator[None]:
         raise StoreError(f"{target} cannot be written: {reason(fault)}") from fault
 
 
-def _copy(connection: apsw.Connection, folder: Path, fresh: Path, *, whole: bool) -> None:
-    """Copy what a moment names.
-
-    A structure whose files are missing is not copied where that is not `whole`: the copy's writer
-    builds it again.
-    """
+def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
+    """Copy what a moment names, but missing files of a structure: the copy's writer builds it."""
     generations = all_of(connection)  # begins the moment; a backup would let go of one of its own
     backup(connection, fresh / FILE)
     for inner in (ARRAYS, BUNDLES):
@@ -95,7 +90,7 @@ def _copy(connection: apsw.Connection, folder: Path, fresh: Path, *, whole: bool
             copy_rows(folder / file, fresh / file, rows * width * 4)
         structure = Structure.parse(said)
         for name, _ in structure.files if structure is not None else ():
-            if whole or (folder / ARRAYS / name).is_file():
+            if (folder / ARRAYS / name).is_file():
                 shutil.copyfile(folder / ARRAYS / name, fresh / ARRAYS / name)
     for name in {one.bundle[:16] for one in generations}:
         shutil.copytree(folder / BUNDLES / name, fresh / BUNDLES / name)

@@ -11,10 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from functools import wraps
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import apsw
 import numpy as np
@@ -48,28 +47,23 @@ from retrieval.serving.store.writing import (
 log = logging.getLogger("retrieval.serving.store")
 
 Report = Callable[[int, int], object]
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
 
 _DEAD = 4  # a generation is compacted when more than one in so many of its rows is dead
 _LEAST_DEAD = 1000
 _ROWS = 16_384  # rows that are copied at a time
+_REST = 1.0  # seconds between two looks for work
 _PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds before what failed is tried again
 _WAIT = 600.0  # seconds that a command waits for another process's work
 _RENEW = 30.0  # seconds
 
 
-def _told(work: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Have work say which file is missing: nobody else removes files of what it has claimed."""
-
-    @wraps(work)
-    def wrapped(*given: _Given.args, **named: _Given.kwargs) -> _Made:
-        try:
-            return work(*given, **named)
-        except FileNotFoundError as fault:
-            raise damaged(Path(fault.filename), "is missing") from None
-
-    return wrapped
+@contextmanager
+def _missing_files_named() -> Iterator[None]:
+    """Say which file is missing: nobody else removes files of work that is claimed."""
+    try:
+        yield
+    except FileNotFoundError as fault:
+        raise damaged(Path(fault.filename), "is missing") from None
 
 
 class Upkeep:
@@ -104,29 +98,29 @@ class Upkeep:
         faults = 0
         while True:
             with self._wake:
-                pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults) if faults else None
-                self._wake.wait_for(lambda: self._asked or self._stop, pause)
-                if self._stop:
-                    return
+                self._wake.wait_for(lambda: self._asked or self._stop)
                 self._asked = False
             try:
                 while not self._stop and self.step():
-                    faults = 0
+                    pass
+                faults, pause = 0, _REST
             except (RetrievalError, OSError, apsw.Error) as fault:
                 if self._stop:
                     return
+                self._asked = True
                 faults += 1
+                pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
                 log.warning(
                     "The index %s cannot be tended: %s It is tried again in %g seconds.",
                     self.record.folder,
                     fault,
-                    min(_LONGEST_PAUSE, _PAUSE * 2**faults),
+                    pause,
                 )
-                with self._wake:
-                    self._asked = False
-                    self._wake.wait_for(lambda: self._stop, min(_LONGEST_PAUSE, _PAUSE * 2**faults))
+            with self._wake:  # many small writes in a row share one look
+                if self._wake.wait_for(lambda: self._stop, pause):
+                    return
 
-    @_told
+    @_missing_files_named()
     def step(self) -> bool:
         """Do one thing that is due; return whether there was one."""
         for generation in self._generations():
@@ -191,7 +185,7 @@ class Upkeep:
 
     # For who waits
 
-    @_told
+    @_missing_files_named()
     def compact(self, report: Report = lambda done, total: None) -> None:
         """Write every generation anew without dead rows, build structures, give back room.
 
@@ -248,47 +242,30 @@ class Upkeep:
                 )
             sync(self.record.folder / ARRAYS)
         structure = self._built(known, stem, len(rows), renewing)
-        with self.record.writing() as (connection, _), self.record.faults("written"):
-            ((old, now),) = ask(
-                connection, "select stem, rows from generations where g = ?", (known.number,)
-            ) or [(None, 0)]
-            if old != view.stem or not is_mine(connection, stem):
+        g = known.number
+        with self.record.writing() as (connection, now), self.record.faults("written"):
+            current = value(connection, "select stem from generations where g = ?", (g,))
+            if current != view.stem or not is_mine(connection, stem):
                 return 0  # dropped meanwhile, or another process took the work over
-            tail = _tail(connection, known, view, now)
-            self._swap(connection, known, stem, new, structure, view, rows, tail)
+            grown = self.views.of(connection, known, now, view, structure=False)
+            later = np.arange(view.rows, grown.rows)
+            later = later if grown.alive is None else later[grown.alive[later]]
+            for table in ("runs", "sums"):
+                connection.execute(f"delete from {table} where g = ?", (g,))
+            for name, new_sums in new.items():
+                put_sums(connection, g, name, new_sums)
+            if len(rows):
+                put_runs(connection, g, 0, view.runs.numbers_of(rows))
+            sql = "update generations set stem = ?, rows = ?, structure = ? where g = ?"
+            text = None if structure is None else structure.text()
+            connection.execute(sql, (stem, len(rows), text, g))
+            arrays = {
+                name: _chunks(Array(array.path, array.width).rows(grown.rows), later, None)
+                for name, array in view.arrays.items()
+            }
+            keep_rows(connection, self.record.folder, known, grown.runs.numbers_of(later), arrays)
         tidy(self.record)
         return seq
-
-    def _swap(
-        self,
-        connection: apsw.Connection,
-        generation: Generation,
-        stem: str,
-        sums: dict[str, dict[int, int]],
-        structure: Structure | None,
-        view: View,
-        rows: Numbers,
-        tail: tuple[Numbers, Numbers],
-    ) -> None:
-        """Have the record name new files, with the rows that came since they were begun."""
-        g = generation.number
-        connection.execute("delete from runs where g = ?", (g,))
-        connection.execute("delete from sums where g = ?", (g,))
-        for name, known in sums.items():
-            put_sums(connection, g, name, known)
-        if len(rows):
-            put_runs(connection, g, 0, view.runs.numbers_of(rows))
-        connection.execute(
-            "update generations set stem = ?, rows = ?, structure = ? where g = ?",
-            (stem, len(rows), None if structure is None else structure.text(), g),
-        )
-        later, numbers = tail
-        arrays = {
-            name: _chunks(Array(array.path, array.width).rows(int(later[-1]) + 1), later, None)
-            for name, array in view.arrays.items()
-            if len(later)
-        }
-        keep_rows(connection, self.record.folder, generation, numbers, arrays)
 
     def _structure(self, generation: Generation, stem: str, report: Report) -> None:
         """Build the structure of a generation over all its rows, if it is due."""
@@ -334,7 +311,7 @@ class Upkeep:
 
     # Heads
 
-    @_told
+    @_missing_files_named()
     def derive(
         self,
         source: Generation,
@@ -405,23 +382,6 @@ def _chunks(content: Floats, rows: Numbers, report: Callable[[int], object] | No
         yield content[chosen]
         if report is not None:
             report(len(chosen))
-
-
-def _tail(
-    connection: apsw.Connection, generation: Generation, view: View, now: int
-) -> tuple[Numbers, Numbers]:
-    """Return the rows behind a view's that are alive at a moment, and their numbers."""
-    later = np.arange(view.rows, now)
-    if not len(later):
-        return later, later
-    last = int(view.runs.rows[-1]) if view.rows else 0
-    sql = "select row, n, count from runs where g = ? and row >= ? order by row"
-    runs = view.runs.with_rest(ask(connection, sql, (generation.number, last)))
-    numbers = runs.numbers_of(later)
-    sql = "select n from removed where n >= ?"
-    gone = ask(connection, sql, (int(numbers[0]),))
-    alive = ~np.isin(numbers, np.fromiter((n for (n,) in gone), np.int64, len(gone)))
-    return later[alive], numbers[alive]
 
 
 def _require_served(connection: apsw.Connection, source: Generation, target: Generation) -> None:

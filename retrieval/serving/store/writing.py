@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -23,7 +24,7 @@ from retrieval.host.version import installed_version
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.plain import read_plain
 from retrieval.serving.files.strict_json import parse_json, strict_loads
-from retrieval.serving.store.arrays import ARRAYS, BLOCK, BUNDLES, append, file_of, sweep
+from retrieval.serving.store.arrays import ARRAYS, BLOCK, BUNDLES, append, file_of
 from retrieval.serving.store.items import Floats, Generation, Item, Keep, spans_of, usable
 from retrieval.serving.store.record import Record, ask, reason, value
 from retrieval.serving.store.rows import to_row
@@ -107,18 +108,15 @@ def identity_of(folder: Path) -> str:
     """
     path = folder / INDEX
     content = index_text(folder)
-    try:
-        found = strict_loads(content)
-        newer = found["format"] > FORMAT
-        version = str(found["version"])[:40]
-    except (ValueError, KeyError, TypeError):
-        newer = False
-    if newer:
-        raise StoreError(
-            f"The index {folder} has format {found['format']}, which retrieval {version} wrote; "
-            f"this is retrieval {installed_version()}, which reads format {FORMAT}. Install "
-            f"retrieval {version} or later."
-        )
+    with suppress(ValueError, KeyError, TypeError):
+        description = strict_loads(content)
+        version = str(description["version"])[:40]
+        if description["format"] > FORMAT:
+            raise StoreError(
+                f"The index {folder} has format {description['format']}, which retrieval {version} "
+                f"wrote; this is retrieval {installed_version()}, which reads format {FORMAT}. "
+                f"Install retrieval {version} or later."
+            )
     return str(parse_json(content, path, "index", StoreError, frozenset({FORMAT}))["id"])
 
 
@@ -251,7 +249,10 @@ def put_runs(connection: apsw.Connection, g: int, rows: int, numbers: Numbers) -
 
 
 def tidy(record: Record) -> None:
-    """Remove files and bundles that the record does not name, once nobody else is making any."""
+    """Remove what the record does not name: a process that was killed left it, or gave it up.
+
+    Its lock keeps other processes from making any meanwhile; files of claimed work stay.
+    """
     with record.locked() as connection:
         rows = ask(connection, "select g, stem, widths, structure from generations")
         files = {f"{stem}.{name}" for _, stem, widths, _ in rows for name in json.loads(widths)}
@@ -263,7 +264,15 @@ def tidy(record: Record) -> None:
             for owner, until, stem in ask(connection, "select owner, until, stem from claims")
             if until > time.time() and not _is_gone(owner, stem)
         }
-        sweep(record.folder, files, stems, {one.bundle[:16] for one in all_of(connection)})
+        bundles = {generation.bundle[:16] for generation in all_of(connection)}
+        for path in (record.folder / ARRAYS).iterdir():
+            if path.name not in files and path.name.partition(".")[0] not in stems:
+                path.unlink(missing_ok=True)
+        for path in (record.folder / BUNDLES).iterdir():
+            if path.is_dir() and path.name not in bundles:
+                shutil.rmtree(path, ignore_errors=True)
+            elif not path.is_dir():  # the lock of a copy that was killed
+                path.unlink(missing_ok=True)
 
 
 @contextmanager

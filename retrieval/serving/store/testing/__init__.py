@@ -1,6 +1,6 @@
 """What the author of a store tests it with: `retrieval.testing`.
 
-`StoreSuite` holds every case that the contract of a store (`retrieval.Store`) promises. A class of one's own says where an index is:
+`StoreSuite` holds a case for every promise of `retrieval.Store`. A subclass says where an index is:
 
     from retrieval import stores, testing
 
@@ -14,13 +14,11 @@ pytest runs it; nothing else is needed but `onnx`, of which the small bundles ar
 from retrieval.serving.store.testing.bundles import make_bundle
 from retrieval.serving.store.testing.generations import GenerationCases
 from retrieval.serving.store.testing.items import ItemCases
-from retrieval.serving.store.testing.places import PlaceCases
-from retrieval.serving.store.testing.refusals import RefusalCases
 from retrieval.serving.store.testing.searches import SearchCases
 from retrieval.serving.store.testing.whole import WholeCases
 
 __all__ = ["StoreSuite", "make_bundle"]
 
 
-class StoreSuite(ItemCases, SearchCases, RefusalCases, GenerationCases, WholeCases, PlaceCases):
+class StoreSuite(ItemCases, SearchCases, GenerationCases, WholeCases):
     """Every case of the contract of a store. A subclass, whose name pytest collects, overrides `at`."""

@@ -1,11 +1,12 @@
-"""What every case of the suite stands on: a store of one's own, and what it must answer, by brute force."""
+"""What the cases share: a store for each test, and brute force to compare it with."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import unittest
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,16 +37,16 @@ class Bench:
     """Makes a store for each test, and destroys it afterwards.
 
     Attributes:
-        recall: the smallest share of the truly nearest items that a search of this store must propose. 1 is exact.
-        many: items of one large call.
-        kept: items of which some change before a store is opened again, at least 220.
+        recall: least share of the truly nearest items that a search proposes; 1 is exact.
+        many: items of one large call, at least 200.
         filtered: items that filters are tried on, at least 100.
         searched: items that are searched while the store is closed.
-        place: an empty folder that belongs to the test that runs. Its path is unique: a store that lies elsewhere may derive a name from it.
+        place: an empty folder of the test that runs. Its path is unique: a store that lies
+            elsewhere may derive a name from it.
     """
 
     recall = 1.0
-    many, kept, filtered, searched = 10_000, 5000, 300, 3000
+    many, filtered, searched = 10_000, 300, 3000
     place: Path
 
     def at(self, place: Path) -> StorePlace:
@@ -57,11 +58,11 @@ class Bench:
         raise NotImplementedError("Say in a subclass where an index is: def at(self, place).")
 
     def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
-        """Return an empty store, whose first generation, which is served, has this bundle and these widths."""
+        """Return an empty store, whose served generation has this bundle and these widths."""
         return self.at(place).create(bundle, widths)
 
     def reopen(self, place: Path) -> Store:
-        """Return what `create` made in this place, opened once more, as another process would. The first one is closed."""
+        """Open what `create` made in this place, and was closed since, as another process would."""
         return self.at(place).open()
 
     def destroy(self, place: Path) -> None:
@@ -240,3 +241,21 @@ def some(count: int, start: int = 0, seed: int = 0, bundle: Bundle | None = None
         )
         for number in range(start, start + count)
     ]
+
+
+def together(calls: Sequence[Callable[[], object]]) -> list[BaseException]:
+    """Run calls in threads at a time; return what they raised."""
+    faults: list[BaseException] = []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as fault:  # returned
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return faults

@@ -37,13 +37,14 @@ def make_bundle(
     subspaces: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write a bundle that takes features and gives a random projection of them, of whole numbers, so that those of whole numbers are exact.
+    """Write a bundle that projects features by a random matrix of whole numbers.
 
     Args:
         folder: must not exist.
         width: numbers of a vector.
         features: numbers that its encoder takes.
-        rescorer: whether it has codes, of as many numbers, and orders candidates by the sum of their absolute differences.
+        rescorer: whether it has codes, as wide as vectors, and orders candidates by the sum of
+            their absolute differences.
         subspaces: whether the vector has two sub-spaces.
         seed: bundles of different seeds are different.
 
@@ -115,13 +116,14 @@ def _onnx() -> tuple[Any, Any]:
         from onnx import TensorProto, helper
     except ImportError:
         raise MissingDependency(
-            "The tests of a store make their bundles with onnx, which is not installed. Install it with: pip install onnx"
+            "The tests of a store make their bundles with onnx, which is not installed. "
+            "Install it with: pip install onnx"
         ) from None
     return helper, TensorProto
 
 
 def write_rescorer(path: Path, width: int) -> None:
-    """Write a rescorer of codes (width,) that gives the sum of absolute differences: an order of its own."""
+    """Write a rescorer of codes (width,) that gives the sum of absolute differences."""
     helper, proto = _onnx()
     query = helper.make_tensor_value_info("query", proto.FLOAT, ["Q", width])
     items = helper.make_tensor_value_info("items", proto.FLOAT, ["N", width])

@@ -20,7 +20,7 @@ def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]
 
 
 def fill(store: Store, generation: Generation, state: State, bundle: Bundle, limit: int = 64) -> None:
-    """Give a generation arrays of all items that it has none of, in the store and in what it should hold."""
+    """Embed all that is pending, in the store and in what it should hold."""
     while items := store.pending(generation, limit):
         assert len(items) <= limit, f"{len(items)} items pending, {limit} asked for"
         made = embedded(items, bundle)
@@ -39,7 +39,7 @@ class GenerationCases(Bench):
         self.other = opened(seed=1, width=WIDTH + 5)
 
     def test_the_first_generation(self) -> None:
-        """A new store serves one, which says what it is."""
+        """A new store serves one, which says what it is; while it is empty another follows at once."""
         store, bundle = self.store(), opened()
         (served,) = store.generations()
         found = (served.bundle, served.variant, dict(served.widths), served.spans, served.state)
@@ -47,20 +47,22 @@ class GenerationCases(Bench):
         equal(Bundle.open(store.bundle(served), threads=1).sha256, bundle.sha256, "bundle that is kept")
         equal(store.begin(bundle, widths_of(bundle)), served, "beginning the one that is served")
         equal(store.pending(served, 10), [], "pending of the one that is served")
-
-    def test_spans_of_subspaces(self) -> None:
-        """A generation says which columns each sub-space has."""
-        (served,) = self.store(opened(subspaces=True)).generations()
-        equal(served.spans, ((0, WIDTH // 3), (WIDTH // 3, WIDTH)), "spans")
+        began = store.begin(self.other, widths_of(self.other))
+        equal((store.pending(began, 10), store.switch(began)), ([], True), "switch without any item")
+        state = State()
+        self.check(store, state, self.other)
+        self.put(store, state, [item("a", 0, self.other)], self.other)
+        self.check(store, state, self.other)
 
     def test_a_generation_follows(self) -> None:
-        """It is filled beside the served one, refused while items are pending, then serves at once and whole."""
+        """It is filled beside the served one, and serves once no item is pending."""
         store, state = self.store(), State()
         self.put(store, state, some(150))
         began = store.begin(self.other, widths_of(self.other))
         equal((began.state, began.bundle), ("building", self.other.sha256), "generation")
         equal(store.begin(self.other, widths_of(self.other)), began, "begun twice")
-        equal([one.number for one in store.generations()], sorted({one.number for one in store.generations()}), "numbers")  # fmt: skip
+        numbers = [generation.number for generation in store.generations()]
+        equal(numbers, sorted(set(numbers)), "numbers")
         equal(store.switch(began), False, "switch while all is pending")
         items = store.pending(began, 100)
         store.embed(began, embedded(items, self.other))
@@ -80,7 +82,7 @@ class GenerationCases(Bench):
         self.check(self.again(store), after, self.other)
 
     def test_writes_while_a_generation_is_built(self) -> None:
-        """Items that come, change and go meanwhile are pending again, or gone."""
+        """Items that come or change meanwhile are pending; others are not, once reopened."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
         began = store.begin(self.other, widths_of(self.other))
@@ -89,6 +91,9 @@ class GenerationCases(Bench):
         self.put(store, state, [item(changed, 7), item("came")])
         self.remove(store, state, [gone])
         store.embed(began, embedded(items, self.other, seed=5))
+        store = self.again(store)
+        begun = store.begin(self.other, widths_of(self.other))
+        equal(begun.number, began.number, "the generation that was begun")
         left = {one.id for one in store.pending(began, 1000)}
         assert {changed, "came"} <= left, f"changed, and not pending: {left}"
         assert not {gone, stays} & left, f"gone or embedded, and pending: {left}"
@@ -105,7 +110,7 @@ class GenerationCases(Bench):
         self.check(self.again(store), after, self.other)
 
     def test_back_again(self) -> None:
-        """The one that was served is kept, and serves again once it has what came, changed and went since."""
+        """The one that was served serves again once it has what came, changed and went since."""
         store, state = self.store(), State()
         self.put(store, state, some(50))
         (first,) = store.generations()
@@ -187,7 +192,7 @@ class GenerationCases(Bench):
         equal(found[0].id, items[4].id, "nearest in the next generation")
 
     def test_arrays_that_do_not_fit(self) -> None:
-        """Embedding refuses what `upsert` does, and what is neither embedded nor left out; nothing changes."""
+        """Embedding refuses what `upsert` does, and items that are missing; nothing changes."""
         store, state = self.store(), State()
         self.put(store, state, some(6))
         began = store.begin(self.other, widths_of(self.other))
@@ -213,7 +218,7 @@ class GenerationCases(Bench):
         self.check(store, state, self.other)
 
     def test_dropping(self) -> None:
-        """A generation that is not served goes, with its bundle; the served one stays, and so does what is searched."""
+        """A generation that is not served goes, with its bundle; the served one stays."""
         store, state = self.store(), State()
         self.put(store, state, some(20))
         (first,) = store.generations()
@@ -240,37 +245,4 @@ class GenerationCases(Bench):
         self.check(store, state, self.other)
         store = self.again(store)
         equal([one.number for one in store.generations()], [again.number], "generations")
-        self.check(store, state, self.other)
-
-    def test_a_generation_of_no_items(self) -> None:
-        """An empty store switches at once."""
-        store = self.store()
-        began = store.begin(self.other, widths_of(self.other))
-        equal(store.pending(began, 10), [], "pending")
-        equal(store.switch(began), True, "switch")
-        self.check(store, State(), self.other)
-        state = State()
-        self.put(store, state, [item("a", 0, self.other)], self.other)
-        self.check(store, state, self.other)
-
-    def test_going_on_after_reopening(self) -> None:
-        """What was embedded before is not pending again."""
-        store, state = self.store(), State()
-        self.put(store, state, some(40))
-        began = store.begin(self.other, widths_of(self.other))
-        items = store.pending(began, 15)
-        store.embed(began, embedded(items, self.other))
-        store = self.again(store)
-        equal(
-            store.begin(self.other, widths_of(self.other)).number,
-            began.number,
-            "the generation that was begun",
-        )
-        left = {one.id for one in store.pending(began, 100)}
-        equal(left, set(state) - {one.id for one in items}, "pending")
-        state.update(
-            (one.id, replace(state[one.id], arrays=item(one.id, 0, self.other).arrays)) for one in items
-        )
-        fill(store, began, state, self.other)
-        equal(store.switch(began), True, "switch")
         self.check(store, state, self.other)

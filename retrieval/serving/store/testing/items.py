@@ -1,16 +1,18 @@
-"""Cases: items come, change, go, and are read."""
+"""Cases: items come, change, go and are read; what is refused, in a sentence, changes nothing."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from retrieval.errors import DataError, StoreError
 from retrieval.serving.filters import And, Compare, parse_filter
-from retrieval.serving.store.contract import VECTOR, Item
+from retrieval.serving.store.contract import CODE, VECTOR, Generation, Item, Store, Superseded, widths_of
 from retrieval.serving.store.testing.bench import (
     Bench,
     State,
@@ -19,8 +21,10 @@ from retrieval.serving.store.testing.bench import (
     item,
     needs,
     normal,
+    refused,
     scanned,
     some,
+    together,
 )
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
@@ -42,48 +46,119 @@ TEXTS = {
     "a path": "../../x/C:\\y",
     "a number": "1.0",
     "null": "null",
+    "the longest id": "\U0001f600" * 1000,
+    "an id that is nearly as long": "\U0001f600" * 999,
 }
 """Texts that an id, a label and metadata may be, by what is odd about them."""
+HALF = "\ud83d"  # of a surrogate pair
+
+
+def _vector(number: float) -> dict[str, Any]:
+    return {VECTOR: np.array([number, *[0.0] * (WIDTH - 1)])}
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for _ in range(levels):
+        nested = {"a": nested}
+    return nested
+
+
+def _circle() -> dict[str, Any]:
+    circle: dict[str, Any] = {}
+    circle["a"] = circle
+    return circle
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "a vector too narrow": {"arrays": {VECTOR: np.zeros(WIDTH - 1)}},
+    "a vector too wide": {"arrays": {VECTOR: np.zeros(WIDTH + 1)}},
+    "a vector of two dimensions": {"arrays": {VECTOR: np.zeros((1, WIDTH), np.float32)}},
+    "no vector": {"arrays": {}},
+    "an array of another name": {"arrays": {CODE: np.zeros(WIDTH, np.float32)}},
+    "NaN": {"arrays": _vector(np.nan)},
+    "infinity": {"arrays": _vector(np.inf)},
+    "negative infinity": {"arrays": _vector(-np.inf)},
+    "a number beyond float32": {"arrays": _vector(1e39)},
+    "complex numbers": {"arrays": {VECTOR: np.zeros(WIDTH, complex)}},
+    "texts for numbers": {"arrays": {VECTOR: np.full(WIDTH, "1")}},
+    "an empty id": {"id": ""},
+    "an id too long": {"id": "i" * 1001},
+    "an id of a million characters": {"id": "i" * 1_000_000},
+    "an id with NUL": {"id": "a\0b"},
+    "an id with half a surrogate pair": {"id": f"a{HALF}"},
+    "an id that is a number": {"id": 5},
+    "an id that is a list": {"id": []},
+    "an id that is None": {"id": None},
+    "the id of an item before": {"id": "new"},
+    "a label with NUL": {"label": "a\0b"},
+    "a label with half a surrogate pair": {"label": HALF},
+    "a label that is a number": {"label": 5},
+    "metadata that are None": {"metadata": None},
+    "metadata that are a list": {"metadata": []},
+    "metadata with a set": {"metadata": {"a": {1}}},
+    "metadata with bytes": {"metadata": {"a": b"x"}},
+    "metadata with NaN": {"metadata": {"a": float("nan")}},
+    "metadata with infinity within": {"metadata": {"a": [{"b": float("inf")}]}},
+    "metadata with an integer beyond float64": {"metadata": {"a": 10**400}},
+    "metadata whose name is a number": {"metadata": {1: 2}},
+    "metadata with NUL": {"metadata": {"a": "x\0"}},
+    "metadata with half a surrogate pair": {"metadata": {"a": [HALF]}},
+    "metadata whose name is half a surrogate pair": {"metadata": {HALF: 1}},
+    "metadata too deep": {"metadata": _deep(2000)},
+    "metadata in a circle": {"metadata": _circle()},
+    "too much metadata": {"metadata": {"a": "x" * 10_000_000}},
+    "too long a label": {"label": "x" * 10_000_000},
+    "a way of keeping that there is not": {"keep": "all of it"},
+    "a stamp with half a surrogate pair": {"stamp": HALF},
+    "a stamp that is a number": {"stamp": 5},
+    "a path with NUL": {"path": Path("/a\0b")},
+    "an original that is text": {"original": "x"},
+    "a size beyond 64 bits": {"bytes": 1 << 64},
+    "a width that is text": {"width": "wide"},
+    "a negative height": {"height": -1},
+}
+"""Attributes of items that no store keeps, by what is wrong with them."""
 
 
 class ItemCases(Bench):
-    """Writing and reading items."""
+    """Writing, reading and refusing items."""
 
     def test_items_come_change_and_go(self) -> None:
-        """After every write everything is as it should be."""
+        """After every write everything is as it should be; the newest item changes, too."""
         store, state = self.store(), State()
         for count in (1, 3, 40):
             self.put(store, state, some(count, len(state)))
             self.check(store, state)
         self.put(store, state, some(20, 10, seed=1))
         self.check(store, state)
-        self.remove(store, state, [f"id {number}" for number in range(0, 40, 3)])
-        self.check(store, state)
-        self.remove(store, state, sorted(state))
-        self.check(store, state)
-
-    def test_the_newest_item_changes(self) -> None:
-        """The last item is replaced and deleted, again and again, with a search after each write."""
-        store, state = self.store(), State()
-        self.put(store, state, some(3))
-        for seed in range(5):
+        for seed in range(4):
             self.put(store, state, [item("newest", seed)])
             self.check(store, state)
             if seed % 2:
                 self.remove(store, state, ["newest"])
                 self.check(store, state)
+        self.remove(store, state, [f"id {number}" for number in range(0, 40, 3)])
+        self.check(store, state)
+        self.remove(store, state, sorted(state))
+        self.check(self.again(store), state)
 
     def test_many_items_in_one_call(self) -> None:
-        """Ten thousand in one call, unless a subclass has another number, some of which change and go afterwards."""
+        """Many come in one call, change and go by many, and are there once reopened."""
         store, state = self.store(), State()
         self.put(store, state, some(self.many))
-        self.put(store, state, some(100, 500, seed=1))
+        self.put(store, state, some(100, 100, seed=1))
         self.remove(store, state, [f"id {number}" for number in range(0, self.many, 9)])
-        self.check(store, state)
+        for number in range(10):
+            self.put(store, state, [item(f"id {number * 7}", 1, metadata={"price": number})])
+            self.remove(store, state, [f"id {number * 11}"])
         self.check(store, state, where="price = 3 and tags = 'even'")
+        self.check(store := self.again(store), state)
+        self.put(store, state, some(10, 3, seed=2))
+        self.check(store, state, where="price >= 5")
 
     def test_an_item_is_kept_as_it_was_given(self) -> None:
-        """Every attribute comes back, and an item without them has none."""
+        """Every attribute comes back, arrays as float32; nothing stays of an item that was replaced."""
         full = item(
             "full",
             label="a label",
@@ -96,64 +171,64 @@ class ItemCases(Bench):
             width=640,
             height=480,
         )
-        bare, empty = item("bare"), item("empty", label="", original=b"")
+        integers: Any = np.arange(WIDTH)
+        given = [
+            full,
+            item("bare"),
+            item("empty", label="", original=b""),
+            Item("integers", arrays={VECTOR: integers}),
+            Item("float64", arrays={VECTOR: integers / 3}),
+        ]
         store = self.store()
-        store.upsert([full, bare, empty], opened().sha256)
+        store.upsert(given, opened().sha256)
         for _ in range(2):
-            for given in (full, bare, empty):
-                alike(store.get([given.id])[given.id], given)
-                read = store.get([given.id], arrays=True)[given.id]
-                alike(read, given)
-                equal(set(read.arrays), set(given.arrays), "arrays that are read")
-                equal(store.original(given.id), given.original, "original")
+            for one in given:
+                alike(store.get([one.id])[one.id], one)
+                read = store.get([one.id], arrays=True)[one.id]
+                alike(read, one)
+                equal(set(read.arrays), set(one.arrays), "arrays that are read")
+                equal(store.original(one.id), one.original, "original")
             equal(store.original("nobody"), None, "original of an unknown id")
             store = self.again(store)
-
-    def test_another_item_takes_the_whole_place(self) -> None:
-        """Nothing of the one before is left."""
-        store, state = self.store(), State()
-        self.put(store, state, [item("a", label="x", metadata={"m": 1, "n": 2}, original=b"old", stamp="s")])
-        self.put(store, state, [item("a", 1, metadata={"n": 3})])
-        self.check(store, state)
-        equal(store.original("a"), None, "original of the one before")
-        equal(store.count(parse_filter("m = 1")), 0, "items with metadata of the one before")
+        store.upsert([item("full", 1, metadata={"é": 3})], opened().sha256)
+        alike(store.get(["full"], arrays=True)["full"], item("full", 1, metadata={"é": 3}))
+        equal(store.original("full"), None, "original of the one before")
+        equal(store.count(parse_filter("big > 1")), 0, "items with metadata of the one before")
 
     def test_ids_are_looked_up_exactly(self) -> None:
-        """Case, accents and spaces tell ids apart; an id twice is one; unknown ids are passed over."""
+        """Case, accents and spaces tell ids apart; unknown and impossible ids are passed over."""
         names = ["a", "A", "a ", "á", "a\u0301", "aa"]
         store, state = self.store(), State()
         self.put(store, state, [item(name) for name in names])
         equal(set(store.get(["A", "A", "b", "á"])), {"A", "á"}, "get")
+        for odd in ("a\0", "a\0b", HALF, f"a{HALF}", "", "i" * 5000):
+            equal(set(store.get([odd, "A"])), {"A"}, f"get of {odd[:9]!r}")
+            equal(store.original(odd), None, f"original of {odd[:9]!r}")
+            equal(store.delete([odd]), 0, f"delete of {odd[:9]!r}")
         equal(store.get([]), {}, "get of nothing")
+        equal(store.upsert([], opened().sha256), 0, "upsert of nothing")
         equal(store.delete(["a", "a", "b"]), 1, "delete")
         equal(store.delete([]), 0, "delete of nothing")
         equal(set(store.get(names)), set(names[1:]), "what is left")
 
     def test_any_text(self) -> None:
         """Ids, labels and metadata of any Unicode, through every call, and after reopening."""
-        state = State()
-        store = self.store()
+        store, state = self.store(), State()
         self.put(store, state, [item(text, label=text, metadata={"m": text}) for text in TEXTS.values()])
         for _ in range(2):
             self.check(store, state, count=len(state))
             for what, text in TEXTS.items():
                 equal(list(store.get([text])), [text], f"get of {what}")
-                found = store.scan(And((Compare("label", "=", text), Compare(("m",), "=", text))))
-                equal([each.id for each in found], [text], f"a filter on {what}")
+                hits = store.scan(And((Compare("label", "=", text), Compare(("m",), "=", text))))
+                equal([hit.id for hit in hits], [text], f"a filter on {what}")
             store = self.again(store)
         for what, text in TEXTS.items():
             equal(store.delete([text]), 1, f"delete of {what}")
         equal(store.count(), 0, "what is left")
 
-    def test_the_longest_id(self) -> None:
-        """A thousand characters of four bytes each."""
-        store, state = self.store(), State()
-        self.put(store, state, [item("\U0001f600" * 1000), item("\U0001f600" * 999)])
-        self.check(store, state)
-
     def test_pages_of_a_scan(self) -> None:
         """Pages come in the order of code points, go on behind an id that is gone, and end."""
-        names = ["", *TEXTS.values(), *(f"id {number}" for number in range(30))][1:]
+        names = [*TEXTS.values(), *(f"id {number}" for number in range(30))]
         store = self.store()
         store.upsert([item(name) for name in names], opened().sha256)
         for limit in (1, 7, 1000):
@@ -171,40 +246,18 @@ class ItemCases(Bench):
         """By a filter, and by ids and a filter: either."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
-        gone = [id for id, one in state.items() if one.metadata["price"] < 3]
-        equal(store.delete(where=parse_filter("price < 3")), len(gone), "deleted by a filter")
-        state = {id: one for id, one in state.items() if id not in gone}
-        self.check(store, state)
-        gone = [id for id, one in state.items() if one.label == "kind 1" or id == "id 19"]
-        equal(store.delete(["id 19"], where=parse_filter("label = 'kind 1'")), len(gone), "deleted by both")
-        self.check(store, {id: one for id, one in state.items() if id not in gone})
-
-    def test_numbers_of_other_types(self) -> None:
-        """Arrays of integers and of float64 are kept as float32."""
-        store = self.store()
-        untyped: Any = Item
-        given: list[Any] = [
-            untyped("int", arrays={VECTOR: np.arange(WIDTH)}),
-            untyped("float64", arrays={VECTOR: np.arange(WIDTH) / 3}),
-        ]
-        store.upsert(given, opened().sha256)
-        for id, read in store.get(["int", "float64"], arrays=True).items():
-            alike(read, next(one for one in given if one.id == id))
-
-    def test_what_was_written_is_there_after_reopening(self) -> None:
-        """Items in every state: new, changed, deleted, by one call and by many."""
-        store, state = self.store(), State()
-        self.put(store, state, some(self.kept))
-        for number in range(20):
-            self.put(store, state, [item(f"id {number * 7}", 1, metadata={"price": number})])
-            self.remove(store, state, [f"id {number * 11}"])
-        self.check(store := self.again(store), state)
-        self.put(store, state, some(10, 3, seed=2))
-        self.check(store := self.again(store), state)
-        self.check(store, state, where="price >= 5")
+        for ids, where, matches in (
+            ([], "price < 3", lambda one: one.metadata["price"] < 3),
+            (["id 19"], "label = 'kind 1'", lambda one: one.label == "kind 1" or one.id == "id 19"),
+            ([], "price = 1000", lambda one: False),
+        ):
+            gone = [id for id, one in state.items() if matches(one)]
+            equal(store.delete(ids, where=parse_filter(where)), len(gone), f"deleted where {where}")
+            state = {id: one for id, one in state.items() if id not in gone}
+            self.check(store, state)
 
     def test_one_call_is_seen_whole_or_not_at_all(self) -> None:
-        """Threads that read while another replaces all items see either all old ones or all new ones."""
+        """Threads that read while another replaces all items see all old ones or all new ones."""
         store = self.store()
         needs(store, "atomic")
         rounds = [
@@ -214,30 +267,118 @@ class ItemCases(Bench):
         store.upsert(rounds[0], opened().sha256)
         queries, ids = normal(2, WIDTH, 1), [one.id for one in rounds[0]]
         seen: list[set[object]] = []
-        faults: list[BaseException] = []
         stop = threading.Event()
 
         def read() -> None:
-            try:
-                while not stop.is_set():
-                    found = store.search(queries, 30, opened().sha256)
-                    equal([len(one) for one in found], [30, 30], "items found")
-                    seen.append({one.metadata["round"] for answer in found for one in answer})
-                    seen.append({one.metadata["round"] for one in store.get(ids).values()})
-                    seen.append({one.label for one in store.scan()})
-                    equal(store.count(), 30, "count")
-            except BaseException as fault:  # shown by the thread that waits
-                faults.append(fault)
+            while not stop.is_set():
+                answers = store.search(queries, 30, opened().sha256)
+                equal([len(answer) for answer in answers], [30, 30], "items found")
+                seen.append({one.metadata["round"] for answer in answers for one in answer})
+                seen.append({one.metadata["round"] for one in store.get(ids).values()})
+                seen.append({one.label for one in store.scan()})
+                equal(store.count(), 30, "count")
 
-        readers = [threading.Thread(target=read) for _ in range(3)]
-        for reader in readers:
-            reader.start()
-        for items in rounds[1:]:
-            store.upsert(items, opened().sha256)
-        stop.set()
-        for reader in readers:
-            reader.join()
-        if faults:
-            raise faults[0]
+        def write() -> None:
+            try:
+                for items in rounds[1:]:
+                    store.upsert(items, opened().sha256)
+            finally:
+                stop.set()
+
+        equal(together([write, read, read, read]), [], "faults")
         assert seen, "no reader came to read"
         assert all(len(one) == 1 for one in seen), "a reader saw a part of a call"
+
+    # What is refused
+
+    def test_what_cannot_be_kept(self) -> None:
+        """A bad item among good ones is refused and named; nothing changes, and the next call works."""
+        store, state = self.store(), State()
+        self.put(store, state, some(5))
+        untyped: Any = Item
+        for what, attributes in BAD.items():
+            bad = untyped(**{"id": "bad", "arrays": _vector(0), **attributes})
+            try:
+                with refused(DataError):
+                    store.upsert([item("new"), item("id 1", 9), bad, item("newer")], opened().sha256)
+                equal(store.count(), 5, "count")
+            except Exception as fault:
+                raise AssertionError(f"{what}: {type(fault).__name__}: {fault}") from fault
+        with refused(DataError) as told:
+            nan, nul = Item("one", arrays=_vector(np.nan)), Item("three", "\0", arrays=_vector(0))
+            store.upsert([nan, item("two"), nul], opened().sha256)
+        assert "one" in told[0] and "three" in told[0] and "two" not in told[0], told[0]
+        self.check(store, state)
+        self.put(store, state, [item("new")])
+        self.check(self.again(store), state)
+
+    def test_a_field_that_no_item_has(self) -> None:
+        """A filter that names one is refused, and says which."""
+        store, state = self.store(), State()
+        self.put(store, state, some(5))
+        where = parse_filter("price < 3 and prise < 3")
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: store.search(normal(1, WIDTH, 0), 3, opened().sha256, where=where),
+            lambda: store.count(where),
+            lambda: store.scan(where),
+            lambda: store.delete(["id 1"], where=where),
+        )
+        for call in calls:
+            with refused(DataError, saying="prise"):
+                call()
+        self.check(store, state)
+
+    def test_a_bundle_that_is_not_served_is_refused(self) -> None:
+        """So are queries of another width, or with NaN."""
+        store, other = self.store(), opened(seed=1)
+        for items in ([item("a")], []):
+            with refused(Superseded):
+                store.upsert(items, other.sha256)
+        with refused(Superseded):
+            store.search(normal(1, WIDTH, 0), 3, other.sha256)
+        equal(store.count(), 0, "count")
+        for _ in range(2):
+            for bad in (normal(2, WIDTH + 1, 0), normal(2, WIDTH - 1, 0), normal(2, WIDTH, 0) * np.nan):
+                with refused(DataError):
+                    store.search(bad, 3, opened().sha256)
+            store.upsert(some(5), opened().sha256)
+
+    def test_a_store_that_is_closed(self) -> None:
+        """Every call says so, and the next process may open it; closing twice is no fault."""
+        bundle = opened()
+        with self.store() as store:
+            store.upsert(some(3), bundle.sha256)
+            (served,) = store.generations()
+        for name, call in _calls(store, served, self.place.parent / "copy").items():
+            try:
+                with refused(StoreError, saying="closed"):
+                    call()
+            except AssertionError as fault:
+                raise AssertionError(f"{name}: {fault}") from fault
+        store.close()
+        with self.reopen(self.place) as again:
+            again.upsert([replace(item("a"), label="b")], bundle.sha256)
+            equal(again.count(), 4, "count")
+
+
+def _calls(store: Store, served: Generation, target: Path) -> dict[str, Callable[[], object]]:
+    """Return one call of each method, by its name."""
+    bundle = opened()
+    return {
+        "upsert": lambda: store.upsert([item("a")], bundle.sha256),
+        "delete": lambda: store.delete(["id 1"]),
+        "get": lambda: store.get(["id 1"]),
+        "original": lambda: store.original("id 1"),
+        "scan": lambda: store.scan(),
+        "count": lambda: store.count(),
+        "search": lambda: store.search(normal(1, WIDTH, 0), 1, bundle.sha256),
+        "generations": lambda: store.generations(),
+        "bundle": lambda: store.bundle(served),
+        "begin": lambda: store.begin(bundle, widths_of(bundle)),
+        "pending": lambda: store.pending(served, 5),
+        "embed": lambda: store.embed(served, [], []),
+        "switch": lambda: store.switch(served),
+        "drop": lambda: store.drop(served),
+        "snapshot": lambda: store.snapshot(target),
+        "stats": lambda: store.stats(),
+    }

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from retrieval.serving.filters import parse_filter
 from retrieval.serving.store.contract import CODE, VECTOR, Item
 from retrieval.serving.store.testing.bench import Bench, State, equal, item, normal, some
 from retrieval.serving.store.testing.bundles import WIDTH, opened
@@ -43,21 +42,16 @@ FILTERS = [
 class SearchCases(Bench):
     """Searching, with and without filters, sub-spaces and codes."""
 
-    def test_an_empty_store(self) -> None:
-        """Nothing is found, and nothing fails."""
-        store = self.store()
-        self.check(store, State())
+    def test_few_items_or_none(self) -> None:
+        """An empty store finds nothing; asked for more than there are, or match, all are proposed."""
+        store, state = self.store(), State()
+        self.check(store, state)
         equal(store.search(normal(0, WIDTH, 0), 5, opened().sha256), [], "answers to no queries")
         equal(store.scan(), [], "scan")
-        self.check(store := self.again(store), State())
-
-    def test_more_than_there_are(self) -> None:
-        """Asked for more than there are, or match, all are proposed."""
-        store, state = self.store(), State()
+        self.check(store := self.again(store), state)
         self.put(store, state, some(20))
-        self.check(store, state, count=1000)
-        self.check(store, state, where="price < 1", count=1000)
-        self.check(store, state, count=1)
+        for count, where in ((1000, None), (1000, "price < 1"), (1, None), (7, "price = 1000")):
+            self.check(store, state, where=where, count=count)
 
     def test_filters(self) -> None:
         """Search, scan, count and delete agree with `filters.matches`, for filters of every kind."""
@@ -83,13 +77,6 @@ class SearchCases(Bench):
         store = self.again(store)
         for where in FILTERS[::3]:
             self.check(store, state, where=where)
-
-    def test_a_filter_that_nothing_matches(self) -> None:
-        """A field that items have, and a value that none has."""
-        store, state = self.store(), State()
-        self.put(store, state, some(10))
-        self.check(store, state, where="price = 1000")
-        equal(store.delete(where=parse_filter("price = 1000")), 0, "deleted")
 
     def test_equal_vectors(self) -> None:
         """Of many items in one place, as many are proposed as were asked for."""

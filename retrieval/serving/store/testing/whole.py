@@ -1,12 +1,13 @@
-"""Cases: the store as a whole: snapshots, figures, threads, closing."""
+"""Cases: the store as a whole: its place and identity, snapshots, compacting, threads, closing."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from unittest.mock import patch
 
 from retrieval.errors import StoreError
-from retrieval.serving.bundle import Encoded
+from retrieval.host.files import cache_folder
+from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.index import open_index
 from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.testing.bench import (
@@ -19,60 +20,52 @@ from retrieval.serving.store.testing.bench import (
     normal,
     refused,
     some,
+    together,
 )
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
 class WholeCases(Bench):
-    """Snapshots, figures, threads, closing."""
+    """Exists, create, open, drop; bundles that come from the store; snapshots; threads; closing."""
 
-    def test_a_snapshot_is_a_copy_of_one_moment(self) -> None:
-        """It opens as an index, answers as the store did, and neither changes with the other."""
+    def test_made_once_and_deleted(self) -> None:
+        """What is there is not overwritten; what was deleted is gone, and another may follow."""
+        at = self.at(self.place)
+        for _ in range(2):
+            equal(at.exists(), False, "existence")
+            with refused(StoreError):
+                at.open()
+            at.drop()  # of nothing: no fault
         store, state = self.store(), State()
-        needs(store, "snapshot")
-        self.put(store, state, some(80))
-        self.remove(store, state, ["id 7"])
-        target = self.place.parent / "copy"
-        store.snapshot(target)
-        then = dict(state)
-        self.put(store, state, [item("later"), item("id 1", 5)])
-        with open_index(target, threads=1) as copy:
-            equal(len(copy), len(then), "items of the snapshot")
-            equal(copy.bundle.sha256, opened().sha256, "bundle of the snapshot")
-            for query in normal(3, WIDTH, 2):
-                (hits,) = copy.search(Encoded(query[None], query[None]), 5)
-                expected = {hit.id for hit in hits}
-                (found,) = store.search(query[None], 5, opened().sha256)
-                if not {one.id for one in found} & {"later", "id 1"} and "id 1" not in expected:
-                    equal({one.id for one in found}, expected, "nearest")
-            alike(copy.get("id 3", arrays=True)["id 3"], then["id 3"])
-        self.check(store, state)
+        self.put(store, state, some(5))
+        equal(at.exists(), True, "existence")
         with refused(StoreError):
-            store.snapshot(target)
+            at.create(opened(), widths_of(opened()))
+        self.check(store, state)
+        first = store.identity()
+        store.close()
+        at.drop()
+        equal(at.exists(), False, "existence after deleting")
+        with refused(StoreError):
+            at.open()
+        store = self.store()
+        self.check(store, State())
+        assert store.identity() != first, "two indexes have one identity"
 
-    def test_a_snapshot_while_another_thread_writes(self) -> None:
-        """It holds what one moment held."""
-        store, bundle = self.store(), opened()
-        needs(store, "snapshot", "atomic")
-        stop = threading.Event()
-
-        def write() -> None:
-            number = 0
-            while not stop.is_set():
-                store.upsert([item(f"{side} {number}") for side in ("left", "right")], bundle.sha256)
-                number += 1
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
-            for number in range(3):
-                store.snapshot(self.place.parent / f"copy {number}")
-        finally:
-            stop.set()
-            writer.join()
-        for number in range(3):
-            with open_index(self.place.parent / f"copy {number}", threads=1) as copy:
-                equal(len(copy) % 2, 0, "half of a call is in the snapshot; items beyond pairs")
+    def test_bundles_come_from_the_store(self) -> None:
+        """Who has nothing but the place gets every bundle; one altered in the cache is fetched again."""
+        store, other = self.store(), opened(seed=1, width=WIDTH + 5)
+        store.upsert(some(3), opened().sha256)
+        store.begin(other, widths_of(other))
+        with patch.dict("os.environ", RETRIEVAL_CACHE=str(self.place.parent / "cache")):
+            store = self.again(store)
+            for generation in store.generations():
+                folder = store.bundle(generation)
+                equal(Bundle.open(folder, threads=1).sha256, generation.bundle, "bundle")
+                if folder.is_relative_to(cache_folder()):
+                    (folder / "encoder.onnx").write_bytes(b"altered")
+                    folder = store.bundle(generation)
+                    equal(Bundle.open(folder, threads=1).sha256, generation.bundle, "bundle, once more")
 
     def test_figures(self) -> None:
         """They count items, and name generations."""
@@ -81,23 +74,110 @@ class WholeCases(Bench):
         store.delete(["id 2"])
         other = opened(seed=1)
         store.begin(other, widths_of(other))
-        said = store.stats()
-        equal(said.count, 8, "items")
-        equal(said.generations, store.generations(), "generations")
-        assert said.bytes is None or said.bytes > 0, f"{said.bytes} bytes"
+        stats = store.stats()
+        equal(stats.count, 8, "items")
+        equal(stats.generations, store.generations(), "generations")
+        assert stats.bytes is None or stats.bytes > 0, f"{stats.bytes} bytes"
+
+    def test_compacting_and_structures(self) -> None:
+        """Both change no answer, or are refused with a sentence."""
+        store, state = self.store(), State()
+        self.put(store, state, some(60))
+        self.remove(store, state, ["id 3", "id 5"])
+        if "compact" in store.capabilities:
+            store.compact()
+        else:
+            with refused(StoreError):
+                store.compact()
+        self.check(store, state)
+        if store.structures:
+            store.take_structure(store.structures[0], {})
+        else:
+            with refused(StoreError):
+                store.take_structure("flat", {})
+        self.check(self.again(store), state)
+
+    # Snapshots
+
+    def test_a_snapshot_is_a_copy_of_one_moment(self) -> None:
+        """It opens with the same identity, answers as the store did, and changes apart from it."""
+        target, state = self.place.parent / "copy", State()
+        with self.at(self.place).create(opened(), widths_of(opened()), identity="an id") as store:
+            needs(store, "snapshot")
+            self.put(store, state, some(80))
+            self.remove(store, state, ["id 7"])
+            store.snapshot(target)
+            then = dict(state)
+            queries = normal(3, WIDTH, 2)
+            answers = store.search(queries, 5, opened().sha256)
+            self.put(store, state, [item("later"), item("id 1", 5)])
+            with open_index(target, threads=1) as copy:
+                equal(copy.identity, "an id", "identity of the snapshot")
+                equal(len(copy), len(then), "items of the snapshot")
+                equal(copy.bundle.sha256, opened().sha256, "bundle of the snapshot")
+                for hits, items in zip(copy.search(Encoded(queries, queries), 5), answers, strict=True):
+                    equal({hit.id for hit in hits}, {one.id for one in items}, "nearest")
+                alike(copy.get("id 3", arrays=True)["id 3"], then["id 3"])
+            self.check(store, state)
+            with refused(StoreError):
+                store.snapshot(target)
+        with self.reopen(self.place) as again:
+            equal(again.identity(), "an id", "identity after reopening")
+
+    def test_a_snapshot_holds_every_item(self) -> None:
+        """Those with originals, and those that the served generation does without."""
+        store, other = self.store(), opened(seed=1)
+        needs(store, "snapshot", "originals", "left_out")
+        store.upsert([*some(4), item("kept", keep="copy", original=b"bytes")], opened().sha256)
+        began = store.begin(other, widths_of(other))
+        pending = store.pending(began, 10)
+        store.embed(began, [item(one.id, 0, other) for one in pending[1:]], [pending[0].id])
+        equal(store.switch(began), True, "switch")
+        store.snapshot(self.place.parent / "copy")
+        with open_index(self.place.parent / "copy", threads=1) as copy:
+            equal([one.id for one in copy.scan()], sorted(one.id for one in pending), "items")
+            equal(copy.store.original("kept"), b"bytes", "original")
+            equal(copy.bundle.sha256, other.sha256, "bundle")
+            read = copy.get([one.id for one in pending], arrays=True)
+            without = [id for id, one in read.items() if not one.arrays]
+            equal(without, [pending[0].id], "items without arrays")
+
+    def test_a_snapshot_while_another_thread_writes(self) -> None:
+        """It holds what one moment held."""
+        store, bundle = self.store(), opened()
+        needs(store, "snapshot", "atomic")
+        targets = [self.place.parent / f"copy {number}" for number in range(3)]
+        stop = threading.Event()
+
+        def write() -> None:
+            number = 0
+            while not stop.is_set():
+                store.upsert([item(f"{side} {number}") for side in ("left", "right")], bundle.sha256)
+                number += 1
+
+        def copy() -> None:
+            try:
+                for target in targets:
+                    store.snapshot(target)
+            finally:
+                stop.set()
+
+        equal(together([write, copy]), [], "faults")
+        for target in targets:
+            with open_index(target, threads=1) as index:
+                equal(len(index) % 2, 0, "half of a call is in the snapshot; items beyond pairs")
+
+    # Threads
 
     def test_threads_write_in_turns(self) -> None:
         """Threads that write at a time all succeed, and nothing is lost."""
-        store, state = self.store(), State()
-        faults = _together(
-            [
-                lambda start=start: [  # type: ignore[misc]
-                    store.upsert([one], opened().sha256) for one in some(12, start)
-                ]
-                for start in (0, 12, 24, 36)
-            ]
-        )
-        equal(faults, [], "faults")
+        store = self.store()
+
+        def write(start: int) -> None:
+            for one in some(12, start):
+                store.upsert([one], opened().sha256)
+
+        equal(together([lambda start=start: write(start) for start in range(0, 48, 12)]), [], "faults")  # type: ignore[misc]
         state = {one.id: one for one in some(48)}
         self.check(store, state)
         self.check(self.again(store), state)
@@ -107,10 +187,10 @@ class WholeCases(Bench):
         store = self.store()
         store.upsert(some(3), opened().sha256)
         for _ in range(1500):
-            equal(_together([store.count]), [], "faults")
+            equal(together([store.count]), [], "faults")
 
     def test_closing_lets_searches_end(self) -> None:
-        """A search that runs ends with its answer; one that begins afterwards is told that the store was closed."""
+        """A search that runs ends with its answer; a later one is told that the store is closed."""
         store, bundle = self.store(), opened()
         store.upsert(some(self.searched), bundle.sha256)
         queries = normal(20, WIDTH, 4)
@@ -121,36 +201,11 @@ class WholeCases(Bench):
             searched.wait()
             with refused(StoreError, saying="closed"):
                 while True:
-                    found = store.search(queries, 10, bundle.sha256)
-                    equal([len(one) for one in found], [10] * 20, "items found")
+                    answers = store.search(queries, 10, bundle.sha256)
+                    equal([len(answer) for answer in answers], [10] * 20, "items found")
 
         def close() -> None:
             searched.wait()
             store.close()
 
-        equal(_together([search, search, search, close]), [], "faults")
-
-    def test_with(self) -> None:
-        """A `with` statement closes it."""
-        with self.store() as store:
-            store.upsert([item("a")], opened().sha256)
-        with refused(StoreError):
-            store.count()
-
-
-def _together(calls: list[Callable[[], object]]) -> list[BaseException]:
-    """Run calls in threads at a time; return what they raised."""
-    faults: list[BaseException] = []
-
-    def run(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except BaseException as fault:  # returned
-            faults.append(fault)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return faults
+        equal(together([search, search, search, close]), [], "faults")
