@@ -58,6 +58,12 @@ class Added:
     seconds: float = 0.0
 
 
+_REST_IS_THERE = (
+    "All others are in the index. Mend or remove these, or leave them out with --skip-bad "
+    "(in Python skip_bad=True)."
+)
+
+
 def add_sources(
     index: Index,
     sources: StrPath | Sequence[StrPath],
@@ -76,9 +82,8 @@ def add_sources(
     With `whole`, for an index that is being created, an image that cannot be used ends the work with an error.
     """
     began = time.monotonic()
-    limits = limits or Limits()
     strict = whole and not skip_bad
-    settings = Settings(at_least_one("batch", batch), workers or cores(), limits)
+    settings = Settings(at_least_one("batch", batch), workers or cores(), limits or Limits())
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress):
         vectors = Vectors(named, index, keep) if any(map(is_embedding, named)) else None
@@ -89,18 +94,14 @@ def add_sources(
             new, relabelled, unchanged = _changes(index, found.items)
             writer.faults = []
             try:
-                results = (
-                    vectors.embedded(new)
-                    if vectors
-                    else embed(
-                        index.bundle,
-                        originals(new, found.features, limits.bytes),
-                        replace(settings, features=FEATURES in index.generation.widths),
-                        stamp=Source.stamp,
-                        keep=keep,
-                        strict=strict,
+                if vectors:
+                    results = vectors.embedded(new)
+                else:
+                    keeps = replace(settings, features=FEATURES in index.generation.widths)
+                    contents = originals(new, found.features, settings.limits.bytes)
+                    results = embed(
+                        index.bundle, contents, keeps, stamp=Source.stamp, keep=keep, strict=strict
                     )
-                )
                 writer.take(results, len(new), strict)
                 break
             except Superseded:  # another generation is served since: what is left is embedded for that
@@ -114,12 +115,7 @@ def add_sources(
         _relabel(index, relabelled)
         removed = _remove_others(index, {item.key for item in found.items}) if sync and not faults else 0
     if faults and not skip_bad:
-        raise _unusable(
-            faults,
-            len(found.items),
-            "All others are in the index. Mend or remove these, or leave them out with --skip-bad "
-            "(in Python skip_bad=True)." + (" Nothing was removed." if sync else ""),
-        )
+        raise _unusable(faults, len(found.items), _REST_IS_THERE + (" Nothing was removed." if sync else ""))
     return Added(
         added=writer.added,
         changed=writer.changed + len(relabelled),

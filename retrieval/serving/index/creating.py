@@ -101,17 +101,7 @@ def build_index(
         return whole, widths_of(whole, features=features_of(whole) if keep_features else None)
 
     if isinstance(place, Address):
-        if backend != "auto" or options:
-            raise DataError(
-                f"A back end and its parameters are of folders. What the store of {place} can be told stands in "
-                "its address; 'retrieval plugins show' names it."
-            )
-        at = store_place(place, plugins)
-        if not replace and at.exists():
-            raise StoreError(
-                f"{place} exists already. Add to it with 'retrieval index add', choose another name, or pass "
-                "--replace (in Python replace=True), which deletes it first."
-            )
+        at = _free_address(place, plugins, replace, backend != "auto" or bool(options))
         whole, widths = opened()
         if replace:
             at.drop()
@@ -167,6 +157,22 @@ def refuse_existing(output: Path, replace: bool) -> None:
         raise _exists(output)
     if output.is_symlink() or kind_of(output) != "index" or not (output / RECORD).is_file():
         raise StoreError(f"{output} is not an index, so --replace does not touch it. Choose another name.")
+
+
+def _free_address(address: Address, plugins: Sequence[str], replace: bool, structured: bool) -> StorePlace:
+    """Return the place at an address; without `replace`, no index may be there, and no structure be asked for."""
+    if structured:
+        raise DataError(
+            f"A back end and its parameters are of folders. What the store of {address} can be told stands in "
+            "its address; 'retrieval plugins show' names it."
+        )
+    place = store_place(address, plugins)
+    if not replace and place.exists():
+        raise StoreError(
+            f"{address} exists already. Add to it with 'retrieval index add', choose another name, or pass "
+            "--replace (in Python replace=True), which deletes it first."
+        )
+    return place
 
 
 def _exists(output: Path) -> StoreError:
