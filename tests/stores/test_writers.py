@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import record, upkeep
 from retrieval.serving.store.check import check_record
@@ -177,7 +176,7 @@ def test_work_is_claimed_by_one_process(index: Path, bundle: Bundle, monkeypatch
         store.upsert([Item("a", arrays={"vector": np.zeros(16, np.float32)})], bundle.sha256)
         with (
             claimed(other.record, 1, 0),
-            pytest.raises(StoreError, match=rf"Process {os.getpid()} on .* is compacting the index"),
+            pytest.raises(StoreUnavailable, match=rf"Process {os.getpid()} on .* is compacting the index"),
         ):
             store.compact()
         store.compact()

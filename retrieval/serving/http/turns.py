@@ -22,7 +22,7 @@ from retrieval.serving.images import Limits
 from retrieval.serving.stages import current, stage
 
 DECODE_SECONDS = 5.0
-WAITING_PER_WORKER = 16
+WAITING_PER_WORKER = 64
 WAITING_CHANGES = 16
 WAITING_SNAPSHOTS = 4
 WAITING_PICTURES = 64

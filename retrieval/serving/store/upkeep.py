@@ -21,6 +21,7 @@ import numpy as np
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import sync
 from retrieval.serving.store.arrays import ARRAYS, Array, append, damaged, file_of
+from retrieval.serving.store.contract import StoreUnavailable
 from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, ask, value
 from retrieval.serving.store.structure import (
@@ -110,7 +111,9 @@ class Upkeep:
                 self._asked = True
                 faults += 1
                 pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
-                log.warning(
+                others_work = isinstance(fault, StoreUnavailable)  # another process tends it just now
+                log.log(
+                    logging.DEBUG if others_work else logging.WARNING,
                     "The index %s cannot be tended: %s It is tried again in %g seconds.",
                     self.record.folder,
                     fault,

@@ -25,6 +25,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.plain import read_plain
 from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.store.arrays import ARRAYS, BLOCK, BUNDLES, append, file_of
+from retrieval.serving.store.contract import StoreUnavailable
 from retrieval.serving.store.items import Floats, Generation, Item, Keep, spans_of, usable
 from retrieval.serving.store.record import Record, ask, reason, value
 from retrieval.serving.store.rows import to_row
@@ -288,7 +289,7 @@ def claimed(record: Record, g: int, wait: float) -> Iterator[str]:
         wait: seconds to wait for who has it.
 
     Raises:
-        StoreError: another process has it.
+        StoreUnavailable: another process has it.
     """
     work, stem = f"generation {g}", new_stem()
     owner = f"process {os.getpid()} on {socket.gethostname()}"
@@ -302,7 +303,7 @@ def claimed(record: Record, g: int, wait: float) -> Iterator[str]:
                 connection.execute("insert or replace into claims values (?,?,?,?)", row)
                 break
         if time.monotonic() > end:
-            raise StoreError(
+            raise StoreUnavailable(
                 f"{held[0][0].capitalize()} is compacting the index {record.folder}, or building "
                 "what speeds its search up. Wait for it."
             )
