@@ -34,6 +34,7 @@ from retrieval.serving.store.arrays import BUNDLES
 from retrieval.serving.store.contract import Capability, Store, StorePlace, Superseded
 from retrieval.serving.store.items import (
     CODE,
+    COLUMNS,
     FEATURES,
     VECTOR,
     Candidates,
@@ -42,11 +43,11 @@ from retrieval.serving.store.items import (
     Item,
     Stats,
     checked,
+    from_row,
     own,
     usable,
 )
 from retrieval.serving.store.record import FILE, Record, ask, value
-from retrieval.serving.store.rows import COLUMNS, from_row
 from retrieval.serving.store.searches import Searches, refuse_unknown
 from retrieval.serving.store.snapshot import write_snapshot
 from retrieval.serving.store.structure import Wanted

@@ -17,15 +17,16 @@ from retrieval.serving.store.columns import Columns
 from retrieval.serving.store.contract import Superseded
 from retrieval.serving.store.items import (
     CODE,
+    COLUMNS,
     VECTOR,
     Candidates,
     Floats,
     Item,
     check_queries,
+    from_row,
     no_field,
 )
 from retrieval.serving.store.record import ask, value
-from retrieval.serving.store.rows import COLUMNS, from_row
 from retrieval.serving.store.view import Mask, Near, Numbers, View, Views
 
 _FIELDS = 1000  # names that are looked through for a likely one

@@ -26,9 +26,8 @@ from retrieval.serving.files.plain import read_plain
 from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.store.arrays import ARRAYS, BLOCK, BUNDLES, append, file_of
 from retrieval.serving.store.contract import StoreUnavailable
-from retrieval.serving.store.items import Floats, Generation, Item, Keep, spans_of, usable
+from retrieval.serving.store.items import Floats, Generation, Item, Keep, spans_of, to_row, usable
 from retrieval.serving.store.record import Record, ask, reason, value
-from retrieval.serving.store.rows import to_row
 from retrieval.serving.store.structure import Structure, Wanted
 from retrieval.serving.store.view import Numbers, all_of
 
