@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ import pytest
 from comparing import LOSSES, RECIPE, go
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.recipe.ranges import Range
 from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
-from retrieval.training.comparison.search import search, suggest
+from retrieval.training.comparison.result import Contestant
+from retrieval.training.comparison.search import Proposals, Trial, search
 from retrieval.training.process import Interrupted
+from scipy.stats import kstest
 
 SLOW = '''
 """A loss that notes each of its calls; while there is a file `slow` it waits for another process, and then takes its time."""
@@ -283,25 +286,67 @@ def _signal_once_two_train(steps: Path, number: signal.Signals) -> None:
         time.sleep(0.02)
 
 
-def test_a_proposal_depends_on_nothing_but_the_trials_before() -> None:
-    from retrieval.recipe.ranges import Range
-    from retrieval.training.comparison.search import Trial
+RANGES = {
+    "loss.margin": Range(low=0.01, high=1.0, log=True),
+    "loss.n": Range(low=1, high=9),
+    "loss.kind": Range(choices=["a", "b"]),
+}
 
-    ranges = {
-        "loss.margin": Range(low=0.01, high=1.0, log=True),
-        "loss.n": Range(low=1, high=9),
-        "loss.kind": Range(choices=["a", "b"]),
-    }
-    done: list[Trial] = []
-    for number in range(14):
-        values = suggest(done, ranges, {"loss.margin": 0.5} if not number else {})
-        assert values == suggest(done, ranges, {"loss.margin": 0.5} if not number else {})
-        assert (
-            0.01 <= values["loss.margin"] <= 1
-            and values["loss.n"] in range(1, 10)
-            and values["loss.kind"] in ("a", "b")
-        )
-        assert number or values["loss.margin"] == 0.5
-        done.append(Trial(values, None if number == 3 else -abs(np.log(values["loss.margin"] / 0.1))))
-    assert len({json.dumps(trial.values) for trial in done}) == 14, "no proposal comes twice"
-    assert suggest(done, ranges, {}) != suggest(done[:-1], ranges, {})
+
+def proposed(proposals: Proposals, scores: Sequence[float | None], known: Sequence[Any] = ()) -> list[Any]:
+    """Return the values of trials that end with these scores, the first of which are known."""
+    trials = []
+    for number, score in enumerate(scores):
+        trials.append(proposals.next(known[number] if number < len(known) else None))
+        proposals.tell(score)
+    return trials
+
+
+def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
+    scores: list[float | None] = [None if n == 3 else (n * 7919 % 101) / 100 for n in range(24)]
+    whole = proposed(Proposals("a", RANGES, {"loss.margin": 0.5}), scores)
+    assert whole[0]["loss.margin"] == 0.5, "the recipe's own values come first"
+    for values in whole:
+        assert 0.01 <= values["loss.margin"] <= 1 and values["loss.n"] in range(1, 10)
+        assert values["loss.kind"] in ("a", "b")
+    for kept in (1, 4, 13, 23):
+        again = Proposals("a", RANGES, {"loss.margin": 0.5})
+        assert proposed(again, scores, json.loads(json.dumps(whole[:kept]))) == whole
+    other = [{**values, "loss.margin": 0.02} for values in whole[:5]]  # as another version of Optuna proposed
+    assert proposed(Proposals("a", RANGES, {}), scores, other)[:5] == other
+
+
+def test_the_points_of_a_search_fill_its_range() -> None:
+    """Also where scores say nothing: a sampler that begins anew with each trial draws a few points again and again."""
+    first = set()
+    for recipe in range(6):
+        random = np.random.default_rng(recipe)
+        trials = proposed(Proposals(f"recipe {recipe}", RANGES, {}), random.random(32).tolist())
+        places = [np.log10(values["loss.margin"]) / 2 + 1 for values in trials]
+        assert kstest(places, "uniform").statistic < 0.4
+        assert len(set(places)) == 32
+        first |= set(places[:10])
+    assert len(first) == 60, "recipes with the same ranges draw other points"
+
+
+def test_a_search_finds_an_optimum() -> None:
+    for recipe in range(6):
+        proposals, best = Proposals(f"recipe {recipe}", RANGES, {}), -np.inf
+        for _ in range(32):
+            values = proposals.next()
+            score = -(np.log10(values["loss.margin"] / 0.05) ** 2) - (values["loss.kind"] == "a")
+            proposals.tell(score)
+            best = max(best, score)
+        assert best > -0.02, "within a seventh of a decade of .05, and of the right kind"
+
+
+def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:
+    def contestant(*margins: float, best: float) -> Contestant:
+        trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
+        return Contestant("arc", True, [], {"loss.margin": best, "loss.kind": "a"}, trials)
+
+    assert contestant(0.1, 0.2, 0.3, best=0.2).edges == []
+    assert contestant(0.1, 0.2, best=0.2).edges == []
+    (low,), (high,) = contestant(0.1, 0.2, 0.3, best=0.1).edges, contestant(0.1, 0.2, 0.3, best=0.3).edges
+    assert low == "arc was best at the lowest loss.margin tried, 0.1: widen its range."
+    assert "highest loss.margin tried, 0.3" in high

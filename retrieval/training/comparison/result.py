@@ -30,6 +30,21 @@ class Contestant:
     values: dict[str, Any] = field(default_factory=dict)
     trials: Sequence[Trial] = ()
 
+    @property
+    def edges(self) -> list[str]:
+        """A sentence for each number whose best value is the smallest or the largest that was tried.
+
+        Of two trials one is always the smallest: from three on, it says something.
+        """
+        sentences = []
+        for key, value in self.values.items():
+            tried = {trial.values[key] for trial in self.trials if trial.score is not None}
+            if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
+                continue
+            end = "lowest" if value == min(tried) else "highest"
+            sentences.append(f"{self.name} was best at the {end} {key} tried, {value:.4g}: widen its range.")
+        return sentences
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -105,6 +120,7 @@ class Comparison:
         ]
         if self.missing:
             notes.append(f"There is no row {self.missing}.")
+        notes += [sentence for each in self.contestants for sentence in each.edges]
         return [*notes, *(f"Not the same for all: {each}" for each in self.different)]
 
     def as_dict(self) -> dict[str, Any]:

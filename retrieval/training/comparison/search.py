@@ -1,11 +1,13 @@
 """The search for a recipe's settings: Optuna proposes, folds over the training classes judge, each trial is kept in a file.
 
-What is proposed follows from the number of the trial and from what is known of those before it, and nothing else: a search that was killed
-goes on as if it had not been, and any number of workers finds the same.
+One sampler serves all trials of a recipe, and its state goes on from one to the next: with a new sampler for each
+trial, every search would draw the same points. A search that was killed asks its sampler for the known trials again,
+tells it their scores, and so goes on as if it had not been killed; any number of workers gets the same trials.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,28 +55,47 @@ def require_optuna() -> None:
         ) from None
 
 
-def suggest(done: Sequence[Trial], ranges: Mapping[str, Range], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what to try after some trials, by the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
+class Proposals:
+    """What to try next, by the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
 
     Args:
-        done: the trials so far.
+        name: of the recipe; recipes with the same ranges draw other points.
         ranges: what may be tried.
         own: the recipe's own values, tried first.
     """
-    import optuna
-    from optuna.trial import TrialState, create_trial
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    spaces = {key: _distribution(values) for key, values in ranges.items()}
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=len(done)))
-    for trial in done:
-        state = TrialState.FAIL if trial.score is None else TrialState.COMPLETE
-        study.add_trial(
-            create_trial(state=state, params=trial.values, distributions=spaces, value=trial.score)
+    def __init__(self, name: str, ranges: Mapping[str, Range], own: Mapping[str, Any]) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._spaces = {key: _distribution(values) for key, values in ranges.items()}
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        sampler = optuna.samplers.TPESampler(seed=seed)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        if own:
+            self._study.enqueue_trial(dict(own))
+        self._asked: Any = None
+        self._values: dict[str, Any] = {}
+
+    def next(self, known: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the values of the next trial: `known`, if it was begun in an earlier run."""
+        self._asked = self._study.ask(self._spaces)
+        self._values = dict(self._asked.params) if known is None else known
+        return self._values
+
+    def tell(self, score: float | None) -> None:
+        """Say how the trial ended; None: it diverged."""
+        from optuna.trial import TrialState, create_trial
+
+        state = TrialState.FAIL if score is None else TrialState.COMPLETE
+        if self._values == self._asked.params:
+            self._study.tell(self._asked, score, state)
+            return
+        # Another version of Optuna proposed what is known: its values count, not what this one would have tried.
+        self._study.tell(self._asked, state=TrialState.FAIL)
+        self._study.add_trial(
+            create_trial(state=state, params=self._values, distributions=self._spaces, value=score)
         )
-    if not done and own:
-        study.enqueue_trial(dict(own))
-    return dict(study.ask(spaces).params)
 
 
 def _distribution(values: Range) -> Any:
@@ -102,11 +123,12 @@ def search(recipe: Recipe, trials: int, folds: int, folder: Path, do: Do) -> lis
         DataError: every training diverged, or a file of a trial is damaged.
     """
     done: list[Trial] = []
+    proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
     for number in range(trials):
         place = folder / f"trial-{number:03}"
-        values = _values(place / "values.json")
-        if values is None:
-            values = suggest(done, recipe.search, space.own_values(recipe))
+        known = _values(place / "values.json")
+        values = proposals.next(known)
+        if known is None:
             place.mkdir(parents=True, exist_ok=True)
             write_json(place / "values.json", values, DataError)
         table = space.changed(space.table_of(recipe), values)
@@ -117,6 +139,7 @@ def search(recipe: Recipe, trials: int, folds: int, folder: Path, do: Do) -> lis
         scores = [found["trained"][PRIMARY] if found else None for found in do(jobs)]
         whole = [score for score in scores if score is not None]
         done.append(Trial(values, float(np.mean(whole)) if len(whole) == folds else None))
+        proposals.tell(done[-1].score)
     if all(trial.score is None for trial in done):
         raise DataError(
             f"{recipe.name}: in each of the {trials} trials the loss became NaN or infinite. Narrow [search], above all the learning rate."
