@@ -1,4 +1,4 @@
-"""The filter language: which items a search or a deletion is about. `docs/filters.md` is its page.
+"""The filter language: which items a search or a deletion is about. `docs/indexes.md` explains it.
 
 An item has an id, a label or none, and metadata, a JSON object. A filter is a tree (`tree`), written as text
 (`price < 20 and label in ('shoe', 'boot')`) or as JSON (`{"price": {"<": 20}, "label": {"in": ["shoe", "boot"]}}`).
