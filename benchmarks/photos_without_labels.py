@@ -1,4 +1,4 @@
-"""README's picture of a search without labels: Fashion-MNIST's images, a pretrained backbone, nothing trained.
+"""The picture of a search without labels in docs/engineer.md: Fashion-MNIST's images, a pretrained backbone, nothing trained.
 
     python benchmarks/photos_without_labels.py        # writes docs/without_labels.png and results/photos_without_labels.md; some minutes
 

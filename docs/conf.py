@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging as standard_logging
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ try:
 except importlib.metadata.PackageNotFoundError:
     release = "0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+sys.path.insert(0, str(Path(__file__).parent))  # generate.py is an extension of this site
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "generate"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_math_renderer = "mathml"
@@ -33,6 +36,9 @@ html_theme = "furo"
 html_title = f"retrieval {release}"
 nitpicky = True
 
+# Napoleon and MyST call interfaces that Sphinx deprecates
+warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(sphinx|myst_parser)\.")
+warnings.filterwarnings("ignore", category=PendingDeprecationWarning, module=r"(sphinx|myst_parser)\.")
 standard_logging.getLogger("faiss").setLevel(standard_logging.WARNING)  # it says in which file it was found
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

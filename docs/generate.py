@@ -1,6 +1,6 @@
-"""Write hooks.md, recipe.md, plugins.md, floors.svg and openapi.json from the code. A test compares the committed files with what this gives.
+"""Write the pages that the code defines: hooks, recipes, one page per kind of plugin, the floors, the OpenAPI document.
 
-Run it after a change of a hook, a recipe table, a bundled plugin or who imports whom:  python docs/generate.py
+An extension of Sphinx: it runs before each build and writes to `docs/generated`, which git ignores.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,14 +25,13 @@ from retrieval.host.values import toml_value, type_text
 from retrieval.recipe.read import Recipe
 from retrieval.serving.http.openapi import document
 
-FOLDER = Path(__file__).parent
-NOTE = "<!-- Written by docs/generate.py from the code: change that, and run it again. -->\n"
+DOCS = Path(__file__).parent
+FOLDER = DOCS / "generated"
 
 
 def hooks() -> str:
     """Every hook with its exact signature and docstring."""
     lines = [
-        NOTE,
         "# Hooks\n",
         f"{inspect.cleandoc(hookspecs.__doc__ or '')}\n",
         "Mark a hook with `retrieval.hookimpl`. It may leave out arguments that it has no use for.\n",
@@ -54,7 +54,6 @@ def hooks() -> str:
 def recipe() -> str:
     """Every table and key of a recipe."""
     lines = [
-        NOTE,
         "# Recipes\n",
         "A recipe is a TOML file. `retrieval check` reports everything that is wrong in it at once. Any value can be changed "
         "on the command line: `--set head.embedding_size=128`, `--set phase.0.epochs=3`.\n",
@@ -86,26 +85,36 @@ def bundled() -> Plugins:
     )
 
 
-def plugins() -> str:
-    """Every factory of the bundled plugins."""
+def plugins() -> dict[str, str]:
+    """One page per kind of plugin, and the page that lists the kinds."""
     loaded = bundled()
-    lines = [
-        NOTE,
-        "# Bundled plugins\n",
-        "`retrieval plugins show NAME` prints the same, for installed plugins too.\n",
-    ]
-    for kind, word in KINDS.items():
-        # trackers are there where their packages are: the page would differ from machine to machine
+    pages, rows = {}, []
+    for kind in KINDS:
+        # The trackers that a machine offers depend on the packages installed there
         factories = loaded.factories(kind) if kind != "trackers" else {}
         if factories:
-            lines += [f"## {kind.capitalize()}\n"]
+            lines = [f"# {kind.capitalize()}\n", f"{len(factories)} bundled {kind}, by name.\n"]
             for factory in factories.values():
-                lines += _factory(factory, word, snippet(factory, loaded))
-    return "\n".join(lines)
+                lines += _factory(factory, snippet(factory, loaded))
+            pages[f"plugins/{kind}.md"] = "\n".join(lines)
+            rows.append(f"- {len(factories)} [{kind}](plugins/{kind}.md)")
+    return {
+        "plugins.md": "\n".join(
+            [
+                "# Bundled plugins\n",
+                "`retrieval plugins show NAME` prints the same, for installed plugins too.\n",
+                *rows,
+                "\n```{toctree}\n:hidden:\n",
+                *(name.removesuffix(".md") for name in pages),
+                "```\n",
+            ]
+        ),
+        **pages,
+    }
 
 
-def _factory(factory: Factory, word: str, example: str) -> Iterator[str]:
-    yield f"### {factory.name} ({word})\n"
+def _factory(factory: Factory, example: str) -> Iterator[str]:
+    yield f"## {factory.name}\n"
     yield f"{factory.description}\n"
     if factory.parameters:
         yield "| parameter | type | default | meaning |\n| --- | --- | --- | --- |"
@@ -150,8 +159,8 @@ def _section(field: Any) -> type[BaseModel] | None:
 
 
 def _link(kind: str) -> str:
-    """The kind's chapter in plugins.md, when the bundled plugins offer any of it."""
-    return f"[the {kind}](plugins.md#{kind})" if bundled().factories(kind) else f"the {kind} of a plugin"
+    """A link to the kind's page, when the bundled plugins offer any of it."""
+    return f"[the {kind}](plugins/{kind}.md)" if bundled().factories(kind) else f"the {kind} of a plugin"
 
 
 def _cell(text: str) -> str:
@@ -170,8 +179,8 @@ def _load(file: Path) -> ModuleType:
 
 def floors() -> str:
     """The diagram of the floors; the list is the one that the test of imports holds."""
-    listed = _load(FOLDER.parent / "tests" / "host" / "test_imports.py").FLOORS
-    drawn: str = _load(FOLDER / "floors.py").draw(FOLDER.parent / "retrieval", listed)
+    listed = _load(DOCS.parent / "tests" / "host" / "test_imports.py").FLOORS
+    drawn: str = _load(DOCS / "floors.py").draw(DOCS.parent / "retrieval", listed)
     return drawn
 
 
@@ -180,23 +189,32 @@ def openapi() -> str:
     return json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
 
 
-PAGES = {
-    "openapi.json": openapi,
-    "hooks.md": hooks,
-    "recipe.md": recipe,
-    "plugins.md": plugins,
-    "floors.svg": floors,
-}
+def pages() -> dict[str, str]:
+    """Every generated file, by its path below `docs/generated`."""
+    return {
+        "hooks.md": hooks(),
+        "recipe.md": recipe(),
+        **plugins(),
+        "floors.svg": floors(),
+        "openapi.json": openapi(),
+    }
 
 
-def main() -> None:
-    """Write all pages, each whole or not at all."""
-    for name, page in PAGES.items():
-        temporary = FOLDER / f".{name}.tmp"
-        temporary.write_text(page(), encoding="utf-8")
-        temporary.replace(FOLDER / name)
-        print(f"wrote docs/{name}")
+def write(folder: Path = FOLDER) -> None:
+    """Make a folder hold the generated files and no others; unchanged files keep their date, so Sphinx skips them."""
+    made = pages()
+    for path in folder.rglob("[!.]*.*"):
+        if path.relative_to(folder).as_posix() not in made:
+            path.unlink(missing_ok=True)
+    for name, text in made.items():
+        target = folder / name
+        if not target.exists() or target.read_text(encoding="utf-8") != text:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = target.with_name(f".{target.name}.{os.getpid()}")  # two builds may run at once
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
 
 
-if __name__ == "__main__":
-    main()
+def setup(app: Any) -> None:
+    """Write the pages before Sphinx looks for them."""
+    app.connect("builder-inited", lambda app: write())

@@ -43,7 +43,7 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             if "/test_milvus" in file:
                 return "milvus"
-            return "tutorial" if file.endswith(("docs/test_pages.py", "docs/test_living.py")) else file
+            return "tutorial" if file.endswith(("docs/test_pages.py", "docs/test_indexes.py")) else file
 
     return Together(config, log)
 

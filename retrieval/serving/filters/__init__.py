@@ -1,4 +1,4 @@
-"""The filter language: which items a search or a deletion is about. `docs/filters.md` is its page.
+"""The filter language: which items a search or a deletion is about. `docs/indexes.md` explains it.
 
 A filter is a tree of conditions (`tree`) on an item's id, label and metadata, written as text (`text`) or as
 JSON (`json_form`). The page says what each condition means; `deciding` decides it: `matches` in Python,

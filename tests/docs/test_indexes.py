@@ -1,4 +1,4 @@
-"""The living index's page: its commands run in order, and print what it shows."""
+"""The page of indexes: its commands run in order, and print what it shows."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_another_output_is_noticed() -> None:
     assert not same("1 added in 0.1 s.\n", "2 added in 0.1 s.\n") and not same("…\nb 1\n", "a\nb 2\n")
 
 
-def test_living_shows_what_its_commands_print(
+def test_indexes_shows_what_its_commands_print(
     after_tutorial: Any, root: Path, blocks: Callable[..., Any]
 ) -> None:
     printed, compared = "", 0
     with contextlib.chdir(after_tutorial.folder):
-        for block in blocks(root / "docs" / "living.md"):
+        for block in blocks(root / "docs" / "indexes.md"):
             if block.before.startswith("<!-- not run"):
                 continue
             if block.language == "sh":
@@ -54,4 +54,4 @@ def test_living_shows_what_its_commands_print(
             "items.sqlite-wal",
             "items.sqlite-shm",
         }
-    assert names == {"index.json", "items.sqlite", "acknowledged", "arrays", "bundles"} and compared == 9
+    assert names == {"index.json", "items.sqlite", "acknowledged", "arrays", "bundles"} and compared == 11
