@@ -13,7 +13,6 @@ UCI sets. Needs the packages that `uci.py` names.
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
+from bench import arguments
 from retrieval_aml import AML, GMML
 from uci import load
 
@@ -128,7 +128,14 @@ def sensitivity(path: Path) -> None:
         for row, letter in enumerate("αβ"):
             axis = axes[row, column]
             for part, (title, colour) in enumerate((("training", COLOURS[0]), ("test", COLOURS[1]))):
-                axis.plot(GRID, errors[row, :, :, part].mean(1), "o-", ms=3, c=colour, label=f"AML, {title}")
+                axis.plot(
+                    GRID,
+                    errors[row, :, :, part].mean(1),
+                    "o-",
+                    ms=3,
+                    c=colour,
+                    label=f"AML, {title}",
+                )
                 axis.axhline(plain[:, part].mean(), ls=":", c=colour, label=f"GMML, {title}")
             axis.set_xscale("log")
             axis.set_xlabel(f"{letter} ({'β' if letter == 'α' else 'α'} = 1)", fontsize=9)
@@ -153,9 +160,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "docs")
     folder = parser.parse_args().folder
     plt.switch_backend("agg")

@@ -10,7 +10,6 @@ paper's Figure 5 advises, at the same t (AML_t) and at .5. ITML and LMNN are met
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import warnings
@@ -27,8 +26,7 @@ from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from intervals import interval
-from page_tables import markdown
+from bench import arguments, interval, markdown
 
 Floats = NDArray[np.float64]
 RESULT = Path(__file__).parent / "results" / "aml_roc.md"
@@ -106,7 +104,13 @@ def measure() -> list[dict[str, Any]]:
                 if learner is not None:
                     learner.fit(z[seen], y[seen])
                 auc, (false, true) = judged(learner, z[~seen], y[~seen], repeat)
-                row: dict[str, Any] = {"set": name, "repeat": repeat, "method": method, "t": t, "auc": auc}
+                row: dict[str, Any] = {
+                    "set": name,
+                    "repeat": repeat,
+                    "method": method,
+                    "t": t,
+                    "auc": auc,
+                }
                 if not repeat:
                     at = np.linspace(0, len(false) - 1, 100).astype(int)
                     row["curve"] = [false[at].round(4).tolist(), true[at].round(4).tolist()]
@@ -166,9 +170,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="run nothing: from what is kept")
     if not parser.parse_args().write:
         rows = measure()

@@ -9,7 +9,6 @@ after twenty times its CPU seconds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from sklearn.preprocessing import StandardScaler
 
-from page_tables import markdown
+from bench import arguments, markdown
 from retrieval_anml import LANML
 from uci import load
 
@@ -119,9 +118,7 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.parse_args()
     rows = measure()
     KEPT.write_text(json.dumps(rows, indent=1), encoding="utf-8")

@@ -11,7 +11,6 @@ once, in results/raw/cards.jsonl: what stops goes on where it was, and the block
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tempfile
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from intervals import interval
+from bench import arguments, interval
 
 MODELS = Path(__file__).parents[1] / "models"
 KEPT = Path(__file__).parent / "results" / "raw" / "cards.jsonl"
@@ -45,7 +44,10 @@ class Row:
 def one_metric(title: str) -> Row:
     """Return the triplet loss alone, for as many epochs of the metric as the recipes of DAML and DAMML have."""
     return Row(
-        title, "digits-daml", ("train.epochs=5",), ("generator", "generator_optimizer", "phase", "train")
+        title,
+        "digits-daml",
+        ("train.epochs=5",),
+        ("generator", "generator_optimizer", "phase", "train"),
     )
 
 
@@ -110,7 +112,8 @@ CARDS: dict[str, list[Row]] = {
 def key(row: Row, seed: int) -> str:
     """Return what a run is kept under: rows of several cards may be the same run."""
     return json.dumps(
-        [row.recipe, sorted(row.overrides), sorted(row.without), row.untrained, seed], ensure_ascii=False
+        [row.recipe, sorted(row.overrides), sorted(row.without), row.untrained, seed],
+        ensure_ascii=False,
     )
 
 
@@ -197,7 +200,10 @@ def block(name: str) -> str:
     if not found[0][1]:
         raise KeyError(f"{name} was never measured: python benchmarks/cards.py {name}")
     raw = [entry["figures"][RAW] for entry in found[0][1] if RAW in entry["figures"]]
-    table = [(RAW, raw), *((title, [e["figures"]["trained"] for e in entries]) for title, entries in found)]
+    table = [
+        (RAW, raw),
+        *((title, [e["figures"]["trained"] for e in entries]) for title, entries in found),
+    ]
     lines = ["| | seeds | " + " | ".join(METRICS) + " |", "| --- |" + " --- |" * (1 + len(METRICS))]
     for title, figures in table:
         cells = [interval([f[metric] for f in figures]) for metric in METRICS]
@@ -239,9 +245,7 @@ def write(name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("names", nargs="*", default=list(CARDS), choices=list(CARDS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(

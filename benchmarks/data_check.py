@@ -103,7 +103,12 @@ def main() -> None:
         ):
             alarms, shares = measured(every, mark, limit)
             rows.append(
-                [name, how, f"{alarms:,} of {len(every):,}", *(f"{100 * share:.0f} %" for share in shares)]
+                [
+                    name,
+                    how,
+                    f"{alarms:,} of {len(every):,}",
+                    *(f"{100 * share:.0f} %" for share in shares),
+                ]
             )
     head = ["images", "the same by", "have another", *(f"found: {name}" for name in CHANGES)]
     lines = [

@@ -10,14 +10,13 @@ at here: `cards.py` measures the recipe on them and writes its card. Of an earli
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from page_tables import markdown
+from bench import arguments, markdown
 
 MODELS = Path(__file__).parents[1] / "models"
 RESULT = Path(__file__).parent / "results" / "fashion.md"
@@ -25,7 +24,12 @@ KEPT = RESULT.parent / "raw" / "fashion.jsonl"
 RECIPES = ("fashion-mnist", "fashion-danml")
 SEEDS = (0, 1, 2)
 EPOCHS = 6
-CHOOSE = ["split.validation=0.4", "split.validation_by=class", "sampler.classes=3", "sampler.items=40"]
+CHOOSE = [
+    "split.validation=0.4",
+    "split.validation_by=class",
+    "sampler.classes=3",
+    "sampler.items=40",
+]
 
 
 def curve(recipe: str, folder: Path, seed: int) -> list[float]:
@@ -37,7 +41,12 @@ def curve(recipe: str, folder: Path, seed: int) -> list[float]:
         made = read_recipe(
             MODELS / recipe / "recipe.toml", [*CHOOSE, f"train.epochs={EPOCHS}", f"seed={seed}"]
         )
-        train(folder, made, resume=(folder / "checkpoints" / "last.safetensors").is_file(), report=print)
+        train(
+            folder,
+            made,
+            resume=(folder / "checkpoints" / "last.safetensors").is_file(),
+            report=print,
+        )
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["validation_map_at_r"] for line in lines]
 
@@ -78,7 +87,10 @@ def render(kept: list[dict[str, Any]]) -> str:
             lines.append([recipe, str(rows[0].get("seeds", len(rows))), *cells, str(best + 1)])
     old = [row["recipe"] for row in kept if "printed" in row]
     printed = (
-        ["Of the rows of " + " and ".join(old) + " only the means that the run printed were kept.", ""]
+        [
+            "Of the rows of " + " and ".join(old) + " only the means that the run printed were kept.",
+            "",
+        ]
         if old
         else []
     )
@@ -102,14 +114,12 @@ def read() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-fashion")
-    arguments.add_argument("--recipe", default=RECIPES[0], choices=RECIPES)
-    arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--write", action="store_true", help="run nothing")
-    options = arguments.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-fashion")
+    parser.add_argument("--recipe", default=RECIPES[0], choices=RECIPES)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="run nothing")
+    options = parser.parse_args()
     rows = read()
     if not options.write:
         others = [row for row in rows if row["recipe"] != options.recipe]

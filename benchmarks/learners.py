@@ -31,7 +31,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 from numpy.typing import NDArray
 
-from page_tables import markdown
+from bench import arguments, markdown
 
 LIMIT, MEMORY = 60, 8
 """CPU seconds and GB after which a fit is stopped."""
@@ -91,7 +91,15 @@ def one(title: str, items: int) -> dict[str, Any]:
     from retrieval_metric_learn.adapter import adapted
     from retrieval_oahu import OAHU, Warm
 
-    known = (AML, GMML, LANML, OAHU, Warm, LinearDiscriminantAnalysis, NeighborhoodComponentsAnalysis)
+    known = (
+        AML,
+        GMML,
+        LANML,
+        OAHU,
+        Warm,
+        LinearDiscriminantAnalysis,
+        NeighborhoodComponentsAnalysis,
+    )
     names = {each.__name__: each for each in known} | {"adapted": adapted}
     x, y, others, truth = made(items)
     learner = eval({**OURS, **PEERS}[title], names)
@@ -133,7 +141,11 @@ def measure(title: str, items: int) -> dict[str, Any]:
         sys.exit(done.stderr)
     else:
         row = json.loads(done.stdout.splitlines()[-1])
-    return row | {"load": round(load, 1), "machine": machine(), "limits": [LONGER.get(title, LIMIT), MEMORY]}
+    return row | {
+        "load": round(load, 1),
+        "machine": machine(),
+        "limits": [LONGER.get(title, LIMIT), MEMORY],
+    }
 
 
 def machine() -> str:
@@ -197,7 +209,10 @@ def render(kept: list[dict[str, Any]]) -> str:
         done = [row for row in own.values() if "recall" in row]
         recall = f"{done[-1]['recall']:.3f}" if done else "–"
         table.append([title, *(cell(own.get(size)) for size in sizes), growth(own), recall])
-    lines += [markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table), ""]
+    lines += [
+        markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table),
+        "",
+    ]
     failed = [row for row in kept if row.get("stopped") in ("failed", "memory") and row["why"]]
     lines += [f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed]
     lines += [""] if failed else []
@@ -218,9 +233,7 @@ def kept_recall(kept: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="*", help="only learners with these words")
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES)
     parser.add_argument("--write", action="store_true", help="run nothing")

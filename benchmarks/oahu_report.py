@@ -12,7 +12,10 @@ from retrieval_oahu.warm import EXPERTS
 
 POINTS = (0, 10, 30, 100, 300, 1000, 3000, 10_000)
 WARM = ("oahu.warm",)
-WARM_EXPERTS = ["Euclid", *(f"{'angle' if e.angle else 'distance'}, reach {e.reach:g}" for e in EXPERTS)]
+WARM_EXPERTS = [
+    "Euclid",
+    *(f"{'angle' if e.angle else 'distance'}, reach {e.reach:g}" for e in EXPERTS),
+]
 PAPER = "oahu_table_3"
 FEATURES = (
     ("features", "EfficientNet-Lite0 features of unseen classes", "EfficientNet-Lite0 (ImageNet) on 10,000 of the images at 64 × 64 pixels."),
@@ -177,7 +180,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     labels=[title.format(i) for i in range(weights.shape[1])] if title else WARM_EXPERTS,
                 )  # fmt: skip
         axes.set(
-            title=f"weights of {name}", xlabel="triplets", ylim=(0, 1), xscale="symlog", xlim=(0, POINTS[-1])
+            title=f"weights of {name}",
+            xlabel="triplets",
+            ylim=(0, 1),
+            xscale="symlog",
+            xlim=(0, POINTS[-1]),
         )
         axes.legend(fontsize=7, loc="lower left")
     figure.tight_layout()

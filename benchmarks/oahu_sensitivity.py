@@ -12,7 +12,6 @@ What has the least error there is then asked about images that nothing was chose
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import time
@@ -22,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from intervals import decimals, interval
-from page_tables import markdown
+from bench import arguments, decimals, interval, markdown
 
 RESULT = Path(__file__).parent / "results" / "oahu_sensitivity.md"
 KEPT = RESULT.parent / "raw" / "oahu_sensitivity.jsonl"
@@ -206,9 +204,7 @@ def draw() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="run nothing")
     if not parser.parse_args().write:
         measure()

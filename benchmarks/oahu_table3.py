@@ -10,7 +10,6 @@ the other images are the development part, as in the paper: they give the triple
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import RESULTS, Kept, resume_arguments
 from oahu_report import POINTS, draw, report
 
 Floats = NDArray[Any]
@@ -103,7 +103,10 @@ def scores(truth: Floats, found: Floats) -> dict[str, float]:
     """Return error and macro-F1."""
     from sklearn.metrics import f1_score
 
-    return {"error": float((truth != found).mean()), "f1": float(f1_score(truth, found, average="macro"))}
+    return {
+        "error": float((truth != found).mean()),
+        "f1": float(f1_score(truth, found, average="macro")),
+    }
 
 
 def triplet_rows(labels: Floats, seed: int) -> Floats:
@@ -139,7 +142,10 @@ def jobs() -> Iterator[tuple[Job, Callable[[], list[dict[str, Any]]]]]:
         for name in ("Euclid", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm"):
             yield ("retrieval", name, repeat), lambda n=name, r=repeat: retrieval_rows(n, r, x, y)
         for name in ("Euclid", "LEGO", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm"):
-            yield ("few", name, repeat), lambda n=name, r=repeat, d=dev, q=queries: few_rows(n, r, x, y, d, q)
+            yield (
+                ("few", name, repeat),
+                lambda n=name, r=repeat, d=dev, q=queries: few_rows(n, r, x, y, d, q),
+            )
     features: list[Any] = []
     for repeat in range(REPEATS):
         for name in ("Euclid", "OAHU, η .01 τ 1.9", "oahu.warm"):
@@ -364,48 +370,32 @@ def convnet(repeat: int, x: Floats, y: Floats) -> tuple[Floats, Floats]:
 
 def main() -> None:
     """Measure what is missing, and write the page and the figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "oahu_table3.md")
-    parser.add_argument(
-        "--parts", nargs="*", default=["table", "curve", "retrieval", "features", "convnet", "few", "choices"]
-    )
+    parts = ["table", "curve", "retrieval", "features", "convnet", "few", "choices"]
+    parser = resume_arguments(__doc__)
+    parser.add_argument("--parts", nargs="*", default=parts, choices=parts)
     parser.add_argument("--methods", nargs="*", default=None, help="only these")
     parser.add_argument("--repeats", nargs="*", type=int, default=range(9), help="only these")
-    parser.add_argument("--report", action="store_true", help="only write the page, from what was measured")
     parser.add_argument("--cache", type=Path, help="an .npy file to keep the images' features in")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     global CACHE
-    CACHE = arguments.cache
+    CACHE = options.cache
     warnings.filterwarnings("ignore", message="tau is")
-    kept = arguments.out.parent / "raw" / f"{arguments.out.stem}.jsonl"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = kept.read_text().splitlines() if kept.exists() else []
-    rows = [json.loads(line) for line in lines]
-    done = {(r["part"], r["method"], r["repeat"]) for r in rows}
-    for job, measure in () if arguments.report else jobs():
-        if job in done or job[0] not in arguments.parts or job[2] not in arguments.repeats:
+    kept = Kept("oahu_table3", options.fresh)
+    done = {(r["part"], r["method"], r["repeat"]) for r in kept.rows}
+    for job, measure in jobs():
+        part, method, repeat = job
+        if job in done or part not in options.parts or repeat not in options.repeats:
             continue
-        if arguments.methods is not None and job[1] not in arguments.methods:
+        if options.methods is not None and method not in options.methods:
             continue
         started = time.process_time()
-        part, method, repeat = job
         found = [{"part": part, "method": method, "repeat": repeat, **row} for row in measure()]
         found[0]["cpu"] = time.process_time() - started
-        with kept.open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in found))
-        rows += found
-        print(
-            job,
-            [{k: v for k, v in r.items() if k not in ("weights", "weights_at")} for r in found],
-            flush=True,
-        )
-    figure = arguments.out.with_suffix(".png")
-    draw(rows, figure)
-    temporary = arguments.out.with_suffix(".part")
-    temporary.write_text(report(rows, figure.name))
-    temporary.replace(arguments.out)
+        for row in found:
+            kept.add(row)
+    if not options.fresh:
+        draw(kept.rows, RESULTS / "oahu_table3.png")
+    kept.finish(report(kept.rows, "oahu_table3.png"))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from page_tables import markdown, mean, row, rows
+from bench import markdown
+from page_tables import mean, row, rows
 from published import has, published
 
 PAPER = "aml_table_1"

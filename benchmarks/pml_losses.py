@@ -10,7 +10,6 @@ random vector plus one and a half times as much noise. A case is a line of raw/p
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import multiprocessing
@@ -25,6 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench import arguments
 
 BYTES, SECONDS = 3 << 30, 60
 SIZES = [(items, width) for items in (256, 1024, 4096) for width in (128, 512)]
@@ -302,9 +303,7 @@ def machine() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="losses, miners or recipes by name")
     parser.add_argument("--items", type=int, nargs="+", default=sorted({items for items, _ in SIZES}))
     parser.add_argument("--out", type=Path, help="the page; its cases go to raw/ beside it")

@@ -38,6 +38,7 @@ from retrieval.serving.index.index import Index
 from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.writing import create_local
+
 from scaled_bundle import make_bundle
 
 RESULTS = Path(__file__).parent / "results"
@@ -106,7 +107,9 @@ def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int
         return f"{name}: state {state}"
     distances = np.sqrt(np.square(vectors_of(writer, group, state).astype(float) - query).sum(1))
     expected = sorted((float(away), f"{writer}/{group}/{at}") for at, away in enumerate(distances))
-    return None if expected == [(hit.distance, hit.id) for hit in hits] else f"{name}: other distances or order"
+    return (
+        None if expected == [(hit.distance, hit.id) for hit in hits] else f"{name}: other distances or order"
+    )
 
 
 def read(folder: Path, seed: int) -> None:
@@ -142,7 +145,9 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     make_bundle(folder / "bundle", WIDTH, 1.0)
     create_local(folder / "index", Bundle.open(folder / "bundle", threads=1), {"vector": WIDTH})
     board, drawn, wrong, kills = Board(folder / "board"), random.Random(seed), [], 0
-    with Index.open(folder / "index", threads=1) as index:  # filters know their field from the first answer on
+    with Index.open(
+        folder / "index", threads=1
+    ) as index:  # filters know their field from the first answer on
         about = {"group": "none", "state": 0}
         item = Item("first", metadata=about, arrays={"vector": np.zeros(WIDTH, np.float32)})
         index.store.upsert([item], index.bundle.sha256)
