@@ -128,14 +128,7 @@ def sensitivity(path: Path) -> None:
         for row, letter in enumerate("αβ"):
             axis = axes[row, column]
             for part, (title, colour) in enumerate((("training", COLOURS[0]), ("test", COLOURS[1]))):
-                axis.plot(
-                    GRID,
-                    errors[row, :, :, part].mean(1),
-                    "o-",
-                    ms=3,
-                    c=colour,
-                    label=f"AML, {title}",
-                )
+                axis.plot(GRID, errors[row, :, :, part].mean(1), "o-", ms=3, c=colour, label=f"AML, {title}")
                 axis.axhline(plain[:, part].mean(), ls=":", c=colour, label=f"GMML, {title}")
             axis.set_xscale("log")
             axis.set_xlabel(f"{letter} ({'β' if letter == 'α' else 'α'} = 1)", fontsize=9)

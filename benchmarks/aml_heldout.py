@@ -30,7 +30,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from bench import arguments, half_width, markdown
+from bench import arguments, half_width, markdown, read_lines
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="run nothing")
     if not parser.parse_args().write:
         measure()
-    rows = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(KEPT)
     RESULT.write_text(render(rows), encoding="utf-8")
 
 

@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from bench import arguments, interval, markdown
+from bench import arguments, interval, markdown, read_lines
 
 Floats = NDArray[np.float64]
 RESULT = Path(__file__).parent / "results" / "aml_roc.md"
@@ -104,13 +104,7 @@ def measure() -> list[dict[str, Any]]:
                 if learner is not None:
                     learner.fit(z[seen], y[seen])
                 auc, (false, true) = judged(learner, z[~seen], y[~seen], repeat)
-                row: dict[str, Any] = {
-                    "set": name,
-                    "repeat": repeat,
-                    "method": method,
-                    "t": t,
-                    "auc": auc,
-                }
+                row: dict[str, Any] = {"set": name, "repeat": repeat, "method": method, "t": t, "auc": auc}
                 if not repeat:
                     at = np.linspace(0, len(false) - 1, 100).astype(int)
                     row["curve"] = [false[at].round(4).tolist(), true[at].round(4).tolist()]
@@ -175,7 +169,7 @@ def main() -> None:
     if not parser.parse_args().write:
         rows = measure()
         KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    rows = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(KEPT)
     RESULT.write_text(render(rows), encoding="utf-8")
     draw(rows)
 

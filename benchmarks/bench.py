@@ -116,12 +116,13 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def append(file: Path, row: dict[str, Any]) -> None:
-    """Keep one more JSON object, and print it."""
+def append(file: Path, row: dict[str, Any], show: bool = True) -> None:
+    """Keep one more JSON object, and print it unless `show` is false."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(row, ensure_ascii=False) + "\n")
-    print(row, flush=True)
+    if show:
+        print(row, flush=True)
 
 
 def resume_arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -243,7 +244,9 @@ class Runs:
         if key not in self.done:
             figures, seconds = train_and_judge(table, self.work / f"run-{os.getpid()}")
             self.done[key] = {"key": key, "figures": figures["trained"], "seconds": seconds}
-            append(self.file, self.done[key])
+            append(self.file, self.done[key], show=False)
+            shown = {name: round(value, 4) for name, value in figures["trained"].items()}
+            print(table["loss"], f"seed {table['seed']}", shown, f"{seconds:.1f} s", flush=True)
         return self.done[key]
 
 

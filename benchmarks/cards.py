@@ -44,10 +44,7 @@ class Row:
 def one_metric(title: str) -> Row:
     """Return the triplet loss alone, for as many epochs of the metric as the recipes of DAML and DAMML have."""
     return Row(
-        title,
-        "digits-daml",
-        ("train.epochs=5",),
-        ("generator", "generator_optimizer", "phase", "train"),
+        title, "digits-daml", ("train.epochs=5",), ("generator", "generator_optimizer", "phase", "train")
     )
 
 
@@ -63,27 +60,16 @@ CARDS: dict[str, list[Row]] = {
     ],
     "digits-lanml": [
         Row("anml.lanml, this recipe", "digits-lanml"),
-        Row(
-            "core.pca, 9 components",
-            "digits-lanml",
-            ('learner={name="core.pca", n_components=9}',),
-        ),
+        Row("core.pca, 9 components", "digits-lanml", ('learner={name="core.pca", n_components=9}',)),
         Row("core.lda", "digits-lanml", ('learner={name="core.lda"}',)),
-        Row(
-            "core.nca, 9 components",
-            "digits-lanml",
-            ('learner={name="core.nca", n_components=9}',),
-        ),
+        Row("core.nca, 9 components", "digits-lanml", ('learner={name="core.nca", n_components=9}',)),
         Row(
             "anml.pnca, α = .1, 32 components",
             "digits-lanml",
             ('learner={name="anml.pnca", alpha=0.1, n_components=32}',),
         ),
     ],
-    "digits-daml": [
-        Row("this recipe", "digits-daml"),
-        one_metric("without the generator"),
-    ],
+    "digits-daml": [Row("this recipe", "digits-daml"), one_metric("without the generator")],
     "digits-damml": [
         Row("four, weighed by the discriminator: this recipe", "digits-damml"),
         one_metric("one metric of 32 dimensions"),
@@ -112,8 +98,7 @@ CARDS: dict[str, list[Row]] = {
 def key(row: Row, seed: int) -> str:
     """Return what a run is kept under: rows of several cards may be the same run."""
     return json.dumps(
-        [row.recipe, sorted(row.overrides), sorted(row.without), row.untrained, seed],
-        ensure_ascii=False,
+        [row.recipe, sorted(row.overrides), sorted(row.without), row.untrained, seed], ensure_ascii=False
     )
 
 
@@ -200,10 +185,7 @@ def block(name: str) -> str:
     if not found[0][1]:
         raise KeyError(f"{name} was never measured: python benchmarks/cards.py {name}")
     raw = [entry["figures"][RAW] for entry in found[0][1] if RAW in entry["figures"]]
-    table = [
-        (RAW, raw),
-        *((title, [e["figures"]["trained"] for e in entries]) for title, entries in found),
-    ]
+    table = [(RAW, raw), *((title, [e["figures"]["trained"] for e in entries]) for title, entries in found)]
     lines = ["| | seeds | " + " | ".join(METRICS) + " |", "| --- |" + " --- |" * (1 + len(METRICS))]
     for title, figures in table:
         cells = [interval([f[metric] for f in figures]) for metric in METRICS]
@@ -211,10 +193,7 @@ def block(name: str) -> str:
         lines.append(f"| {shown} | {len(figures)} | {' | '.join(cells)} |")
     own = table[1][1]
     lines += ["", "This recipe less each of the others, of the same seeds:", ""]
-    lines += [
-        "| | seeds | " + " | ".join(COMPARED) + " |",
-        "| --- |" + " --- |" * (1 + len(COMPARED)),
-    ]
+    lines += ["| | seeds | " + " | ".join(COMPARED) + " |", "| --- |" + " --- |" * (1 + len(COMPARED))]
     for title, figures in [table[0], *table[2:]]:
         # where nothing is random in the other, one value stands for all seeds
         others = figures * len(own) if len(figures) == 1 else figures

@@ -139,13 +139,7 @@ def candidates(data: str, loss: str) -> list[dict[str, Any]]:
 
 
 def recipe(
-    work: Path,
-    data: str,
-    loss: str,
-    method: str,
-    loss_table: dict[str, Any],
-    seed: int,
-    choose: bool,
+    work: Path, data: str, loss: str, method: str, loss_table: dict[str, Any], seed: int, choose: bool
 ) -> dict[str, Any]:
     """Return the recipe of one run; `choose`: on the training classes alone."""
     part = "-choose" if choose else f"-{seed}" if data == "few" else ""

@@ -30,11 +30,7 @@ from bench import append, arguments, half_width, markdown, read_lines, train_and
 
 RESULT = Path(__file__).parent / "results" / "daml_real.md"
 KEPT = RESULT.parent / "raw" / "daml_real.jsonl"
-SETS = {
-    "digits": "digits",
-    "vehicle": "vehicle",
-    "letter": "letter, unseen classes",
-}
+SETS = {"digits": "digits", "vehicle": "vehicle", "letter": "letter, unseen classes"}
 IMAGES = ("digits",)
 MOST = {"letter": 5200}
 """Items that are taken of a large set, at random."""
@@ -128,10 +124,7 @@ def recipe(file: Path, method: str, choice: Choice, classes: int, seed: int) -> 
         "miner": {"name": "daml.semi_hard", "pick": "hardest"},
         "optimizer": {"lr": choice[1]},
         "train": {"device": "cpu"},
-        "phase": [
-            {"name": "even", "epochs": 1, "train": metric},
-            {"name": "all", "epochs": 1},
-        ],
+        "phase": [{"name": "even", "epochs": 1, "train": metric}, {"name": "all", "epochs": 1}],
         "evaluate": {"metrics": ["recall_at_1", "map_at_r"]},
     }
     if combiner := METHODS[method]:
@@ -154,13 +147,7 @@ def run(name: str, method: str, choice: Choice, seed: int, x: Floats, y: NDArray
         table = recipe(file, method, choice, len(np.unique(y[fit])), seed)
         own = seed in SEEDS and method == ONE
         found, seconds = train_and_judge(table, Path(folder) / "run", baseline=own)
-    row = {
-        "set": name,
-        "method": method,
-        "choice": choice,
-        "seed": seed,
-        "items": [len(fit), len(searched)],
-    }
+    row = {"set": name, "method": method, "choice": choice, "seed": seed, "items": [len(fit), len(searched)]}
     row |= {figure: found["trained"][figure] for figure in FIGURES}
     if own:
         (raw,) = (figures for title, figures in found.items() if title != "trained")

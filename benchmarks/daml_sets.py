@@ -42,10 +42,7 @@ def prepare(work: Path, sets: list[str]) -> None:
             drawings(work)
             continue
         x, y, training, fitted = glyph_features(work) if name == "glyphs" else fashion_features(work)
-        for suffix, kept, fit in (
-            ("", np.full(len(y), True), training),
-            ("-choose", training, fitted),
-        ):
+        for suffix, kept, fit in (("", np.full(len(y), True), training), ("-choose", training, fitted)):
             mean = x[fit].mean(0)
             _, _, axes = np.linalg.svd(x[fit] - mean, full_matrices=False)
             z = (x - mean) @ axes[:COMPONENTS].T

@@ -63,13 +63,7 @@ def recipe(file: Path, sweep: str, value: float, seed: int) -> dict[str, Any]:
     }
     if sweep == "mu":
         made["head"] = {"embedding_size": 32}
-        made["combiner"] = {
-            "name": "daml.discriminator",
-            "metrics": 4,
-            "hidden": 32,
-            "mu": value,
-            "rho": 5.0,
-        }
+        made["combiner"] = {"name": "daml.discriminator", "metrics": 4, "hidden": 32, "mu": value, "rho": 5.0}
     if sweep == "lambda":
         made["train"] |= {"coupling": "joint", "loss_weight": value}
     if np.isnan(value):  # the loss alone, for as many batches

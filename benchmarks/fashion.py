@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, markdown
+from bench import arguments, markdown, read_lines
 
 MODELS = Path(__file__).parents[1] / "models"
 RESULT = Path(__file__).parent / "results" / "fashion.md"
@@ -24,12 +24,7 @@ KEPT = RESULT.parent / "raw" / "fashion.jsonl"
 RECIPES = ("fashion-mnist", "fashion-danml")
 SEEDS = (0, 1, 2)
 EPOCHS = 6
-CHOOSE = [
-    "split.validation=0.4",
-    "split.validation_by=class",
-    "sampler.classes=3",
-    "sampler.items=40",
-]
+CHOOSE = ["split.validation=0.4", "split.validation_by=class", "sampler.classes=3", "sampler.items=40"]
 
 
 def curve(recipe: str, folder: Path, seed: int) -> list[float]:
@@ -41,12 +36,7 @@ def curve(recipe: str, folder: Path, seed: int) -> list[float]:
         made = read_recipe(
             MODELS / recipe / "recipe.toml", [*CHOOSE, f"train.epochs={EPOCHS}", f"seed={seed}"]
         )
-        train(
-            folder,
-            made,
-            resume=(folder / "checkpoints" / "last.safetensors").is_file(),
-            report=print,
-        )
+        train(folder, made, resume=(folder / "checkpoints" / "last.safetensors").is_file(), report=print)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["validation_map_at_r"] for line in lines]
 
@@ -87,10 +77,7 @@ def render(kept: list[dict[str, Any]]) -> str:
             lines.append([recipe, str(rows[0].get("seeds", len(rows))), *cells, str(best + 1)])
     old = [row["recipe"] for row in kept if "printed" in row]
     printed = (
-        [
-            "Of the rows of " + " and ".join(old) + " only the means that the run printed were kept.",
-            "",
-        ]
+        ["Of the rows of " + " and ".join(old) + " only the means that the run printed were kept.", ""]
         if old
         else []
     )
@@ -110,7 +97,7 @@ def render(kept: list[dict[str, Any]]) -> str:
 
 def read() -> list[dict[str, Any]]:
     """Return what is kept."""
-    return [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    return read_lines(KEPT)
 
 
 def main() -> None:

@@ -88,11 +88,7 @@ def disturb(
     dx, dy = rng.normal(0, 0.03 * strength * len(image), 2)
     c, f = half - a * (half + dx) - b * (half + dy), half - d * (half + dx) - e * (half + dy)
     warped = Image.fromarray(image).transform(
-        image.shape[::-1],
-        Image.Transform.AFFINE,
-        (a, b, c, d, e, f),
-        Image.Resampling.BICUBIC,
-        fillcolor=255,
+        image.shape[::-1], Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BICUBIC, fillcolor=255
     )
     small = np.asarray(warped.resize((size, size), Image.Resampling.BOX), dtype=float)
     contrast = rng.uniform(0.6, 1.0)

@@ -35,8 +35,6 @@ from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
 from retrieval.serving.store.testing import make_bundle
 from retrieval.serving.store.writing import create_local
 
-from bench import arguments
-
 RESULTS = Path(__file__).parent / "results"
 IDS, NUMBERS, K = 400, 8, 10
 CHEAP = "price < 3"
@@ -136,12 +134,7 @@ def read(index: Index, counts: Counts, seed: int) -> list[Answer]:
 
 
 def write(
-    index: Index,
-    counts: Counts,
-    bundles: list[Path],
-    seconds: float,
-    seed: int,
-    history: list[Change],
+    index: Index, counts: Counts, bundles: list[Path], seconds: float, seed: int, history: list[Change]
 ) -> None:
     """Write until the time is over; operations go into the history, number 1 first."""
     random = np.random.default_rng(seed)
@@ -176,11 +169,7 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
         vectors = index.bundle.encode(features).vector
         index.upsert(
             [
-                Item(
-                    id,
-                    metadata={"price": price},
-                    arrays={VECTOR: vectors[at], FEATURES: features[at]},
-                )
+                Item(id, metadata={"price": price}, arrays={VECTOR: vectors[at], FEATURES: features[at]})
                 for at, (id, (_, price)) in enumerate(what.items())
             ]
         )
@@ -320,7 +309,9 @@ def _reader(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=8)

@@ -49,8 +49,7 @@ def build(folder: Path, vectors: Any, structure: str) -> Index:
             part = vectors[start : start + 5000]
             rows = enumerate(part, start)
             store.upsert(
-                [Item(f"{n:05}", str(n % 10), arrays={"vector": row}) for n, row in rows],
-                bundle.sha256,
+                [Item(f"{n:05}", str(n % 10), arrays={"vector": row}) for n, row in rows], bundle.sha256
             )
         store.compact()
     return Index.open(folder / structure, threads=1)

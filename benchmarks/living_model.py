@@ -46,10 +46,7 @@ class State:
 
     def after(self, call: Call) -> State:
         """Return what it should hold after a call."""
-        items, all_ = (
-            dict(self.items),
-            {n: (b, dict(out), s) for n, (b, out, s) in self.generations.items()},
-        )
+        items, all_ = dict(self.items), {n: (b, dict(out), s) for n, (b, out, s) in self.generations.items()}
         name = call["call"]
         if name in ("upsert", "large"):
             items |= dict(call["items"])
@@ -113,13 +110,7 @@ class Writing:
     """
 
     def __init__(self, folder: Path, bundles: list[Bundle], state: State, seed: int, tell: Callable[[str, Any], None], first: Call | None) -> None:  # fmt: skip
-        self.folder, self.bundles, self.state, self.tell, self.first = (
-            folder,
-            bundles,
-            state,
-            tell,
-            first,
-        )
+        self.folder, self.bundles, self.state, self.tell, self.first = folder, bundles, state, tell, first
         self.random = random.Random(seed)
         self.background = self.random.random() < 0.5
         self.store = LocalStore(folder, upkeep=self.background)
@@ -197,10 +188,7 @@ class Writing:
         elif name == "snapshot":
             store.snapshot(self.folder.parent / call["name"])
         elif name == "begin":
-            store.begin(
-                self.bundles[call["bundle"]],
-                widths_of(self.bundles[call["bundle"]], features=WIDTH),
-            )
+            store.begin(self.bundles[call["bundle"]], widths_of(self.bundles[call["bundle"]], features=WIDTH))
         elif name == "embed":
             generation = self.generation(call["number"])
             bundle = self.state.generations[call["number"]][0]
@@ -309,11 +297,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
 
 
 def check(
-    folder: Path,
-    states: list[State],
-    copies: dict[str, tuple[State, bool]],
-    bundles: list[Bundle],
-    seed: int,
+    folder: Path, states: list[State], copies: dict[str, tuple[State, bool]], bundles: list[Bundle], seed: int
 ) -> dict[str, Any]:
     """Return which of some states an index is in, and all that is wrong; `copies`: what each snapshot holds, and whether it must be there."""
     with LocalStore(folder, upkeep=False) as store:

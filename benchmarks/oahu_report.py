@@ -12,10 +12,7 @@ from retrieval_oahu.warm import EXPERTS
 
 POINTS = (0, 10, 30, 100, 300, 1000, 3000, 10_000)
 WARM = ("oahu.warm",)
-WARM_EXPERTS = [
-    "Euclid",
-    *(f"{'angle' if e.angle else 'distance'}, reach {e.reach:g}" for e in EXPERTS),
-]
+WARM_EXPERTS = ["Euclid", *(f"{'angle' if e.angle else 'distance'}, reach {e.reach:g}" for e in EXPERTS)]
 PAPER = "oahu_table_3"
 FEATURES = (
     ("features", "EfficientNet-Lite0 features of unseen classes", "EfficientNet-Lite0 (ImageNet) on 10,000 of the images at 64 × 64 pixels."),
@@ -79,7 +76,7 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         means = ", ".join(mean_std([float(np.mean(e))]).split(" ±")[0] for e in each)
         lines.append(f"| {name} | {mean_std([e for one in each for e in one])} | {means} |")
     lines += [
-        "", "How η .01 and τ 1.9 were first chosen was not recorded; `benchmarks/oahu_sensitivity.py` chooses again, on development images, and its page says what comes out.",
+        "", "How η .01 and τ 1.9 were chosen was not recorded.",
         "", "## Error against the number of triplets", "", f"`{figure}` beside this page draws it, with the weights along the stream; so does the page of OAHU.", "",
     ]  # fmt: skip
     every = dict.fromkeys(r["method"] for r in rows if r["part"] == "curve")
@@ -180,11 +177,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     labels=[title.format(i) for i in range(weights.shape[1])] if title else WARM_EXPERTS,
                 )  # fmt: skip
         axes.set(
-            title=f"weights of {name}",
-            xlabel="triplets",
-            ylim=(0, 1),
-            xscale="symlog",
-            xlim=(0, POINTS[-1]),
+            title=f"weights of {name}", xlabel="triplets", ylim=(0, 1), xscale="symlog", xlim=(0, POINTS[-1])
         )
         axes.legend(fontsize=7, loc="lower left")
     figure.tight_layout()

@@ -103,10 +103,7 @@ def scores(truth: Floats, found: Floats) -> dict[str, float]:
     """Return error and macro-F1."""
     from sklearn.metrics import f1_score
 
-    return {
-        "error": float((truth != found).mean()),
-        "f1": float(f1_score(truth, found, average="macro")),
-    }
+    return {"error": float((truth != found).mean()), "f1": float(f1_score(truth, found, average="macro"))}
 
 
 def triplet_rows(labels: Floats, seed: int) -> Floats:

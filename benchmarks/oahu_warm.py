@@ -72,11 +72,7 @@ def judged(refs: Floats, own: Floats, asked: Floats, truth: Floats) -> dict[str,
         first.append(labels[:, 0] == wanted)
         if start < MAP_QUERIES:
             precision.append(_average_precision(d, own, wanted))
-    return {
-        "k": np.concatenate(hit),
-        "one": np.concatenate(first),
-        "map": np.concatenate(precision),
-    }
+    return {"k": np.concatenate(hit), "one": np.concatenate(first), "map": np.concatenate(precision)}
 
 
 def _average_precision(d: Floats, own: Floats, wanted: Floats) -> Floats:
@@ -92,13 +88,7 @@ def _average_precision(d: Floats, own: Floats, wanted: Floats) -> Floats:
 
 
 def along(
-    learner: Any,
-    x: Floats,
-    y: Floats,
-    asked: Floats,
-    truth: Floats,
-    stream: Floats,
-    points: tuple[int, ...],
+    learner: Any, x: Floats, y: Floats, asked: Floats, truth: Floats, stream: Floats, points: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
     """Return what a learner that sees the stream gains on Euclid at each point."""
     learner.prepare(x)

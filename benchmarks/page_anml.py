@@ -83,8 +83,4 @@ def findings() -> str:
 - The paper's own protocol picks k on the test part. That alone is worth {min(gap):.0f} to {max(gap):.0f} points, {sum(gap) / len(gap):.1f} on average; the second table there shows it, for all methods alike. Even so, the paper's best figure is more than a point above ours on {", ".join(missed) or "no set"}."""
 
 
-BLOCKS = {
-    "anml-table-3": table_3,
-    "anml-table-2": table_2,
-    "anml-findings": findings,
-}
+BLOCKS = {"anml-table-3": table_3, "anml-table-2": table_2, "anml-findings": findings}

@@ -219,11 +219,7 @@ def cut(disk: Disk, told: Told, bundles: list[Bundle], folder: Path, draw: rando
     _, states, copies, running = told.moments[at]
     modes = draw.choice(MODES), draw.choice(MODES)
     disk.write(folder, when, *modes, draw)
-    row = {
-        "call": running["call"] if running else "between calls",
-        "names": modes[0],
-        "data": modes[1],
-    }
+    row = {"call": running["call"] if running else "between calls", "names": modes[0], "data": modes[1]}
     try:
         said = look(folder, states, copies, running, bundles, draw)
     except RetrievalError as fault:
@@ -248,10 +244,7 @@ def look(folder: Path, states: list[State], copies: dict[str, tuple[State, bool]
     if said["wrong"]:
         return "wrong", said["wrong"]
     state = states[said["which"]]
-    more = {
-        "call": "upsert",
-        "items": [[f"id{number}", draw.randrange(1 << 30)] for number in range(3)],
-    }
+    more = {"call": "upsert", "items": [[f"id{number}", draw.randrange(1 << 30)] for number in range(3)]}
     served = state.generations[state.served][0]
     with LocalStore(index, upkeep=False) as store:
         store.upsert([item_of(id, one, served) for id, one in more["items"]], bundles[served].sha256)
@@ -338,9 +331,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=CUTS, help="cuts of one record")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument(
-        "--without",
-        choices=FAULTS,
-        help="have the store leave out these syncs; losses are then expected",
+        "--without", choices=FAULTS, help="have the store leave out these syncs; losses are then expected"
     )
     chosen = parser.parse_args()
 

@@ -311,9 +311,7 @@ class Disk:
             max(0, cut - draw.choice([3, 30, 300])), cut
         )  # what came before is there, of a "prefix"
         _write_folder(
-            self.tree,
-            target,
-            _Chance(cut, names, data, order, draw.choice(SECTORS), draw.random(), draw),
+            self.tree, target, _Chance(cut, names, data, order, draw.choice(SECTORS), draw.random(), draw)
         )
 
 

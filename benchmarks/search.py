@@ -40,11 +40,7 @@ def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
 
     def moved(images: Any) -> Any:
-        down, right, mirrored = (
-            random.integers(-3, 4),
-            random.integers(-3, 4),
-            random.random() < 0.5,
-        )
+        down, right, mirrored = (random.integers(-3, 4), random.integers(-3, 4), random.random() < 0.5)
         images = np.roll(images, (down, right), (1, 2))
         return images[:, :, ::-1] if mirrored else images
 

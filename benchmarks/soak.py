@@ -227,9 +227,7 @@ def differences(index: Path, bundle: Bundle, records: list[Record], seed: int) -
     """Return how many items there are, and what in the index is not as the clients were told."""
     wrong = []
     checked = subprocess.run(
-        [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)], capture_output=True, text=True
     )
     if checked.returncode or "is whole" not in checked.stdout:
         wrong.append(f"check: {checked.stdout}{checked.stderr}")
@@ -321,11 +319,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--pause",
-        type=float,
-        nargs=2,
-        default=(1.0, 6.0),
-        help="seconds between two kills: from, to",
+        "--pause", type=float, nargs=2, default=(1.0, 6.0), help="seconds between two kills: from, to"
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()

@@ -110,10 +110,7 @@ CASES = (
     Case(
         "arrays in memory, `core.convnet` as it comes",
         net=LARGE,
-        variants={
-            "`channels_last`": {"channels_last": True},
-            '`precision = "bf16"`': {"precision": "bf16"},
-        },
+        variants={"`channels_last`": {"channels_last": True}, '`precision = "bf16"`': {"precision": "bf16"}},
     ),
 )
 

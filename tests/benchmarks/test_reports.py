@@ -21,13 +21,14 @@ def kept(name: str) -> Any:
 
 
 PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
+    "photos_without_labels": ("photos_without_labels", lambda script, raw: script.render(raw)),
     "pml_losses": ("pml_losses", lambda script, raw: script.render(raw)),
     "evaluation": ("evaluation", lambda script, raw: script.render(raw)),
     "aml_algorithm1": ("aml_algorithm1", lambda script, raw: script.render(raw)),
     "aml_heldout": ("aml_heldout", lambda script, raw: script.render(raw)),
     "aml_roc": ("aml_roc", lambda script, raw: script.render(raw)),
-    "anml_projected": ("anml_projected", lambda script, raw: script.render(raw)),
     "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
+    "data_check": ("data_check", lambda script, raw: script.render(raw)),
     "daml_real": ("daml_real", lambda script, raw: script.render(raw)),
     "damage": ("damage", lambda script, raw: script.render(raw)),
     "kills": ("kills", lambda script, raw: script.render(raw)),
@@ -36,7 +37,6 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "index_search": ("index_search", lambda script, raw: script.render(raw)),
     "histories": ("histories", lambda script, raw: script.render(raw)),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
-    "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
     "serve": ("serve", lambda script, raw: script.render(raw)),
     "store": ("store", lambda script, raw: script.render(raw)),
     "power_cuts": ("power_cuts", lambda script, raw: script.render(raw)),
