@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from retrieval.recipe.read import read_recipe
 from retrieval.run.open import load_run
 from retrieval.training.learn import fit_learner
 
-from bench import arguments
+from bench import WORK, arguments
 
 RECIPE = Path(__file__).parents[1] / "models" / "digits-lanml" / "recipe.toml"
 SEEDS = (0, 1, 2)
@@ -61,15 +60,13 @@ def fitted(folder: Path, name: str, given: dict[str, Any], seed: int) -> Path:
             + "}"
         )
         made = read_recipe(RECIPE, [f"learner={table}", f"split.seed={seed}"])
-        fit_learner(folder, made, report=print, resume=True)
+        fit_learner(folder, made, report=print, resume=folder.is_dir())
     return folder
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-digits-learners"
-    )
+    parser.add_argument("--output", type=Path, default=WORK / "digits_learners")
     parser.add_argument("--learners", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, markdown, read_lines
+from bench import WORK, arguments, markdown, read_lines
 
 MODELS = Path(__file__).parents[1] / "models"
 RESULT = Path(__file__).parent / "results" / "fashion.md"
@@ -102,7 +101,7 @@ def read() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-fashion")
+    parser.add_argument("--output", type=Path, default=WORK / "fashion")
     parser.add_argument("--recipe", default=RECIPES[0], choices=RECIPES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="run nothing")

@@ -67,7 +67,10 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
     body = [
         [
             f"{point:,}",
-            *(mean_std([r["error"] for r in of("curve", n) if r["triplets"] == point]).split(" ±")[0] for n in curves),
+            *(
+                mean_std([r["error"] for r in of("curve", n) if r["triplets"] == point]).split(" ±")[0]
+                for n in curves
+            ),
         ]
         for point in POINTS
     ]
