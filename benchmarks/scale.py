@@ -29,7 +29,7 @@ from retrieval.serving.store.search import nearest
 from bench import arguments, finish, load, machine, markdown, versions
 from search import vectors_of
 
-SIZES, WIDTH, K, QUERIES = (20_000, 100_000, 400_000), 128, 10, 200
+SIZES, WIDTH, K, QUERIES = (20_000, 100_000), 128, 10, 200
 STRUCTURES = ("flat", "hnsw", "ivf", "ivfpq", "sq8", "rabitq")
 
 
