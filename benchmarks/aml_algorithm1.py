@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from sklearn.preprocessing import StandardScaler
 
-from page_tables import markdown
+from bench import arguments, markdown
 from retrieval_aml.moments import moments_of_classes
 from retrieval_aml.objective import Objective
 from retrieval_aml.search import minimise
@@ -99,9 +98,7 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.parse_args()
     rows = measure()
     KEPT.write_text(json.dumps(rows, indent=1), encoding="utf-8")

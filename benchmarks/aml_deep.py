@@ -12,32 +12,23 @@ Parameters are chosen on the training classes alone: the net trains on 0, 1, 3 a
 the loss's own, without a generator; then, with those, β and `real_weight`, so the third arm has had more tries than the first. Then
 three other seeds train on 0–4, and the test classes are looked at once.
 
-    python benchmarks/aml_deep.py --work FOLDER            # goes on where it stopped
-    python benchmarks/aml_deep.py --work FOLDER --report benchmarks/results/aml_deep.md
+    python benchmarks/aml_deep.py            # goes on where it stopped, in benchmarks/work/aml_deep
+    python benchmarks/aml_deep.py --report benchmarks/results/aml_deep.md
 
 About 15 minutes of one core.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
-import json
-import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from retrieval.data.idx import read_idx
-from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.recipe.read import check_recipe
-from retrieval.training.trainer import train
 
-FASHION = Path("/usr/share/datasets/fashion-mnist")
+from bench import Runs, reduced_fashion, report, spread, work_arguments
+
 PER_CLASS = 2000
 SEEDS = (0, 1, 2)
 CHOOSING_SEED = 100
@@ -89,25 +80,6 @@ DEEP = {
 }
 
 
-def prepare(work: Path) -> None:
-    """Write the reduced sets: all classes, and the training classes alone for choosing."""
-    for name, kept in (("all", range(10)), ("choose", range(5))):
-        folder = work / name
-        if folder.exists():
-            continue
-        images = read_idx(FASHION / "train-images-idx3-ubyte.gz", 3)
-        labels = read_idx(FASHION / "train-labels-idx1-ubyte.gz", 1)
-        rows = np.concatenate([np.flatnonzero(labels == c)[:PER_CLASS] for c in kept])
-        temporary = work / f"{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for prefix, part in (("train", rows[1:]), ("t10k", rows[:1])):  # the recipes split by class
-            for kind, array in (("images-idx3-ubyte", images[part]), ("labels-idx1-ubyte", labels[part])):
-                header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
-                (temporary / f"{prefix}-{kind}").write_bytes(header + array.astype(np.uint8).tobytes())
-        temporary.replace(folder)
-
-
 def recipe(work: Path, tables: Tables, seed: int, choose: bool) -> Tables:
     """Return the recipe of one run; `choose`: on the training classes alone."""
     made: Tables = {
@@ -122,47 +94,20 @@ def recipe(work: Path, tables: Tables, seed: int, choose: bool) -> Tables:
     return made
 
 
-class Results:
-    """What is done already, one JSON object a line.
+class Arms(Runs):
+    """Runs of this benchmark's recipes."""
 
-    Args:
-        work: the folder of it.
-    """
-
-    def __init__(self, work: Path) -> None:
-        self.work, self.file = work, work / "results.jsonl"
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
-        self.done = {entry["key"]: entry for entry in map(json.loads, lines)}
-
-    def run(self, tables: Tables, seed: int, choose: bool = False) -> dict[str, Any]:
+    def figures(self, tables: Tables, seed: int, choose: bool = False) -> dict[str, Any]:
         """Return a run's figures; train it if that was not done."""
-        table = recipe(self.work, tables, seed, choose)
-        key = json.dumps(table, sort_keys=True).replace(str(self.work), "")
-        if key not in self.done:
-            folder = self.work / "run"
-            shutil.rmtree(folder, ignore_errors=True)
-            start = time.process_time()
-            with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-                run = train(folder, check_recipe(table))
-                seconds = time.process_time() - start
-                figures = evaluate_run(run).figures["trained"]
-            entry = {"key": key, "figures": figures, "seconds": seconds}
-            with self.file.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-            self.done[key] = entry
-            print(
-                tables, f"seed {seed}: R@1 {figures['recall_at_1']:.4f}, MAP@R {figures['map_at_r']:.4f}, {seconds:.1f} s",
-                flush=True,
-            )  # fmt: skip
-        return self.done[key]
+        return self.run(recipe(self.work, tables, seed, choose))
 
     def choose(self, candidates: list[Tables]) -> Tables:
         """Return the candidate with the highest MAP@R on held-out training classes."""
-        found = [self.run(each, CHOOSING_SEED, True)["figures"]["map_at_r"] for each in candidates]
-        return candidates[int(np.argmax(found))]
+        found = [self.figures(each, CHOOSING_SEED, True)["figures"] for each in candidates]
+        return candidates[int(np.argmax([figures["map_at_r"] for figures in found]))]
 
 
-def measure(results: Results) -> dict[str, dict[str, Any]]:
+def measure(results: Arms) -> dict[str, dict[str, Any]]:
     """Return each arm: what was chosen, and each seed's run."""
     arms: dict[str, Tables] = {}
     for name, candidates in LOSSES.items():
@@ -172,14 +117,9 @@ def measure(results: Results) -> dict[str, dict[str, Any]]:
         arms |= {f"{name}: plain": plain, f"{name}: not moved": still, f"{name}: confusion": confusion}
     arms |= {name: results.choose(candidates) for name, candidates in DEEP.items()}
     return {
-        name: {"chosen": tables, "runs": [results.run(tables, seed) for seed in SEEDS]}
+        name: {"chosen": tables, "runs": [results.figures(tables, seed) for seed in SEEDS]}
         for name, tables in arms.items()
     }
-
-
-def spread(values: Any) -> str:
-    values = 100 * np.asarray(values)
-    return f"{values.mean():.1f} ± {values.std(ddof=1):.1f}"
 
 
 def chosen(tables: Tables) -> str:
@@ -191,7 +131,7 @@ def chosen(tables: Tables) -> str:
     return ", ".join(f"{k} {v}" for k, v in values.items())
 
 
-def report(arms: dict[str, dict[str, Any]]) -> Iterator[str]:
+def lines(arms: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the report."""
     yield "# Adversarial negatives for deep losses (AML)\n"
     yield "Made by `python benchmarks/aml_deep.py`, which says what is trained and how parameters were chosen. Fashion-MNIST, classes 0–4"
@@ -221,22 +161,12 @@ def report(arms: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work", type=Path, required=True, help="folder of what is done and of reduced sets")
-    parser.add_argument("--report", type=Path, help="write the report here")
-    options = parser.parse_args()
+    options = work_arguments(__doc__, "aml_deep").parse_args()
     torch.set_num_threads(1)
-    work = options.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    prepare(work)
-    text = "\n".join(report(measure(Results(work))))
-    print(text)
-    if options.report:
-        temporary = options.report.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(options.report)
+    runs = Arms(options.work.resolve())
+    reduced_fashion(runs.work / "all", PER_CLASS, 10)
+    reduced_fashion(runs.work / "choose", PER_CLASS, 5)
+    report("\n".join(lines(measure(runs))), options.report)
 
 
 if __name__ == "__main__":

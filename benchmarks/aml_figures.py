@@ -13,7 +13,6 @@ UCI sets. Needs the packages that `uci.py` names.
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
+from bench import arguments
 from retrieval_aml import AML, GMML
 from uci import load
 
@@ -153,9 +153,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "docs")
     folder = parser.parse_args().folder
     plt.switch_backend("agg")

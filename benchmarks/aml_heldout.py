@@ -13,7 +13,6 @@ part, ties going to the first. Splits of a set are averaged, and the intervals a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -31,8 +30,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from intervals import half_width
-from page_tables import markdown
+from bench import arguments, half_width, markdown, read_lines
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -195,13 +193,11 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="run nothing")
     if not parser.parse_args().write:
         measure()
-    rows = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(KEPT)
     RESULT.write_text(render(rows), encoding="utf-8")
 
 

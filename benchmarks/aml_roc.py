@@ -10,7 +10,6 @@ paper's Figure 5 advises, at the same t (AML_t) and at .5. ITML and LMNN are met
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import warnings
@@ -27,8 +26,7 @@ from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from intervals import interval
-from page_tables import markdown
+from bench import arguments, interval, markdown, read_lines
 
 Floats = NDArray[np.float64]
 RESULT = Path(__file__).parent / "results" / "aml_roc.md"
@@ -166,14 +164,12 @@ def draw(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="run nothing: from what is kept")
     if not parser.parse_args().write:
         rows = measure()
         KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    rows = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(KEPT)
     RESULT.write_text(render(rows), encoding="utf-8")
     draw(rows)
 

@@ -2,6 +2,7 @@
 
     python benchmarks/anml_table2.py                     # all sets that are not measured yet, then the table
     python benchmarks/anml_table2.py --sets iris wine    # only these
+    python benchmarks/anml_table2.py --fresh --sets iris # measured again, beside what is kept
 
 Each split's result is kept at once, in `results/raw/anml_table2.jsonl`: a run that stops goes on where it was. Needs the
 packages that `uci.py` names, and metric-learn.
@@ -22,9 +23,7 @@ its cell says so, as does that of a learner that cannot be fitted.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import resource
@@ -45,6 +44,7 @@ from sklearn.model_selection import KFold, train_test_split
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 from sklearn.preprocessing import StandardScaler
 
+from bench import Kept, read_lines, resume_arguments
 from published import has, published
 from retrieval_aml import GMML
 from retrieval_anml import LANML, PNCA
@@ -243,8 +243,8 @@ def _measure_within(sender: Connection, budget: int, name: str, method: str, spl
     sender.send(measure(name, method, split))
 
 
-def wanted(sets: list[str]) -> Iterator[tuple[str, str, int]]:
-    earlier = summaries([])
+def wanted(sets: list[str], fresh: bool) -> Iterator[tuple[str, str, int]]:
+    earlier = {} if fresh else summaries([])
     for name in sets:
         for method in METHODS:
             if (name, method) in earlier:
@@ -261,9 +261,10 @@ def stop_of(splits: list[dict[str, Any]]) -> str:
     return f"fails in {failed} of {len(splits)}" if failed else ""
 
 
-def summaries(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+def summaries(rows: list[dict[str, Any]], fresh: bool = False) -> dict[tuple[str, str], dict[str, Any]]:
     """Return mean and standard deviation of each set and method: of an earlier run as it printed them, of this one over its splits."""
-    found = {(row["set"], row["method"]): row for row in map(json.loads, EARLIER.read_text().splitlines())}
+    earlier = [] if fresh else read_lines(EARLIER)
+    found = {(row["set"], row["method"]): row for row in earlier}
     for place in {(row["set"], row["method"]) for row in rows} - set(found):
         mine = [row for row in rows if (row["set"], row["method"]) == place]
         if stopped := stop_of(mine):
@@ -280,8 +281,9 @@ def summaries(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    found = summaries(rows)
+def table(rows: list[dict[str, Any]], fresh: bool = False) -> str:
+    """Return the page."""
+    found = summaries(rows, fresh)
 
     def cells(name: str, key: str) -> Iterator[str]:
         for method in METHODS:
@@ -334,28 +336,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = resume_arguments(__doc__)
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "anml_table2.md")
-    arguments = parser.parse_args()
-    kept = arguments.out.parent / "raw" / f"{arguments.out.stem}.jsonl"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {(row["set"], row["method"], row["split"]) for row in rows}
-    for job in wanted(arguments.sets):
-        beyond = any("over" in row and (row["set"], row["method"]) == job[:2] for row in rows)
-        if job in done or beyond or job[1] not in arguments.methods:
-            continue
-        row = bounded(*job)
-        rows.append(row)
-        with kept.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(row, flush=True)
-    arguments.out.write_text(table(rows))
-    print(table(rows))
+    options = parser.parse_args()
+    kept = Kept("anml_table2", options.fresh)
+    done = {(row["set"], row["method"], row["split"]) for row in kept.rows}
+    for job in wanted(options.sets, options.fresh):
+        beyond = any("over" in row and (row["set"], row["method"]) == job[:2] for row in kept.rows)
+        if job not in done and not beyond and job[1] in options.methods:
+            kept.add(bounded(*job))
+    kept.finish(table(kept.rows, options.fresh))
 
 
 if __name__ == "__main__":

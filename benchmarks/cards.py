@@ -11,7 +11,6 @@ once, in results/raw/cards.jsonl: what stops goes on where it was, and the block
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tempfile
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from intervals import interval
+from bench import arguments, interval
 
 MODELS = Path(__file__).parents[1] / "models"
 KEPT = Path(__file__).parent / "results" / "raw" / "cards.jsonl"
@@ -61,27 +60,16 @@ CARDS: dict[str, list[Row]] = {
     ],
     "digits-lanml": [
         Row("anml.lanml, this recipe", "digits-lanml"),
-        Row(
-            "core.pca, 9 components",
-            "digits-lanml",
-            ('learner={name="core.pca", n_components=9}',),
-        ),
+        Row("core.pca, 9 components", "digits-lanml", ('learner={name="core.pca", n_components=9}',)),
         Row("core.lda", "digits-lanml", ('learner={name="core.lda"}',)),
-        Row(
-            "core.nca, 9 components",
-            "digits-lanml",
-            ('learner={name="core.nca", n_components=9}',),
-        ),
+        Row("core.nca, 9 components", "digits-lanml", ('learner={name="core.nca", n_components=9}',)),
         Row(
             "anml.pnca, α = .1, 32 components",
             "digits-lanml",
             ('learner={name="anml.pnca", alpha=0.1, n_components=32}',),
         ),
     ],
-    "digits-daml": [
-        Row("this recipe", "digits-daml"),
-        one_metric("without the generator"),
-    ],
+    "digits-daml": [Row("this recipe", "digits-daml"), one_metric("without the generator")],
     "digits-damml": [
         Row("four, weighed by the discriminator: this recipe", "digits-damml"),
         one_metric("one metric of 32 dimensions"),
@@ -205,10 +193,7 @@ def block(name: str) -> str:
         lines.append(f"| {shown} | {len(figures)} | {' | '.join(cells)} |")
     own = table[1][1]
     lines += ["", "This recipe less each of the others, of the same seeds:", ""]
-    lines += [
-        "| | seeds | " + " | ".join(COMPARED) + " |",
-        "| --- |" + " --- |" * (1 + len(COMPARED)),
-    ]
+    lines += ["| | seeds | " + " | ".join(COMPARED) + " |", "| --- |" + " --- |" * (1 + len(COMPARED))]
     for title, figures in [table[0], *table[2:]]:
         # where nothing is random in the other, one value stands for all seeds
         others = figures * len(own) if len(figures) == 1 else figures
@@ -239,9 +224,7 @@ def write(name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("names", nargs="*", default=list(CARDS), choices=list(CARDS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(

@@ -18,29 +18,19 @@ parameters are the defaults, with 32 hidden units. "views" are the four quarters
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import itertools
-import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from intervals import half_width
-from page_tables import markdown
+from bench import append, arguments, half_width, markdown, read_lines, train_and_judge
 
 RESULT = Path(__file__).parent / "results" / "daml_real.md"
 KEPT = RESULT.parent / "raw" / "daml_real.jsonl"
-SETS = {
-    "digits": "digits",
-    "vehicle": "vehicle",
-    "letter": "letter, unseen classes",
-}
+SETS = {"digits": "digits", "vehicle": "vehicle", "letter": "letter, unseen classes"}
 IMAGES = ("digits",)
 MOST = {"letter": 5200}
 """Items that are taken of a large set, at random."""
@@ -134,10 +124,7 @@ def recipe(file: Path, method: str, choice: Choice, classes: int, seed: int) -> 
         "miner": {"name": "daml.semi_hard", "pick": "hardest"},
         "optimizer": {"lr": choice[1]},
         "train": {"device": "cpu"},
-        "phase": [
-            {"name": "even", "epochs": 1, "train": metric},
-            {"name": "all", "epochs": 1},
-        ],
+        "phase": [{"name": "even", "epochs": 1, "train": metric}, {"name": "all", "epochs": 1}],
         "evaluate": {"metrics": ["recall_at_1", "map_at_r"]},
     }
     if combiner := METHODS[method]:
@@ -147,14 +134,9 @@ def recipe(file: Path, method: str, choice: Choice, classes: int, seed: int) -> 
 
 def run(name: str, method: str, choice: Choice, seed: int, x: Floats, y: NDArray[np.int64]) -> dict[str, Any]:
     """Train once; return what is kept."""
-    from retrieval.evaluation.evaluate_run import evaluate_run
-    from retrieval.recipe.read import check_recipe
-    from retrieval.training.trainer import train
-
-    started = time.process_time()
     fit, searched = divided(name, y, seed)
     rows = np.concatenate([fit, searched])
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "set.npz"
         np.savez(
             file,
@@ -162,15 +144,15 @@ def run(name: str, method: str, choice: Choice, seed: int, x: Floats, y: NDArray
             labels=y[rows],
             splits=np.array(["train"] * len(fit) + ["test"] * len(searched)),
         )
-        made = check_recipe(recipe(file, method, choice, len(np.unique(y[fit])), seed))
+        table = recipe(file, method, choice, len(np.unique(y[fit])), seed)
         own = seed in SEEDS and method == ONE
-        found = evaluate_run(train(Path(folder) / "run", made, report=len), baseline=own).figures
+        found, seconds = train_and_judge(table, Path(folder) / "run", baseline=own)
     row = {"set": name, "method": method, "choice": choice, "seed": seed, "items": [len(fit), len(searched)]}
     row |= {figure: found["trained"][figure] for figure in FIGURES}
     if own:
         (raw,) = (figures for title, figures in found.items() if title != "trained")
         row["raw"] = {figure: raw[figure] for figure in FIGURES}
-    return row | {"seconds": round(time.process_time() - started, 1)}
+    return row | {"seconds": round(seconds, 1)}
 
 
 class Kept:
@@ -207,13 +189,6 @@ class Kept:
         return [name for name in SETS if all(self.tested(name, m, "recall_at_1") for m in methods(name))]
 
 
-def read() -> list[dict[str, Any]]:
-    """Return what is kept."""
-    return (
-        [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()] if KEPT.exists() else []
-    )
-
-
 def measure(sets: list[str]) -> None:
     """Run what is missing, all choices of a set first; keep each run at once."""
     import torch
@@ -226,15 +201,13 @@ def measure(sets: list[str]) -> None:
         ]
         jobs += [(m, None, s) for s in SEEDS for m in methods(name)]
         for method, choice, seed in jobs:
-            kept = Kept(read())
+            kept = Kept(read_lines(KEPT))
             taken = choice or kept.chosen(name, method)
             assert taken is not None
             if (name, method, taken, seed) in kept.found:
                 continue
             row = run(name, method, taken, seed, x, y)
-            with KEPT.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(row, flush=True)
+            append(KEPT, row)
 
 
 def said(values: list[float]) -> str:
@@ -308,16 +281,14 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS))
     parser.add_argument("--write", action="store_true", help="run nothing")
     options = parser.parse_args()
     if not options.write:
         measure(options.sets)
-    RESULT.write_text(render(read()), encoding="utf-8")
-    print(render(read()))
+    RESULT.write_text(render(read_lines(KEPT)), encoding="utf-8")
+    print(render(read_lines(KEPT)))
 
 
 if __name__ == "__main__":

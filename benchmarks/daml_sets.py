@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from retrieval.data.features import backbone_features
-from retrieval.data.idx import read_idx
 from retrieval.host.plugins import load_plugins
 from retrieval.model.model import Model
 from torch import nn
 
-FASHION = Path("/usr/share/datasets/fashion-mnist")
+from bench import reduced_fashion
+
 PER_CLASS = 1000
 SIZE = 96
 DRAWN = 24
@@ -97,27 +97,10 @@ def glyph_features(work: Path) -> Featured:
 
 
 def fashion_features(work: Path) -> Featured:
-    folder = work / "fashion"
-    if not folder.exists():
-        images, labels = (
-            read_idx(FASHION / f"train-{part}.gz", n)
-            for part, n in (("images-idx3-ubyte", 3), ("labels-idx1-ubyte", 1))
-        )
-        rows = np.concatenate([np.flatnonzero(labels == c)[:PER_CLASS] for c in range(10)])
-        temporary = work / "fashion.tmp"
-        temporary.mkdir(parents=True, exist_ok=True)
-        for prefix, part in (("train", rows[1:]), ("t10k", rows[:1])):
-            write_idx(temporary / f"{prefix}-images-idx3-ubyte", images[part])
-            write_idx(temporary / f"{prefix}-labels-idx1-ubyte", labels[part])
-        temporary.replace(folder)
+    folder = reduced_fashion(work / "fashion", PER_CLASS, 10)
     plugins = load_plugins()
     x, y = encoded(plugins, plugins.build("datasets", {"name": "core.fashion_mnist", "folder": folder}, {}))
     return x, y, np.isin(y, list("01234")), np.isin(y, list("013"))
-
-
-def write_idx(path: Path, array: NDArray[Any]) -> None:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
 def encoded(plugins: Any, dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -11,18 +11,13 @@ curves are, and chooses nothing. An earlier page had more values, most of them o
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
-import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from page_tables import markdown
+from bench import append, arguments, markdown, read_lines, train_and_judge
 from published import published
 
 RESULT = Path(__file__).parent / "results" / "daml_weights.md"
@@ -81,15 +76,11 @@ def recipe(file: Path, sweep: str, value: float, seed: int) -> dict[str, Any]:
 def measure() -> None:
     """Run what is missing; keep each run at once."""
     import torch
-    from retrieval.evaluation.evaluate_run import evaluate_run
-    from retrieval.recipe.read import check_recipe
-    from retrieval.training.trainer import train
 
     from uci import load
 
     torch.set_num_threads(1)
-    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
-    done = {(row["sweep"], row["value"], row["seed"]) for row in map(json.loads, lines)}
+    done = {(row["sweep"], row["value"], row["seed"]) for row in read_lines(KEPT)}
     jobs = [("alone", float("nan"), seed) for seed in SEEDS]
     jobs += [(sweep, value, seed) for seed in SEEDS for sweep, (_, grid) in SWEEPS.items() for value in grid]
     with tempfile.TemporaryDirectory() as folder:
@@ -107,24 +98,18 @@ def measure() -> None:
             kept = None if sweep == "alone" else value
             if (sweep, kept, seed) in done:
                 continue
-            started = time.process_time()
             data = small if sweep == "mu" else file
-            with contextlib.redirect_stderr(io.StringIO()):
-                run = train(
-                    Path(folder) / str(number), check_recipe(recipe(data, sweep, value, seed)), report=len
-                )
-                found = evaluate_run(run).figures["trained"]["recall_at_1"]
-            row = {"sweep": sweep, "value": kept, "seed": seed, "recall_at_1": found}
-            row["seconds"] = round(time.process_time() - started, 1)
-            with KEPT.open("a") as out:
-                out.write(json.dumps(row) + "\n")
-            print(row, flush=True)
+            table = recipe(data, sweep, value, seed)
+            figures, seconds = train_and_judge(table, Path(folder) / str(number))
+            row = {"sweep": sweep, "value": kept, "seed": seed}
+            row |= {"recall_at_1": figures["trained"]["recall_at_1"], "seconds": round(seconds, 1)}
+            append(KEPT, row)
 
 
 def collected() -> dict[str, dict[Any, list[float]]]:
     """Return Recall@1 in % by sweep and value."""
     found: dict[str, dict[Any, list[float]]] = {}
-    for row in map(json.loads, KEPT.read_text(encoding="utf-8").splitlines()):
+    for row in read_lines(KEPT):
         found.setdefault(row["sweep"], {}).setdefault(row["value"], []).append(100 * row["recall_at_1"])
     return found
 
@@ -205,9 +190,7 @@ def draw() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="run nothing")
     if not parser.parse_args().write:
         measure()

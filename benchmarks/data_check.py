@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,8 @@ from retrieval.serving.images import from_array
 from retrieval.serving.store.search import nearest
 from sklearn.datasets import load_sample_images
 
-RESULT = Path(__file__).parent / "results" / "data_check.md"
+from bench import finish, markdown
+
 COPIES = 300
 HAMMING = 10
 Mark = Callable[[Image.Image], NDArray[np.float32]]
@@ -105,16 +105,15 @@ def main() -> None:
             rows.append(
                 [name, how, f"{alarms:,} of {len(every):,}", *(f"{100 * share:.0f} %" for share in shares)]
             )
+    raw = {"date": time.strftime("%Y-%m-%d"), "rows": rows}
+    finish("data_check", raw, render(raw))
+
+
+def render(raw: dict[str, Any]) -> str:
+    """Return the page."""
     head = ["images", "the same by", "have another", *(f"found: {name}" for name in CHANGES)]
-    lines = [
-        "# Copies by picture",
-        "",
-        f"`python benchmarks/data_check.py`, {time.strftime('%Y-%m-%d')}. {(__doc__ or '').partition('Run by hand')[0].strip()}",
-        "",
-    ]
-    lines += ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
-    RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines))
+    said = (__doc__ or "").partition("Run by hand")[0].strip()
+    return f"# Copies by picture\n\n`python benchmarks/data_check.py`, {raw['date']}. {said}\n\n{markdown(head, raw['rows'])}\n"
 
 
 if __name__ == "__main__":

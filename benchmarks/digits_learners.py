@@ -11,10 +11,8 @@ looked at twice: LANML's first grid of λ ended at its choice, .3, so it was wid
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.recipe.read import read_recipe
 from retrieval.run.open import load_run
 from retrieval.training.learn import fit_learner
+
+from bench import WORK, arguments
 
 RECIPE = Path(__file__).parents[1] / "models" / "digits-lanml" / "recipe.toml"
 SEEDS = (0, 1, 2)
@@ -60,19 +60,15 @@ def fitted(folder: Path, name: str, given: dict[str, Any], seed: int) -> Path:
             + "}"
         )
         made = read_recipe(RECIPE, [f"learner={table}", f"split.seed={seed}"])
-        fit_learner(folder, made, report=print, resume=True)
+        fit_learner(folder, made, report=print, resume=folder.is_dir())
     return folder
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument(
-        "--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-digits-learners"
-    )
-    arguments.add_argument("--learners", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
-    options = arguments.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, default=WORK / "digits_learners")
+    parser.add_argument("--learners", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rows: dict[str, list[dict[str, float]]] = {"raw pixels": []}
     for name in options.learners:

@@ -10,14 +10,12 @@ at here: `cards.py` measures the recipe on them and writes its card. Of an earli
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from page_tables import markdown
+from bench import WORK, arguments, markdown, read_lines
 
 MODELS = Path(__file__).parents[1] / "models"
 RESULT = Path(__file__).parent / "results" / "fashion.md"
@@ -98,18 +96,16 @@ def render(kept: list[dict[str, Any]]) -> str:
 
 def read() -> list[dict[str, Any]]:
     """Return what is kept."""
-    return [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    return read_lines(KEPT)
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-fashion")
-    arguments.add_argument("--recipe", default=RECIPES[0], choices=RECIPES)
-    arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--write", action="store_true", help="run nothing")
-    options = arguments.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, default=WORK / "fashion")
+    parser.add_argument("--recipe", default=RECIPES[0], choices=RECIPES)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="run nothing")
+    options = parser.parse_args()
     rows = read()
     if not options.write:
         others = [row for row in rows if row["recipe"] != options.recipe]

@@ -9,7 +9,6 @@ figure is the CPU time of a call for the ten nearest, the best of several rounds
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import tempfile
 import time
@@ -23,7 +22,6 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import faiss
 import numpy as np
-from retrieval.host.files import write_text
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import Item
@@ -31,10 +29,10 @@ from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
 from retrieval.serving.store.writing import create_local
 
+from bench import finish, markdown
 from scaled_bundle import make_bundle
 from search import vectors_of
 
-RAW = Path(__file__).parent / "results" / "raw" / "index_search.json"
 ROWS, WIDTH, K = 50_000, 64, 10
 BATCHES = {1: 1000, 32: 100}
 """Queries of a call, and how many calls a round has."""
@@ -117,23 +115,21 @@ def main() -> None:
         rows = measure(ours | peers(vectors), queries)
         for index in indexes.values():
             index.close()
-    write_text(RAW, json.dumps({"recall of hnsw": share, "rows": rows}, indent=1) + "\n")
-    write_text(RAW.parents[1] / "index_search.md", render(share, rows))
+    raw = {"recall of hnsw": share, "rows": rows}
+    finish("index_search", raw, render(raw))
 
 
-def render(share: float, rows: list[dict[str, Any]]) -> str:
+def render(raw: dict[str, Any]) -> str:
     """Return the page."""
-    names = [name for name in rows[0] if name != "queries"]
-    lines = [
-        "# The whole path of a search\n",
+    names = [name for name in raw["rows"][0] if name != "queries"]
+    lines = [[str(row["queries"]), *(f"{row[name]:.2f}" for name in names)] for row in raw["rows"]]
+    return (
+        "# The whole path of a search\n\n"
         "`python benchmarks/index_search.py`: CPU milliseconds of a call on one thread, ten nearest of "
         f"Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search` gives ids, labels and exact distances, the libraries "
-        f"row numbers. The recall of our `hnsw` is {share:.4f}.\n",
-        f"| queries | {' | '.join(names)} |",
-        f"| --- |{' --- |' * len(names)}",
-    ]
-    lines += [f"| {row['queries']} | {' | '.join(f'{row[name]:.2f}' for name in names)} |" for row in rows]
-    return "\n".join(lines) + "\n"
+        f"row numbers. The recall of our `hnsw` is {raw['recall of hnsw']:.4f}.\n\n"
+        f"{markdown(['queries', *names], lines)}\n"
+    )
 
 
 if __name__ == "__main__":

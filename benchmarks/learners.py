@@ -1,8 +1,7 @@
 """Learners at many classes: LANML, GMML, AML, OAHU and `oahu.warm` beside metric-learn's and scikit-learn's, in time, memory and growth.
 
-    python benchmarks/learners.py                       # goes on where it stopped; results/raw/learners.jsonl, results/learners.md
-    python benchmarks/learners.py --only LANML RCA      # these alone
-    python benchmarks/learners.py --write               # the page alone, from what is kept
+    python benchmarks/learners.py                                            # what is not measured yet, then the page
+    python benchmarks/learners.py --fresh --only GMML RCA --sizes 6250       # measured again, beside what is kept
 
 Ten items a class, 100 features, 6,250 to 50,000 items: 625 to 5,000 classes. Classes are Gaussian, and spread differently along each of 100 random directions: along
 a few of them classes lie far apart, along others items of one class do, which is what a learner has to find. Each fit runs in a process of its own on one thread, with a limit
@@ -15,14 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # counts only before NumPy is imported
@@ -31,7 +27,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 from numpy.typing import NDArray
 
-from page_tables import markdown
+from bench import Kept, load, machine, markdown, resume_arguments, versions
 
 LIMIT, MEMORY = 60, 8
 """CPU seconds and GB after which a fit is stopped."""
@@ -39,14 +35,7 @@ LONGER = {"LANML": 900}
 """CPU seconds of who may take longer, so that its growth can be seen."""
 SIZES = (6_250, 12_500, 25_000, 50_000)
 WIDTH, OF_A_CLASS, CHECKED = 100, 10, 2_000
-KEPT = Path(__file__).parent / "results" / "raw" / "learners.jsonl"
-OURS = {
-    "GMML": "GMML()",
-    "AML": "AML()",
-    "Warm": "Warm()",
-    "OAHU": "OAHU()",
-    "LANML": "LANML()",
-}
+OURS = {"GMML": "GMML()", "AML": "AML()", "Warm": "Warm()", "OAHU": "OAHU()", "LANML": "LANML()"}
 PEERS = {
     "metric-learn RCA": "adapted('RCA_Supervised')(random_state=0)",
     "scikit-learn LDA": "LinearDiscriminantAnalysis()",
@@ -122,7 +111,7 @@ def one(title: str, items: int) -> dict[str, Any]:
 
 def measure(title: str, items: int) -> dict[str, Any]:
     """Return a row of one fit in a process of its own."""
-    load = os.getloadavg()[0]
+    before = load()
     done = subprocess.run(
         [sys.executable, __file__, "--one", title, str(items)], capture_output=True, text=True
     )
@@ -133,19 +122,11 @@ def measure(title: str, items: int) -> dict[str, Any]:
         sys.exit(done.stderr)
     else:
         row = json.loads(done.stdout.splitlines()[-1])
-    return row | {"load": round(load, 1), "machine": machine(), "limits": [LONGER.get(title, LIMIT), MEMORY]}
-
-
-def machine() -> str:
-    """Return the processor, its instruction sets, and the versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    flags = next(line for line in lines if line.startswith("flags")).split()
-    sets = [each for each in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if each in flags]
-    packages = ", ".join(f"{each} {version(each)}" for each in ("metric-learn", "scikit-learn", "numpy"))
-    return (
-        f"{model} ({', '.join(sets)}), {os.cpu_count()} cores; {packages}, Python {platform.python_version()}"
-    )
+    return row | {
+        "load": before,
+        "machine": f"{machine()}; {versions('metric-learn', 'scikit-learn', 'numpy')}",
+        "limits": [LONGER.get(title, LIMIT), MEMORY],
+    }
 
 
 def growth(rows: dict[int, dict[str, Any]]) -> str:
@@ -163,11 +144,7 @@ def cell(row: dict[str, Any] | None) -> str:
     if "stopped" not in row:
         return f"{row['cpu']:.2f} s, {row['megabytes']:,.0f} MB"
     seconds, memory = row["limits"]
-    said = {
-        "time": f"stopped after {seconds} s",
-        "memory": f"stopped at {memory} GB",
-        "failed": "failed",
-    }
+    said = {"time": f"stopped after {seconds} s", "memory": f"stopped at {memory} GB", "failed": "failed"}
     return said[row["stopped"]]
 
 
@@ -203,7 +180,7 @@ def render(kept: list[dict[str, Any]]) -> str:
     lines += [""] if failed else []
     lines += [
         "*Not tried*: stopped at a smaller size, or this table has not got so far yet. OAHU and Warm learn from triplets, 10,000 at most whatever the number of items, so their time hardly grows; LANML asks 5,000 items at most, each "
-        "among all. scikit-learn's LDA is at its best here: the classes are Gaussian, as it takes them to be.",
+        "among all. scikit-learn's LDA is at its best here: the classes are Gaussian, as it takes them to be."
     ]
     if missing := [title for title in [*OURS, *PEERS] if title not in rows]:
         lines += ["", f"Not measured yet: {', '.join(missing)}."]
@@ -218,30 +195,22 @@ def kept_recall(kept: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = resume_arguments(__doc__)
     parser.add_argument("--only", nargs="*", help="only learners with these words")
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES)
-    parser.add_argument("--write", action="store_true", help="run nothing")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(one(given.one[0], int(given.one[1]))))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(options.one[0], int(options.one[1]))))
         return
-    kept = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    for items in () if given.write else given.sizes:
+    kept = Kept("learners", options.fresh)
+    for items in options.sizes:
         for title in [*OURS, *PEERS]:
-            own = [row for row in kept if row["learner"] == title]
+            own = [row for row in kept.rows if row["learner"] == title]
             done = any(row["items"] == items or "stopped" in row for row in own)
-            if done or (given.only and not any(word in title for word in given.only)):
-                continue
-            kept.append(measure(title, items))
-            with KEPT.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(kept[-1]) + "\n")
-            print(kept[-1], flush=True)
-    (KEPT.parents[1] / "learners.md").write_text(render(kept), encoding="utf-8")
-    print(render(kept))
+            if not done and (not options.only or any(word in title for word in options.only)):
+                kept.add(measure(title, items))
+    kept.finish(render(kept.rows))
 
 
 if __name__ == "__main__":

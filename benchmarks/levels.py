@@ -3,14 +3,13 @@
     python benchmarks/levels.py            # chooses, then measures
     python benchmarks/levels.py --page     # the page alone, from what is kept
 
-Classes 0-4 train and choose, 5-9 are searched: scikit-learn's digits, and Fashion-MNIST's images as `methods.py` draws them. Each candidate is fitted to three of
+Classes 0-4 train and choose, 5-9 are searched: scikit-learn's digits, and 200 images of each of Fashion-MNIST's classes. Each candidate is fitted to three of
 the training classes and judged by MAP@R on the other two, for every such pair; the classes to search are loaded once that choice is kept. The chosen
 recipes are `models/digits-levels` and `models/fashion-levels`: a test compares.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -23,12 +22,15 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # coun
 import numpy as np
 from numpy.typing import NDArray
 
-import methods_recipes as recipes
-from page_tables import markdown
+from bench import arguments, machine, markdown
 
 HERE = Path(__file__).parent
 KEPT = HERE / "results" / "raw" / "levels.json"
 PAGE = HERE / "results" / "levels.md"
+METRICS = ["map_at_r", "recall_at_1", "r_precision"]
+HELD_OUT = ["5", "6", "7", "8", "9"]
+PER_CLASS = 200
+"""Fashion-MNIST's images of each class, drawn once with seed 0."""
 TITLES = {"digits": "scikit-learn's digits", "fashion": "Fashion-MNIST"}
 OWN, RAW, FROZEN = "this recipe", "raw pixels", "ImageNet net, frozen, its last layer at 224 pixels"
 NET = {"name": "core.efficientnet_lite0"}
@@ -59,9 +61,12 @@ def items(name: str, searched: bool) -> Items:
         whole = create("dataset", "core.digits")
         images, labels = np.asarray(whole.arrays), np.array(whole.labels)
     else:
-        drawn = recipes.fashion()
-        images, labels = drawn["images"], drawn["labels"]
-    held = np.isin(labels, recipes.HELD_OUT)
+        whole = create("dataset", "core.fashion_mnist")
+        labels, rng = np.array(whole.labels), np.random.default_rng(0)
+        drawn = [rng.permutation(np.flatnonzero(labels == c))[:PER_CLASS] for c in np.unique(labels)]
+        rows = np.sort(np.concatenate(drawn))
+        images, labels = np.asarray(whole.arrays[rows]), labels[rows]
+    held = np.isin(labels, HELD_OUT)
     return images[held == searched], labels[held == searched]
 
 
@@ -85,7 +90,7 @@ def figures(codes: NDArray[Any], labels: NDArray[np.str_]) -> Figures:
     """Return the figures of codes (N, C) by Euclidean distance, as a learner's recipe has them, every item searched for among the others."""
     from retrieval.evaluation.evaluation import evaluate
 
-    return dict(evaluate(codes, labels, metrics=recipes.METRICS).values)
+    return dict(evaluate(codes, labels, metrics=METRICS).values)
 
 
 def unit(codes: NDArray[Any]) -> NDArray[Any]:
@@ -168,7 +173,7 @@ def render(raw: dict[str, Any]) -> str:
         best, found = kept["tried"][0], kept["figures"]
         rows = [
             [f"**{OWN}**" if title == OWN else f"*{title}*"]
-            + [f"{found[title][metric]:.3f}" for metric in recipes.METRICS]
+            + [f"{found[title][metric]:.3f}" for metric in METRICS]
             for title in found
             if title not in ("fitted", "queries")
         ]
@@ -224,17 +229,13 @@ def learner(table: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--page", action="store_true", help="run nothing")
     if not parser.parse_args().page:
         import torch
 
-        from training import machine
-
         torch.set_num_threads(1)
-        kept: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "sets": {}}
+        kept: dict[str, Any] = {"machine": f"{machine()}, no GPU", "torch": torch.__version__, "sets": {}}
         for name in TITLES:
             tried = choose(name)
             kept["sets"][name] = {"tried": tried, "figures": measure(name, tried[0])}

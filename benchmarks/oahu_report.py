@@ -7,27 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from bench import markdown
 from published import has, published
-from retrieval_oahu.warm import EXPERTS
 
 POINTS = (0, 10, 30, 100, 300, 1000, 3000, 10_000)
-WARM = ("oahu.warm",)
-WARM_EXPERTS = ["Euclid", *(f"{'angle' if e.angle else 'distance'}, reach {e.reach:g}" for e in EXPERTS)]
 PAPER = "oahu_table_3"
-FEATURES = (
-    ("features", "EfficientNet-Lite0 features of unseen classes", "EfficientNet-Lite0 (ImageNet) on 10,000 of the images at 64 × 64 pixels."),
-    ("convnet", "Convolutional features of unseen classes", "The net of `models/fashion-mnist`, trained by its recipe on the five classes of the stream only, on the same 10,000 images."),
-)  # fmt: skip
-
-
-def warm_columns() -> list[str]:
-    """Return the titles of the warm starts' columns."""
-    return [title for name in WARM for title in (name, "gain on Euclid, each repeat")]
-
-
-def gains_of(values: list[float]) -> str:
-    """Return differences with their signs."""
-    return ", ".join(f"{value:+.4f}" for value in values) or "–"
 
 
 def mean_std(values: list[float], digits: int = 3) -> str:
@@ -76,29 +60,22 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         means = ", ".join(mean_std([float(np.mean(e))]).split(" ±")[0] for e in each)
         lines.append(f"| {name} | {mean_std([e for one in each for e in one])} | {means} |")
     lines += [
-        "", "How η .01 and τ 1.9 were first chosen was not recorded; `benchmarks/oahu_sensitivity.py` chooses again, on development images, and its page says what comes out.",
+        "", "How η .01 and τ 1.9 were chosen was not recorded.",
         "", "## Error against the number of triplets", "", f"`{figure}` beside this page draws it, with the weights along the stream; so does the page of OAHU.", "",
     ]  # fmt: skip
-    every = dict.fromkeys(r["method"] for r in rows if r["part"] == "curve")
-    curves = [n for n in every if not n.startswith("oahu.warm")]
-    lines += [
-        "| triplets | " + " | ".join([*curves, *warm_columns()]) + " |",
-        "| --- " * (len(curves) + 3) + "|",
-    ]
-    for point in POINTS:
-        cells = [
-            mean_std([r["error"] for r in of("curve", n) if r["triplets"] == point]).split(" ±")[0]
-            for n in curves
+    curves = list(dict.fromkeys(r["method"] for r in rows if r["part"] == "curve"))
+    body = [
+        [
+            f"{point:,}",
+            *(
+                mean_std([r["error"] for r in of("curve", n) if r["triplets"] == point]).split(" ±")[0]
+                for n in curves
+            ),
         ]
-        for name in WARM:
-            here = [r for r in of("curve", name) if r["triplets"] == point]
-            cells += [
-                mean_std([r["error"] for r in here]),
-                gains_of([r["euclid"] - r["error"] for r in here]),
-            ]
-        lines.append(f"| {point:,} | " + " | ".join(cells) + " |")
+        for point in POINTS
+    ]
     lines += [
-        "", "LEGO, RDML, OASIS, OPML (given these triplets) and OAHU: one repeat, 2,000 queries. `oahu.warm`: three repeats of 4,000, and its gain on Euclid in each.", "", "## Retrieval, class-disjoint", "",
+        markdown(["triplets", *curves], body), "", "One repeat, 2,000 queries; OPML is given these triplets.", "", "## Retrieval, class-disjoint", "",
         "Learned on five classes, searched in 5,000 images of the other five, each asking for the others. The two ways to search an OAHU model:", "",
         "| | Recall@1 | Recall@5 | Recall@10 | Precision@10 |", "| --- " * 5 + "|",
     ]  # fmt: skip
@@ -117,28 +94,6 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
     lines += [
         "", f"Their first ten answers agree by {agreement}: neither is an approximation of the other.",
     ]  # fmt: skip
-    for part, title, about in FEATURES:
-        lines += ["", f"## {title}", "", about, "Triplets of five classes, 5-NN error within the other five (three choices of the five).", ""]  # fmt: skip
-        lines += ["| triplets | Euclid | OAHU, η .01 τ 1.9 | " + " | ".join(warm_columns()) + " |", "| --- " * 5 + "|"]  # fmt: skip
-        base = {r["repeat"]: r["error"] for r in of(part, "Euclid")}
-        for point in POINTS:
-            other = [r["error"] for r in of(part, "OAHU, η .01 τ 1.9") if r["triplets"] == point]
-            cells = [mean_std(list(base.values())), mean_std(other)]
-            here = [r for r in of(part, WARM[0]) if r["triplets"] == point and r["repeat"] in base]
-            cells += [
-                mean_std([r["error"] for r in here]),
-                gains_of([base[r["repeat"]] - r["error"] for r in here]),
-            ]
-            lines.append(f"| {point:,} | " + " | ".join(cells) + " |")
-    base = {r["repeat"]: r["error"] for r in of("choices", "Euclid")}
-    after = {r["repeat"]: r["error"] for r in of("choices", WARM[0]) if r["triplets"] == POINTS[-1]}
-    gains = [base[n] - error for n, error in after.items()]
-    worst = [min((base[r["repeat"]] - r["error"] for r in of("choices", WARM[0])), default=0.0)]
-    lines += [
-        "", "The gain on EfficientNet-Lite0's features depends on which classes are known. After those three, nine more choices were drawn at random and measured, with nothing changed in between:",
-        f"`oahu.warm` gains {gains_of(gains)} after 10,000 triplets, {np.mean(gains or [0.0]):+.4f} on average (standard error {np.std(gains or [0.0]) / max(len(gains) - 1, 1) ** 0.5:.4f}), where Euclid",
-        f"errs {mean_std(list(base.values()))}; {gains_of(worst)} is the worst of all points of their streams.",
-    ]  # fmt: skip
     lines += [
         "",
         f"Measured in {sum(r.get('cpu', 0) for r in rows) / 60:.0f} minutes of CPU time, one thread, with two cores shared by other work.",
@@ -153,7 +108,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8))
     curves = [r for r in rows if r["part"] == "curve"]
     for name in dict.fromkeys(r["method"] for r in curves):
         mine = [r for r in curves if r["method"] == name]
@@ -168,17 +123,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     left.axhline(float(np.mean(euclid)), color="grey", linestyle=":", label="Euclid")
     left.set(xscale="symlog", xlim=(0, POINTS[-1] * 1.1), xlabel="triplets", ylabel="5-NN error")
     left.legend(fontsize=7)
-    for axes, name, title in ((middle, "OAHU", "E{}"), (right, "oahu.warm", None)):
-        for row in curves:
-            if row["method"] == name and "weights" in row and not row["repeat"]:
-                weights = np.array(row["weights"])
-                axes.stackplot(
-                    row["weights_at"], weights.T,
-                    labels=[title.format(i) for i in range(weights.shape[1])] if title else WARM_EXPERTS,
-                )  # fmt: skip
-        axes.set(
-            title=f"weights of {name}", xlabel="triplets", ylim=(0, 1), xscale="symlog", xlim=(0, POINTS[-1])
-        )
-        axes.legend(fontsize=7, loc="lower left")
+    for row in curves:
+        if row["method"] == "OAHU" and "weights" in row:
+            weights = np.array(row["weights"])
+            labels = [f"E{i}" for i in range(weights.shape[1])]
+            right.stackplot(row["weights_at"], weights.T, labels=labels)
+    right.set(title="weights of OAHU", xlabel="triplets", ylim=(0, 1), xscale="symlog", xlim=(0, POINTS[-1]))
+    right.legend(fontsize=7, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -1,39 +1,37 @@
-"""OAHU, its baselines and the warm start on Fashion-MNIST: Table 3 and Figure 4 of the paper, and where OAHU does help.
+"""OAHU and its baselines on Fashion-MNIST: Table 3 and Figure 4 of the paper, and where OAHU does help.
 
     OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py
+    OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py --fresh --parts table --methods LEGO --repeats 0    # a part, measured again
 
-Each figure goes to results/raw/oahu_table3.jsonl as soon as it is measured, and a second run goes on from there. Some 15 minutes of CPU
-time. Protocol: every choice (constants of the baselines, experts, components and ridge of `oahu.warm`) was made on the development parts of
-two other splits, and for features on other images and other choices of classes than those measured; the queries are 4,000 images a repeat that lie in neither of those parts. 35,000 of
-the other images are the development part, as in the paper: they give the triplets and are the references.
+Each figure is kept at once, in results/raw/oahu_table3.jsonl: a run that stops goes on where it was. Some ten minutes of CPU
+time. Constants of the baselines were chosen on the development parts of two other splits; the queries are 4,000 images a
+repeat that lie in neither of those parts. 35,000 of the other images are the development part, as in the paper: they give
+the triplets and are the references.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import RESULTS, Kept, resume_arguments
 from oahu_report import POINTS, draw, report
 
 Floats = NDArray[Any]
 REPEATS = 3
 QUERIES = 4000
-CACHE: Path | None = None
-"""Where features of the images are kept from run to run."""
+TUNED = "OAHU, η .01 τ 1.9"
 
 
 def learners() -> dict[str, Callable[[int], Any]]:
     """Return what is compared: each makes a learner of a seed."""
-    from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML, Warm
+    from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML
 
     return {
         "LEGO": lambda seed: LEGO(seed=seed),
@@ -43,8 +41,7 @@ def learners() -> dict[str, Callable[[int], Any]]:
         "OPML": lambda seed: OPML(seed=seed),
         "OAHU": lambda seed: OAHU(seed=seed),
         "OAHU, untrained": lambda seed: OAHU(seeds=0, closure=0, seed=seed),
-        "OAHU, η .01 τ 1.9": lambda seed: OAHU(learning_rate=0.01, tau=1.9, seed=seed),
-        "oahu.warm": lambda seed: Warm(seed=seed),
+        TUNED: lambda seed: OAHU(learning_rate=0.01, tau=1.9, seed=seed),
     }
 
 
@@ -119,51 +116,19 @@ Job = tuple[str, str, int]
 def jobs() -> Iterator[tuple[Job, Callable[[], list[dict[str, Any]]]]]:
     """Return what is to be measured: part, method and repeat, and a function that gives its rows."""
     x, y = fashion()
-    made = learners()
+    on_splits = {
+        "table": (table_rows, ["Euclid", *learners()], range(REPEATS)),
+        "curve": (curve_rows, ["LEGO", "RDML", "OASIS", "OPML", "OAHU"], range(1)),
+        "few": (few_rows, ["Euclid", "LEGO", "OAHU", TUNED], range(REPEATS)),
+    }
+    for part, (measure, names, repeats) in on_splits.items():
+        for repeat in repeats:
+            dev, queries = split(repeat)
+            for name in names:
+                yield (part, name, repeat), partial(measure, name, repeat, x, y, dev, queries)
     for repeat in range(REPEATS):
-        dev, queries = split(repeat)
-        for name in ("Euclid", *made):
-            yield (
-                ("table", name, repeat),
-                lambda n=name, r=repeat, d=dev, q=queries: table_rows(n, r, x, y, d, q),
-            )
-    for repeat in range(REPEATS):
-        dev, queries = split(repeat)
-        for name in ("LEGO", "RDML", "OASIS", "OPML", "OAHU", "oahu.warm"):
-            if not name.startswith("oahu.warm") and repeat:
-                continue
-            yield (
-                ("curve", name, repeat),
-                lambda n=name, r=repeat, d=dev, q=queries: curve_rows(n, r, x, y, d, q),
-            )
-        for name in ("Euclid", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm"):
-            yield ("retrieval", name, repeat), lambda n=name, r=repeat: retrieval_rows(n, r, x, y)
-        for name in ("Euclid", "LEGO", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm"):
-            yield ("few", name, repeat), lambda n=name, r=repeat, d=dev, q=queries: few_rows(n, r, x, y, d, q)
-    features: list[Any] = []
-    for repeat in range(REPEATS):
-        for name in ("Euclid", "OAHU, η .01 τ 1.9", "oahu.warm"):
-            yield (
-                ("features", name, repeat),
-                lambda n=name, r=repeat: feature_rows(
-                    n, r, features or features.extend(efficientnet(x, y)) or features, y
-                ),
-            )
-    for repeat, learned in enumerate(further_choices()):
-        for name in ("Euclid", "oahu.warm"):
-            yield (
-                ("choices", name, repeat),
-                lambda n=name, r=repeat, c=learned: feature_rows(
-                    n, r, features or features.extend(efficientnet(x, y)) or features, y, c
-                ),
-            )
-    for repeat in range(REPEATS):
-        own: list[Any] = []
-        for name in ("Euclid", "OAHU, η .01 τ 1.9", "oahu.warm"):
-            yield (
-                ("convnet", name, repeat),
-                lambda n=name, r=repeat, o=own: feature_rows(n, r, o or o.extend(convnet(r, x, y)) or o, y),
-            )
+        for name in ("Euclid", "OAHU", TUNED):
+            yield ("retrieval", name, repeat), partial(retrieval_rows, name, repeat, x, y)
 
 
 def table_rows(
@@ -217,22 +182,16 @@ def curve_rows(
     """Error after so many triplets, and the weights along the way."""
     learner = learners()[name](repeat).prepare(x[dev])
     rows = np.random.default_rng(repeat).permutation(triplet_rows(y[dev], repeat))
-    found, before = [], 0
-    asked = queries if name.startswith("oahu.warm") else queries[:2000]
+    found: list[dict[str, Any]] = []
+    before = 0
+    asked = queries[:2000]
     for point in POINTS:
         learner.learn_from(
             x[dev[rows[start : min(start + 256, point)]]] for start in range(before, point, 256)
         )
         before = point
         e = scores(y[asked], classified(learner, x[dev], y[dev], x[asked]))["error"]
-        row: dict[str, Any] = {"triplets": point, "error": e}
-        if name.startswith("oahu.warm"):
-            row["euclid"] = (
-                scores(y[asked], classified(None, x[dev], y[dev], x[asked]))["error"]
-                if not found
-                else found[0]["euclid"]
-            )
-        found.append(row)
+        found.append({"triplets": point, "error": e})
     if hasattr(learner, "weights_"):
         every = max(1, len(learner.weights_) // 64)
         found[-1]["weights"] = learner.weights_[::every].round(4).tolist()
@@ -271,141 +230,31 @@ def retrieved(title: str, rows: Floats, labels: Floats) -> dict[str, Any]:
     }
 
 
-LEARNED = [(0, 2, 4, 6, 8), (1, 3, 5, 7, 9), (0, 1, 2, 3, 4)]
-"""The classes that triplets are of; the others are searched."""
-CHOSEN_ON = [(0, 1, 5, 6, 7), (2, 3, 4, 8, 9), (0, 2, 3, 5, 9), (1, 4, 6, 7, 8)]
-"""The same on other images, for choosing `oahu.warm`'s form."""
-
-
-def further_choices() -> list[tuple[int, ...]]:
-    """Return nine random choices of five classes, none of `LEARNED` or of those that anything was chosen on, or their other halves."""
-    known = {*LEARNED, *CHOSEN_ON}
-    known |= {tuple(c for c in range(10) if c not in some) for some in known}
-    rng, found = np.random.default_rng(500), list[tuple[int, ...]]()
-    while len(found) < 9:
-        some = tuple(sorted(rng.permutation(10)[:5].tolist()))
-        if some not in known and some not in found:
-            found.append(some)
-    return found
-
-
-def feature_rows(
-    name: str, repeat: int, kept: list[Any], y: Floats, learned: tuple[int, ...] | None = None
-) -> list[dict[str, Any]]:
-    """5-NN error on features of classes that were not trained on, along the stream."""
-    f, labels = kept
-    learned = learned or LEARNED[repeat]
-    seen = np.isin(labels, learned)
-    train, test = np.flatnonzero(seen), np.flatnonzero(~seen)
-    learner = None if name == "Euclid" else learners()[name](repeat).prepare(f[train])
-    rows = np.random.default_rng(repeat).permutation(triplet_rows(labels[train], repeat))
-    found, before = [], 0
-    refs, asked = test[: len(test) // 2], test[len(test) // 2 :]
-    for point in POINTS if learner is not None else (0,):
-        if learner is not None:
-            learner.learn_from(
-                f[train[rows[start : min(start + 256, point)]]] for start in range(before, point, 256)
-            )
-        before = point
-        found.append(
-            {"triplets": point} | scores(labels[asked], classified(learner, f[refs], labels[refs], f[asked]))
-        )
-    return found
-
-
-def efficientnet(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return features (N, 1280) of 10,000 of the images at 64 × 64 pixels, and their classes."""
-    import torch
-
-    from retrieval_core import efficientnet_lite0
-
-    torch.set_num_threads(1)
-    model = efficientnet_lite0(size=64).eval()
-    mean, std = (
-        torch.tensor(v).view(1, -1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std)
-    )
-    chosen = np.random.default_rng(7).permutation(70_000)[:10_000]
-    if CACHE is not None and CACHE.exists():
-        return np.load(CACHE), y[chosen]
-    found = []
-    with torch.inference_mode():
-        for start in range(0, len(chosen), 100):
-            image = torch.from_numpy(x[chosen[start : start + 100]].reshape(-1, 1, 28, 28))
-            image = torch.nn.functional.interpolate(image, size=(64, 64), mode="bilinear").expand(
-                -1, 3, -1, -1
-            )
-            found.append(model((image - mean) / std).numpy())
-    if CACHE is not None:
-        np.save(CACHE, np.concatenate(found))
-    return np.concatenate(found), y[chosen]
-
-
-def convnet(repeat: int, x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return features (N, 64) of the same 10,000 images by the net of models/fashion-mnist, trained on the stream's classes only."""
-    import torch
-    from retrieval.recipe.read import read_recipe
-    from retrieval.run.open import load_run
-    from retrieval.training.trainer import train
-
-    torch.set_num_threads(1)
-    unseen = [str(c) for c in range(10) if c not in LEARNED[repeat]]
-    recipe = Path(__file__).parents[1] / "models" / "fashion-mnist" / "recipe.toml"
-    made = read_recipe(recipe, [f"split.test={json.dumps(unseen)}", f"seed={repeat}"])
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        train(run, made, report=lambda _: None)
-        net = load_run(run).model.backbone.eval()
-    chosen = np.random.default_rng(7).permutation(70_000)[:10_000]
-    mean, std = (np.array(v, np.float32)[0] for v in (net.preprocessing.mean, net.preprocessing.std))
-    images = torch.from_numpy((x[chosen].reshape(-1, 1, 28, 28) - mean) / std)
-    with torch.inference_mode():
-        return torch.cat([net(part) for part in images.split(500)]).numpy(), y[chosen]
-
-
 def main() -> None:
     """Measure what is missing, and write the page and the figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "oahu_table3.md")
-    parser.add_argument(
-        "--parts", nargs="*", default=["table", "curve", "retrieval", "features", "convnet", "few", "choices"]
-    )
+    parts = ["table", "curve", "few", "retrieval"]
+    parser = resume_arguments(__doc__)
+    parser.add_argument("--parts", nargs="*", default=parts, choices=parts)
     parser.add_argument("--methods", nargs="*", default=None, help="only these")
-    parser.add_argument("--repeats", nargs="*", type=int, default=range(9), help="only these")
-    parser.add_argument("--report", action="store_true", help="only write the page, from what was measured")
-    parser.add_argument("--cache", type=Path, help="an .npy file to keep the images' features in")
-    arguments = parser.parse_args()
-    global CACHE
-    CACHE = arguments.cache
+    parser.add_argument("--repeats", nargs="*", type=int, default=range(REPEATS), help="only these")
+    options = parser.parse_args()
     warnings.filterwarnings("ignore", message="tau is")
-    kept = arguments.out.parent / "raw" / f"{arguments.out.stem}.jsonl"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = kept.read_text().splitlines() if kept.exists() else []
-    rows = [json.loads(line) for line in lines]
-    done = {(r["part"], r["method"], r["repeat"]) for r in rows}
-    for job, measure in () if arguments.report else jobs():
-        if job in done or job[0] not in arguments.parts or job[2] not in arguments.repeats:
+    kept = Kept("oahu_table3", options.fresh)
+    done = {(r["part"], r["method"], r["repeat"]) for r in kept.rows}
+    for job, measure in jobs():
+        part, method, repeat = job
+        if job in done or part not in options.parts or repeat not in options.repeats:
             continue
-        if arguments.methods is not None and job[1] not in arguments.methods:
+        if options.methods is not None and method not in options.methods:
             continue
         started = time.process_time()
-        part, method, repeat = job
         found = [{"part": part, "method": method, "repeat": repeat, **row} for row in measure()]
         found[0]["cpu"] = time.process_time() - started
-        with kept.open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in found))
-        rows += found
-        print(
-            job,
-            [{k: v for k, v in r.items() if k not in ("weights", "weights_at")} for r in found],
-            flush=True,
-        )
-    figure = arguments.out.with_suffix(".png")
-    draw(rows, figure)
-    temporary = arguments.out.with_suffix(".part")
-    temporary.write_text(report(rows, figure.name))
-    temporary.replace(arguments.out)
+        for row in found:
+            kept.add(row)
+    if not options.fresh:
+        draw(kept.rows, RESULTS / "oahu_table3.png")
+    kept.finish(report(kept.rows, "oahu_table3.png"))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""`oahu.warm` against Euclid along the stream, now and as it was before, in one run.
+"""`oahu.warm` against Euclid along the stream.
 
-    OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py [--development]
+    OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py
+    OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py --development     # the sets that choices were made on
 
 16 sets × raw or standardised features × 3 seeds: 96 streams of 10,000 triplets (the paper's: 5,000 random ones, 5,000 that follow from them, shuffled). `warm_sets.py`
 names the sets, by a rule that was fixed before anything was measured, and those that everything was developed on (`--development`, one
-seed, writes nothing). Half of a set's items give the triplets and are the references, the other half are the queries. After 100 to 10,000 triplets:
+seed, keeps nothing). Half of a set's items give the triplets and are the references, the other half are the queries. After 100 to 10,000 triplets:
 5-nearest-neighbour accuracy, Recall@1, and MAP@R of up to 500 queries, each less Euclid's.
 
 Noise: of the queries that only one of both has right, c are the learner's and b Euclid's; the upper end of Clopper and Pearson's one-sided 95 % interval
@@ -16,19 +17,16 @@ second run goes on from there. Some ten minutes of one core.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta
 
-from oahu_warm_before import WarmBefore
+from bench import Kept, markdown, resume_arguments
 from retrieval_oahu import Warm
 from retrieval_oahu.streams import paper_stream
 
@@ -38,7 +36,6 @@ SEEDS = (0, 1, 2)
 SLACK = 0.005
 K = 5
 MAP_QUERIES = 500
-VERSIONS = {"before": WarmBefore, "now": Warm}
 
 
 def split(name: str, seed: int, standardized: bool) -> tuple[Floats, Floats, Floats, Floats]:
@@ -133,152 +130,118 @@ def jobs(development: bool) -> Iterator[tuple[tuple[Any, ...], Any]]:
     for seed in SEEDS[:1] if development else SEEDS:
         for name in warm_sets.DEVELOPMENT if development else warm_sets.EVALUATION:
             for standardized in (False, True):
-                for version in VERSIONS:
-                    yield (name, standardized, seed, version), _set
+                yield (name, standardized, seed), _set
     if not development:
         for repeat in SEEDS:
-            for version in VERSIONS:
-                yield ("fashion", False, repeat, version), _fashion
+            yield ("fashion", False, repeat), _fashion
 
 
-def _set(name: str, standardized: bool, seed: int, version: str) -> list[dict[str, Any]]:
+def _set(name: str, standardized: bool, seed: int) -> list[dict[str, Any]]:
     x, y, asked, truth = split(name, seed, standardized)
-    return list(along(VERSIONS[version](seed=seed), x, y, asked, truth, triplets(y, seed), POINTS))
+    return list(along(Warm(seed=seed), x, y, asked, truth, triplets(y, seed), POINTS))
 
 
-def _fashion(name: str, standardized: bool, seed: int, version: str) -> list[dict[str, Any]]:
+def _fashion(name: str, standardized: bool, seed: int) -> list[dict[str, Any]]:
     import oahu_table3
 
     x, y = oahu_table3.fashion()
     dev, queries = oahu_table3.split(seed)
     stream = np.random.default_rng(seed).permutation(oahu_table3.triplet_rows(y[dev], seed))
-    return list(
-        along(VERSIONS[version](seed=seed), x[dev], y[dev], x[queries], y[queries], stream, (10_000,))
-    )
+    parts = (x[dev], y[dev], x[queries], y[queries])
+    return list(along(Warm(seed=seed), *parts, stream, (10_000,)))
 
 
 def main() -> None:
     """Measure what is missing and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = resume_arguments(__doc__)
+    parser.add_argument(
+        "--development", action="store_true", help="the sets that choices were made on; keeps nothing"
     )
-    parser.add_argument("--development", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "oahu_warm.md")
-    arguments = parser.parse_args()
-    kept = arguments.out.parent / (
-        "oahu_warm.development.jsonl" if arguments.development else "raw/oahu_warm.jsonl"
-    )
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {tuple(row["stream"]) for row in rows}
+    parser.add_argument("--sets", nargs="*", help="only these")
+    options = parser.parse_args()
+    kept = Kept("oahu_warm", options.fresh or options.development)
+    done = {tuple(row["stream"]) for row in kept.rows}
     machine = f"numpy {np.__version__}, {platform.machine()}, one core, shared with other work."
-    for stream, measure in jobs(arguments.development):
-        if stream in done:
-            continue
-        found = [{"stream": stream, "machine": machine} | row for row in measure(*stream)]
-        with kept.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in found)
-        rows += json.loads(json.dumps(found))
-        last = found[-1]
-        print(*stream, *(f"{row['gain']:+.4f}" for row in found), f"{last['seconds']:.1f} s", flush=True)
-    page = report(rows)
-    print(page)
-    if not arguments.development:
-        arguments.out.write_text(page)
+    for stream, measure in jobs(options.development):
+        if stream not in done and stream[0] in (options.sets or [stream[0]]):
+            for row in measure(*stream):
+                kept.add({"stream": stream, "machine": machine} | row)
+    kept.finish(render(kept.rows))
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def render(rows: list[dict[str, Any]]) -> str:
     """Return the page."""
     lines = [
-        "# `oahu.warm` along its stream, now and before", "",
-        "Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no triplet. `benchmarks/oahu_warm.py` says how, and what",
-        "*below beyond noise* means; `benchmarks/warm_sets.py` names the sets, by a rule that was fixed first. *Before* judged experts by random triplets only.", "",
+        "# `oahu.warm` along its stream", "",
+        "Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no triplet. `python benchmarks/oahu_warm.py` says how, and what",
+        "*below beyond noise* means; `benchmarks/warm_sets.py` names the sets, by a rule that was fixed first.", "",
     ]  # fmt: skip
     sets = [row for row in rows if row["stream"][0] != "fashion"]
-    lines += _counts(sets) + _means(sets) + _each(sets)
+    if sets:
+        lines += [*_counts(sets), *_means(sets), *_each(sets)]
     if len(sets) < len(rows):
         lines += _of_fashion([row for row in rows if row["stream"][0] == "fashion"])
     lines += sorted({row["machine"] for row in rows})
     return "\n".join(lines) + "\n"
 
 
-def _streams(rows: list[dict[str, Any]], version: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["stream"][3] == version:
-            found.setdefault(tuple(row["stream"][:3]), []).append(row)
-    return found
-
-
 def _counts(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| | streams | anywhere below −.005 | beyond noise | Recall@1 anywhere below −.005 | MAP@R so | lowest gain | ever left Euclid |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
-    for version in VERSIONS:
-        streams = list(_streams(rows, version).values())
-        below = [sum(any(row[key] < -SLACK for row in own) for own in streams) for key in ("gain", "recall_at_1", "map_at_r")]  # fmt: skip
-        beyond = sum(any(upper(row) < -SLACK for row in own) for own in streams)
-        worst = min(row["gain"] for own in streams for row in own)
-        left = sum(any(row["left"] for row in own) for own in streams)
-        lines.append(f"| {version} | {len(streams)} | {below[0]} | **{beyond}** | {below[1]} | {below[2]} | {worst:+.4f} | {left} |")  # fmt: skip
-    large = [row for row in rows if row["queries"] >= 1000]
-    for version in VERSIONS:
-        streams = list(_streams(large, version).values())
-        raw = sum(any(row["gain"] < -SLACK for row in own) for own in streams)
-        beyond = sum(any(upper(row) < -SLACK for row in own) for own in streams)
-        lines.append(f"| {version}, 1,000 queries or more | {len(streams)} | {raw} | {beyond} | | | | |")
-    return [*lines, ""]
+    head = ["streams", "number", "anywhere below −.005", "beyond noise", "Recall@1 anywhere below −.005", "MAP@R so", "lowest gain", "ever left Euclid"]  # fmt: skip
+    lines = []
+    for title, some in (("all", rows), ("1,000 queries or more", [r for r in rows if r["queries"] >= 1000])):
+        streams: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in some:
+            streams.setdefault(tuple(row["stream"]), []).append(row)
+        own = list(streams.values())
+        below = [
+            str(sum(any(row[key] < -SLACK for row in stream) for stream in own))
+            for key in ("gain", "recall_at_1", "map_at_r")
+        ]
+        beyond = sum(any(upper(row) < -SLACK for row in stream) for stream in own)
+        lowest = min((row["gain"] for row in some), default=0.0)
+        left = sum(any(row["left"] for row in stream) for stream in own)
+        lines.append(
+            [title, str(len(own)), below[0], f"**{beyond}**", *below[1:], f"{lowest:+.4f}", str(left)]
+        )
+    return [markdown(head, lines), ""]
 
 
 def _means(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["Mean gains over all streams:", "", "| triplets | " + " | ".join(f"{v}: {m}" for m in ("accuracy", "Recall@1", "MAP@R") for v in VERSIONS) + " |", "| --- |" + " --- |" * 6]  # fmt: skip
+    lines = []
     for point in (*POINTS, None):
-        cells = [
-            np.mean([row[key] for row in rows if row["stream"][3] == version and point in (None, row["triplets"])])
-            for key in ("gain", "recall_at_1", "map_at_r")
-            for version in VERSIONS
-        ]  # fmt: skip
-        name = f"{point:,}" if point else "all five"
-        lines.append(f"| {name} | " + " | ".join(f"{cell:+.4f}" for cell in cells) + " |")
-    return [*lines, ""]
+        some = [row for row in rows if point in (None, row["triplets"])]
+        cells = [f"{np.mean([row[key] for row in some]):+.4f}" for key in ("gain", "recall_at_1", "map_at_r")]
+        lines.append([f"{point:,}" if point else "all five", *cells])
+    head = ["triplets", "accuracy", "Recall@1", "MAP@R"]
+    return ["Mean gains over all streams:", "", markdown(head, lines), ""]
 
 
 def _each(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "Each set: mean gain after 10,000 triplets and the lowest of all points, over the seeds.", "",
-        "| set | features | queries | Euclid | before | lowest | now | lowest | now: Recall@1 | MAP@R |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+    lines = []
     for name, standardized in dict.fromkeys((row["stream"][0], row["stream"][1]) for row in rows):
-        mine = [row for row in rows if row["stream"][:2] == [name, standardized]]
-        cells = []
-        for version in VERSIONS:
-            own = [row for row in mine if row["stream"][3] == version]
-            last = [row for row in own if row["triplets"] == POINTS[-1]]
-            cells += [np.mean([row["gain"] for row in last]), min(row["gain"] for row in own)]
+        own = [row for row in rows if row["stream"][:2] == [name, standardized]]
+        last = [row for row in own if row["triplets"] == POINTS[-1]]
+        cells = [np.mean([row["gain"] for row in last]), min(row["gain"] for row in own)]
         cells += [np.mean([row[key] for row in last]) for key in ("recall_at_1", "map_at_r")]
+        euclid = np.mean([row["euclid"] for row in own])
         lines.append(
-            f"| {name} | {'standardised' if standardized else 'raw'} | {mine[0]['queries']:,} | {np.mean([r['euclid'] for r in mine]):.3f} | "
-            + " | ".join(f"{cell:+.4f}" for cell in cells) + " |"
-        )  # fmt: skip
-    return [*lines, ""]
+            [name, "standardised" if standardized else "raw", f"{own[0]['queries']:,}", f"{euclid:.3f}"]
+            + [f"{cell:+.4f}" for cell in cells]
+        )
+    head = ["set", "features", "queries", "Euclid", "gain", "lowest", "Recall@1", "MAP@R"]
+    said = "Each set: mean gain after 10,000 triplets and the lowest of all points, over the seeds."
+    return [said, "", markdown(head, lines), ""]
 
 
 def _of_fashion(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "Fashion-MNIST's pixels, 35,000 references, 4,000 queries; each repeat, and CPU seconds to learn the 10,000 triplets after `prepare`:", "",
-        "| triplets | version | gain of accuracy | Recall@1 | MAP@R | seconds |", "| --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+    lines = []
     for point in dict.fromkeys(row["triplets"] for row in rows):
-        for version in VERSIONS:
-            own = [row for row in rows if row["triplets"] == point and row["stream"][3] == version]
-            if not own:  # stopped before it came to this
-                continue
-            shown = [
-                ", ".join(f"{row[key]:+.4f}" for row in own) for key in ("gain", "recall_at_1", "map_at_r")
-            ]
-            lines.append(f"| {point:,} | {version} | " + " | ".join(shown) + f" | {np.mean([r['seconds'] for r in own]):.1f} |")  # fmt: skip
-    return [*lines, ""]
+        own = [row for row in rows if row["triplets"] == point]
+        shown = [", ".join(f"{row[key]:+.4f}" for row in own) for key in ("gain", "recall_at_1", "map_at_r")]
+        lines.append([f"{point:,}", *shown, f"{np.mean([r['seconds'] for r in own]):.1f}"])
+    head = ["triplets", "gain of accuracy", "Recall@1", "MAP@R", "seconds"]
+    said = "Fashion-MNIST's pixels, 35,000 references, 4,000 queries; each repeat, and CPU seconds to learn the 10,000 triplets after `prepare`:"
+    return [said, "", markdown(head, lines), ""]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from page_tables import markdown, mean, row, rows
+from bench import markdown
+from page_tables import mean, row, rows
 from published import has, published
 
 PAPER = "aml_table_1"
@@ -76,11 +77,7 @@ def findings() -> str:
 - ITML, stopped after 100 iterations, is ahead of GMML with its t tuned on {" and ".join(ahead) or "no set"}, and harmful on letter ({short(error("letter", "ITML"))}, 2 splits)."""
 
 
-DEEP = {
-    "triplet": "triplet",
-    "triplet, semi-hard miner": "triplet, semi-hard miner",
-    "DANML": "DANML",
-}
+DEEP = {"triplet": "triplet", "triplet, semi-hard miner": "triplet, semi-hard miner", "DANML": "DANML"}
 
 
 def deep() -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from anml_table3 import PAIRS, papers_gain
-from page_tables import markdown, mean, row, rows, tables
+from bench import markdown
+from page_tables import mean, row, rows
 from published import has, published
 
 PAPER = "anml_table_2"
@@ -82,44 +83,4 @@ def findings() -> str:
 - The paper's own protocol picks k on the test part. That alone is worth {min(gap):.0f} to {max(gap):.0f} points, {sum(gap) / len(gap):.1f} on average; the second table there shows it, for all methods alike. Even so, the paper's best figure is more than a point above ours on {", ".join(missed) or "no set"}."""
 
 
-def speed() -> str:
-    """LMNN's time against a learner's."""
-    found = rows("anml_speed", "Speed and memory", 1)
-    default = row(found, _="LANML⁻, default")
-    ranges = ", ".join(
-        f"{' to '.join(dict.fromkeys(f'{float(x):.0f}' for x in cell.split(' / ')))} on {name}"
-        for name, cell in default.items()
-        if name
-    )
-    every = [float(x) for entry in found for name, cell in entry.items() if name for x in cell.split(" / ")]
-    large = rows("anml_speed", "Speed and memory", 2)
-    memory = "; ".join(
-        f"{entry['data']}, {entry['learner'].split(', ')[1]}: {entry['MB']} MB, where one N × N matrix of distances would be {entry['N² × 8 B, MB']} MB"
-        for entry in large[:1] + large[3:]
-    )
-    return f"""Against metric-learn's LMNN on the same data, one machine (an Intel Xeon; ratios of CPU times differ by machine), the defaults take as many times less CPU time: {ranges}; never less than {min(every):.1f} times
-less for any setting measured. {memory}."""
-
-
-def loss_speed() -> str:
-    """How many times faster the mined loss is, by machine."""
-    said = []
-    for result in ("anml_loss_speed", "anml_loss_speed_amd"):
-        found = rows(result, "DANML with its miner")
-        title = next(iter(tables(result))).partition(": ")[2]
-        times = [float(entry["times faster"].strip("*")) for entry in found]
-        memory = [float(entry["of the memory"].strip("* %")) for entry in found]
-        said.append(
-            f"{min(times):.1f} to {max(times):.1f} times as fast in {min(memory):.0f} to {max(memory):.0f} % of the memory on one machine ({title})"
-        )
-    return f"""`benchmarks/anml_loss_speed.py` measures what that gains over pytorch-metric-learning: `anml.danml_mined` against Multi-Similarity with its miner, batches of 512 and 2,048,
-is {"; ".join(said)}. Ratios of two programs differ by machine: measure on yours."""
-
-
-BLOCKS = {
-    "anml-loss-speed": loss_speed,
-    "anml-table-3": table_3,
-    "anml-table-2": table_2,
-    "anml-findings": findings,
-    "anml-speed": speed,
-}
+BLOCKS = {"anml-table-3": table_3, "anml-table-2": table_2, "anml-findings": findings}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from page_tables import markdown, mean, row, rows
+from bench import markdown
+from page_tables import mean, row, rows
 from published import published
 
 RESULT = "daml_baselines"
@@ -181,39 +182,6 @@ Mean ± standard deviation of three seeds. Learned weights differ from even ones
 discriminator and K = 4 only: {others} with K = 1."""
 
 
-GAMMA = {
-    "K = 1": ("K = 1", "64"),
-    "K = 1, 128 dimensions": ("K = 1", "128"),
-    "K = 1, a hidden layer": ("K = 1, a hidden layer", "64"),
-    "K = 4, even": ("every metric sees all, even", "64"),
-    "K = 4, learned": ("every metric sees all, learned", "64 + 64"),
-    "a quarter each, even": ("a quarter each, even", "64"),
-    "a quarter each, even, 128 dimensions": ("a quarter each, even", "128"),
-    "a quarter each, by item": ("a quarter each, each item brings its weights", "64"),
-    "a quarter each, learned": ("a quarter each, learned for each pair", "64 + 64"),
-}
-"""Rows of `daml_gamma.py`: what the page calls them, and how many numbers an item has in the index."""
-
-
-def spoilt() -> str:
-    """Views that are spoilt in some items."""
-    covered, clean = rows("daml_gamma", "Quarters covered"), rows("daml_gamma", "Nothing covered")
-    lines = [
-        [title, width, row(covered, _=name)["R@1"], row(clean, _=name)["R@1"]]
-        for name, (title, width) in GAMMA.items()
-    ]
-
-    def lead(heading: str, other: str) -> str:
-        found = row(rows("daml_gamma", heading, 1), learned="a quarter each, learned", against=other)
-        return str(found["R@1"])
-
-    q = "Quarters covered"
-    return f"""{markdown(["", "numbers per item", "Recall@1, covered", "Recall@1, nothing covered"], lines)}
-
-Mean ± standard deviation of five seeds. **Learned weights beat even ones by {lead(q, "a quarter each, even")} where views are spoilt** (by {lead(q, "a quarter each, even, 128 dimensions")} even ones of as many numbers per item, by {lead(q, "K = 1")} one metric), and by {lead("Nothing covered", "a quarter each, even")} where
-none is. That they belong to *pairs* is not what helps in the large index: scaling an item's views by weights of its own (`ItemWeights` in that script: one vector, no rescorer) is level on the held-out classes ({lead(q, "a quarter each, by item")})."""
-
-
 def real() -> str:
     """Whether several metrics gain on real data."""
     found = rows("daml_real", "Several metrics")
@@ -262,6 +230,5 @@ BLOCKS = {
     "daml-findings": findings,
     "daml-few": few,
     "daml-several": several,
-    "daml-spoilt": spoilt,
     "daml-real": real,
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from bench import RESULTS
+
 Table = list[dict[str, str]]
 
 
@@ -56,8 +56,3 @@ def row(table: Table, **wanted: str) -> dict[str, str]:
 def mean(cell: str) -> float:
     """Return the mean of "mean ± spread"."""
     return float(cell.split("±")[0].replace(",", ""))
-
-
-def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """Return a table."""
-    return "\n".join(["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)])

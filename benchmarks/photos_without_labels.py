@@ -8,23 +8,23 @@ images; of each class the first is drawn, with its six nearest. Labels only judg
 
 from __future__ import annotations
 
-import argparse
-import gzip
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import retrieval
 from numpy.typing import NDArray
 from PIL import Image
+from retrieval.data.idx import read_idx
+
+from bench import FASHION, finish
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "photos_without_labels.md"
 PICTURE = ROOT / "docs" / "without_labels.png"
-IMAGES = Path("/usr/share/datasets/fashion-mnist")
 MODEL = "core.efficientnet_lite0"
 GALLERY, QUERIES, NEAREST = 500, 40, 6
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
@@ -32,18 +32,12 @@ CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 
 def read(name: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return the first images (count, 28, 28) and labels of a part."""
-    with gzip.open(IMAGES / f"{name}-images-idx3-ubyte.gz") as images:
-        pixels = np.frombuffer(images.read(16 + 784 * count), np.uint8, offset=16).reshape(-1, 28, 28)
-    with gzip.open(IMAGES / f"{name}-labels-idx1-ubyte.gz") as labels:
-        return pixels, np.frombuffer(labels.read(8 + count), np.uint8, offset=8)
+    images = read_idx(FASHION / f"{name}-images-idx3-ubyte.gz", 3)
+    return images[:count], read_idx(FASHION / f"{name}-labels-idx1-ubyte.gz", 1)[:count]
 
 
 def main() -> None:
     """Index, search, draw and count."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    given = parser.parse_args()
     gallery, labels = read("train", GALLERY)
     asked, wanted = read("t10k", QUERIES)
     with tempfile.TemporaryDirectory() as name:
@@ -62,17 +56,26 @@ def main() -> None:
             chosen = [int(np.flatnonzero(wanted == label)[0]) for label in range(10)]
             shown = [Image.fromarray(asked[number]) for number in chosen]
             draw([[Image.fromarray(gallery[int(Path(hit.id).stem)]) for hit in found[number]] for number in chosen], shown,
-                 [right[number] for number in chosen], given.picture)  # fmt: skip
-    count, first = int(np.sum(right)), int(np.sum([row[0] for row in right]))
-    text = (
+                 [right[number] for number in chosen], PICTURE)  # fmt: skip
+    raw = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(command),
+        "nearest": int(np.sum([row[0] for row in right])),
+        "all": int(np.sum(right)),
+        "random": float(np.mean(wanted[:, None] == labels[None])) * NEAREST * QUERIES,
+    }
+    finish("photos_without_labels", raw, render(raw))
+
+
+def render(raw: dict[str, Any]) -> str:
+    """Return the page."""
+    return (
         "# Photos without labels\n\n"
-        f"`python benchmarks/photos_without_labels.py`, {time.strftime('%Y-%m-%d')}. {GALLERY:,} images of Fashion-MNIST indexed without labels by `retrieval {' '.join(command)}`, "
-        f"nothing trained. Of the first {QUERIES} test images the nearest is of the same class for {first}; of all {NEAREST * QUERIES} answers "
-        f"({NEAREST} each), {count} are, and at random {np.mean(wanted[:, None] == labels[None]) * NEAREST * QUERIES:.0f} would be. EfficientNet-Lite0 was trained on photographs, which small grey "
+        f"`python benchmarks/photos_without_labels.py`, {raw['date']}. {GALLERY:,} images of Fashion-MNIST indexed without labels by `retrieval {raw['command']}`, "
+        f"nothing trained. Of the first {QUERIES} test images the nearest is of the same class for {raw['nearest']}; of all {NEAREST * QUERIES} answers "
+        f"({NEAREST} each), {raw['all']} are, and at random {raw['random']:.0f} would be. EfficientNet-Lite0 was trained on photographs, which small grey "
         "pictures of clothes are not.\n"
     )
-    given.output.write_text(text, encoding="utf-8")
-    print(text)
 
 
 def draw(

@@ -1,30 +1,28 @@
 """Every loss and miner of `pml` beside pytorch-metric-learning's own of the same parameters: time and memory.
 
-    python benchmarks/pml_losses.py --out benchmarks/results/pml_losses.md --resume
+    python benchmarks/pml_losses.py                                                # cases that are not measured yet, then the page
+    python benchmarks/pml_losses.py --fresh --only triplet_margin --items 256      # measured again; nothing is kept
 
 A loss is called forward and backward, a miner once, on one thread. Both sides are called in turn in one process; the median CPU time of
 the rounds is kept. Memory is how far the process's peak rises during a first call over what it holds before, each side in a process
 of its own, which may take 3 GB and a minute: what needs more is said to, and not timed. The batch: 8 items a class, each its class's
-random vector plus one and a half times as much noise. A case is a line of raw/pml_losses.jsonl; `--resume` keeps those that are there.
+random vector plus one and a half times as much noise. Cases are kept in raw/pml_losses.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import multiprocessing
-import os
-import platform
 import resource
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench import RAW, finish, load, machine, resume_arguments, status, versions
 
 BYTES, SECONDS = 3 << 30, 60
 SIZES = [(items, width) for items in (256, 1024, 4096) for width in (128, 512)]
@@ -141,10 +139,10 @@ class Side:
 def peak_of(kind: str, name: str, ours: bool, items: int, width: int) -> dict[str, Any]:
     """Return a first call's memory in MB and CPU seconds, and the loss."""
     side = Side(kind, name, ours, items, width)
-    before = _status("VmRSS")
+    before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     seconds, value = side.once()
-    return {"megabytes": (_status("VmHWM") - before) / 2**20, "seconds": seconds, "value": value}
+    return {"megabytes": (status("VmHWM") - before) / 2**20, "seconds": seconds, "value": value}
 
 
 def seconds_of(
@@ -154,11 +152,6 @@ def seconds_of(
     made = [Side(kind, name, ours, items, width) for ours in sides]
     taken = [[side.once()[0] for side in made] for _ in range(rounds)]
     return {"seconds": [median(each) for each in zip(*taken, strict=True)]}
-
-
-def _status(field: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
 
 
 def in_a_process(work: Callable[..., dict[str, Any]], *arguments: Any, limited: bool) -> dict[str, Any]:
@@ -184,7 +177,7 @@ def _child(pipe: Any, work: Callable[..., dict[str, Any]], arguments: Any, limit
 
     torch.set_num_threads(1)
     if limited:
-        size = _status("VmSize") + BYTES
+        size = status("VmSize") + BYTES
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         spent = int(time.process_time())
         resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, spent + SECONDS))
@@ -203,7 +196,7 @@ def _child(pipe: Any, work: Callable[..., dict[str, Any]], arguments: Any, limit
 def measure(kind: str, name: str, items: int, width: int) -> dict[str, Any]:
     """Return a case's figures."""
     kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "width": width}
-    kept["load"] = round(os.getloadavg()[0], 1)
+    kept["load"] = load()
     for side in ("theirs", "ours"):
         kept[side] = in_a_process(peak_of, kind, name, side == "ours", items, width, limited=True)
     run = [side for side in ("theirs", "ours") if "failed" not in kept[side]]
@@ -254,7 +247,7 @@ def _headline(kept: list[dict[str, Any]]) -> Iterator[str]:
     lines = [
         f"`{r['name']}` ({r['kind']}) {r['items']:,} × {r['width']}: {1 / _ratio(r):.2f} ×" for r in slower
     ]  # type: ignore[operator]
-    yield f"{len(kept)} of {len(SIZES) * len(cases())} cases are measured; `--resume` measures the others. Slower than 1.05 times the peer: {'; '.join(lines) or 'none'}.\n"
+    yield f"{len(kept)} of {len(SIZES) * len(cases())} cases are measured; a further run measures the others. Slower than 1.05 times the peer: {'; '.join(lines) or 'none'}.\n"
     yield (
         "What bounds the rest, by profile: with 512 numbers the two or three products of matrices, which run at the processor's full rate: 19 of the 25 ms of `multi_similarity` at 1,024, nine tenths of the losses of class weights; "
         "at 256 items some forty small operations of a few microseconds each. `instance` sums over all items of a label, where the peer picks one. Triplets that a miner lists are 24 bytes each: they are its memory, and the angular miner's do not fit in 3 GB at 4,096 items.\n"
@@ -288,49 +281,32 @@ def _shown(figures: dict[str, Any]) -> list[str]:
     return [f"{1000 * figures['seconds']:,.1f}", f"{figures['megabytes']:,.0f}"]
 
 
-def machine() -> dict[str, str]:
-    """Return the processor with its instruction sets, and versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    flags = next(line.split() for line in lines if line.startswith("flags"))
-    sets = [each for each in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if each in flags]
-    names = ("torch", "pytorch-metric-learning")
-    versions = (
-        ", ".join(f"{name} {version(name)}" for name in names) + f", Python {platform.python_version()}"
-    )
-    return {"cpu": f"{model} ({', '.join(sets)}), {os.cpu_count()} cores", "versions": versions}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = resume_arguments(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="losses, miners or recipes by name")
     parser.add_argument("--items", type=int, nargs="+", default=sorted({items for items, _ in SIZES}))
-    parser.add_argument("--out", type=Path, help="the page; its cases go to raw/ beside it")
-    parser.add_argument("--resume", action="store_true", help="keep the cases that were measured")
     options = parser.parse_args()
     # imported here, before the processes are copied
     import pytorch_metric_learning.losses
     import pytorch_metric_learning.miners  # noqa: F401
 
-    raw = options.out and options.out.parent / "raw" / f"{options.out.stem}.json"
-    kept = []
-    if options.resume and raw and raw.exists():
-        kept = json.loads(raw.read_text())["cases"]
-    done = {(row["kind"], row["name"], row["items"], row["width"]) for row in kept}
+    raw: dict[str, Any] = {"cases": []}
+    if not options.fresh:
+        raw = json.loads((RAW / "pml_losses.json").read_text(encoding="utf-8"))
+    done = {(row["kind"], row["name"], row["items"], row["width"]) for row in raw["cases"]}
+    found = len(done)
     for items, width in (size for size in SIZES if size[0] in options.items):
         for kind, name in cases():
             if (kind, name, items, width) in done or (options.only and name not in options.only):
                 continue
-            kept.append(measure(kind, name, items, width))
-            print(json.dumps(kept[-1]), file=sys.stderr, flush=True)
-            made = {"machine": machine(), "cases": kept}
-            if raw:
-                raw.write_text(json.dumps(made, indent=1) + "\n")
-                options.out.write_text(render(made), encoding="utf-8")
-    if not options.out:
-        print(render({"machine": machine(), "cases": kept}))
+            raw["cases"].append(measure(kind, name, items, width))
+            raw["machine"] = {"cpu": machine(), "versions": versions("torch", "pytorch-metric-learning")}
+            print(json.dumps(raw["cases"][-1]), flush=True)
+    if options.fresh:
+        print(render(raw))
+    else:
+        finish("pml_losses", raw, render(raw))
+    print(f"{len(raw['cases']) - found} cases were measured now; {found} are kept ones.")
 
 
 if __name__ == "__main__":

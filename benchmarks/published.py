@@ -32,15 +32,3 @@ def has(table: str, row: str, column: str) -> bool:
     """Return whether a figure is there."""
     made = _tables()[table]
     return row in made["rows"] and column in made["columns"]
-
-
-def source(table: str) -> str:
-    """Return where a table was printed, and what its figures are."""
-    made = _tables()[table]
-    return f"{made['source']}: {made['what']}"
-
-
-def rows_of(table: str) -> tuple[list[str], dict[str, list[float]]]:
-    """Return a table's columns, and its rows as printed."""
-    made = _tables()[table]
-    return made["columns"], made["rows"]

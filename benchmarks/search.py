@@ -1,7 +1,7 @@
 """Exact search beside FAISS's flat index as it comes, on one thread.
 
-    python benchmarks/search.py                       # all shapes
-    python benchmarks/search.py --before CHECKOUT     # and an older checkout's search, in turns
+    python benchmarks/search.py               # all shapes; writes results/search.md
+    python benchmarks/search.py --rows 10000  # the shapes of so many rows alone, which are not kept
 
 Vectors are Fashion-MNIST's training images, shifted and mirrored, along the principal components of
 their pixels; those of 128 numbers are damped as a trained embedding's are (96 % of the variance in
@@ -10,14 +10,9 @@ about 20 directions). Queries are test images. Each cell is the median CPU time 
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 # These count only before NumPy and FAISS are imported.
@@ -27,11 +22,10 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import faiss
 import numpy as np
 from retrieval.data.idx import read_idx
-from retrieval.host.files import write_text
 from retrieval.serving.store.search import Companion, nearest
 
-IMAGES = Path("/usr/share/datasets/fashion-mnist")
-RAW = Path(__file__).parent / "results" / "raw" / "search.json"
+from bench import FASHION, arguments, finish, markdown
+
 SHAPES = {(10_000, 128): 25, (50_000, 64): 25, (100_000, 128): 11, (1_000_000, 128): 5}
 """Rows and numbers of the vectors, and how many calls are measured."""
 BATCHES = (1, 8, 32)
@@ -41,12 +35,12 @@ K = 10
 
 def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
     """Return vectors (count, width) and queries (10000, width)."""
-    train = read_idx(IMAGES / "train-images-idx3-ubyte.gz", 3).astype(np.float32) / 255
-    test = read_idx(IMAGES / "t10k-images-idx3-ubyte.gz", 3).astype(np.float32) / 255
+    train = read_idx(FASHION / "train-images-idx3-ubyte.gz", 3).astype(np.float32) / 255
+    test = read_idx(FASHION / "t10k-images-idx3-ubyte.gz", 3).astype(np.float32) / 255
     random = np.random.default_rng(0)
 
     def moved(images: Any) -> Any:
-        down, right, mirrored = random.integers(-3, 4), random.integers(-3, 4), random.random() < 0.5
+        down, right, mirrored = (random.integers(-3, 4), random.integers(-3, 4), random.random() < 0.5)
         images = np.roll(images, (down, right), (1, 2))
         return images[:, :, ::-1] if mirrored else images
 
@@ -62,21 +56,7 @@ def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
     return vectors, (test.reshape(len(test), -1) - mean) @ basis
 
 
-def before(checkout: Path, vectors: Any, large: bool) -> Callable[[Any], Any]:
-    """Return the search of a checkout that still has `serving.local.exact`."""
-    import retrieval.serving
-
-    retrieval.serving.__path__.append(str(checkout / "retrieval" / "serving"))
-    local = "retrieval.serving.local"
-    exact, compact, distances = (
-        importlib.import_module(f"{local}.{name}") for name in ("exact", "compact", "distances")
-    )
-    norms = distances.squared_norms(vectors)
-    companion = compact.build(vectors) if large else None
-    return lambda some: exact.nearest(some, vectors, K, norms=norms, compact=companion)
-
-
-def measured(shape: tuple[int, int], calls: int, checkout: Path | None) -> list[dict[str, Any]]:
+def measured(shape: tuple[int, int], calls: int) -> list[dict[str, Any]]:
     """Return a row of the table for each batch."""
     vectors, queries = vectors_of(*shape, power=0.25 if shape[1] == 128 else 0.0)
     large = len(vectors) >= COMPANION_FROM
@@ -89,8 +69,6 @@ def measured(shape: tuple[int, int], calls: int, checkout: Path | None) -> list[
     }
     if companion is not None:
         contestants["with companion"] = lambda some: nearest(some, vectors, K, companion=companion)
-    if checkout is not None:
-        contestants["before"] = before(checkout, vectors, large)
     rows = []
     for batch in BATCHES:
         spent: dict[str, list[float]] = {name: [] for name in contestants}
@@ -107,30 +85,31 @@ def measured(shape: tuple[int, int], calls: int, checkout: Path | None) -> list[
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description="Measure exact search.")
-    arguments.add_argument("--before", type=Path, help="an older checkout")
-    given = arguments.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--rows", type=int, choices=sorted({rows for rows, _ in SHAPES}))
+    options = parser.parse_args()
     faiss.omp_set_num_threads(1)
-    rows = [row for shape, calls in SHAPES.items() for row in measured(shape, calls, given.before)]
-    write_text(RAW, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-    write_text(RAW.parents[1] / "search.md", render(rows))
+    shapes = {shape: calls for shape, calls in SHAPES.items() if options.rows in (None, shape[0])}
+    rows = [row for shape, calls in shapes.items() for row in measured(shape, calls)]
+    if options.rows:
+        print(render(rows))
+    else:
+        finish("search", rows, render(rows))
 
 
 def render(rows: list[dict[str, Any]]) -> str:
     """Return the page."""
-    names = ["IndexFlatL2", "nearest", "with companion", "before"]
+    names = ["IndexFlatL2", "nearest", "with companion"]
     lines = [
-        "# Exact search\n",
-        "`python benchmarks/search.py`: median CPU milliseconds of a call on one thread, ten "
-        "nearest. `before` is the search that this one replaced, with its norms and companion.\n",
-        f"| vectors | queries | {' | '.join(names)} |",
-        f"| --- | --- |{' --- |' * len(names)}",
+        [row["shape"], str(row["queries"]), *(f"{row[name]:.2f}" if name in row else "" for name in names)]
+        for row in rows
     ]
-    for row in rows:
-        cells = [f"{row[name]:.2f}" if name in row else "" for name in names]
-        lines.append(f"| {row['shape']} | {row['queries']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return (
+        "# Exact search\n\n"
+        "`python benchmarks/search.py`: median CPU milliseconds of a call on one thread, ten nearest.\n\n"
+        f"{markdown(['vectors', 'queries', *names], lines)}\n"
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

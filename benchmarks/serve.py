@@ -1,214 +1,377 @@
-"""The server beside ONNX Runtime and FAISS called by hand, a bare ASGI application, and two other shapes of server, in one run.
+"""The server beside ONNX Runtime and FAISS called by hand, and beside a bare ASGI application.
 
-    python benchmarks/image_vectors.py --cache FOLDER/vectors
-    python benchmarks/serve.py --cache FOLDER/serve --vectors FOLDER/vectors --output benchmarks/results/serve.md
+    python benchmarks/serve.py                              # indexes in benchmarks/work/serve; writes results/serve.md
+    python benchmarks/serve.py --only PNG --seconds 1 --rounds 1    # a part of it, which is not kept
 
-The client is wrk. Contestants run in processes of their own, in turn in each round; a figure is the median over rounds of CPU time, user and
-system, of the server's processes a request, or of a loop's own. `serve_contestants.py` holds the others, `serve_data.py` what is searched.
+Each contestant is a process of its own; they take turns in each round. A figure is the median over rounds of
+the CPU time, user and system, that all processes of a server took for a request. "By hand" is a loop
+without a server, which decodes with Pillow. "Bare" is an ASGI application under the same uvicorn that reads
+the upload and answers as many bytes. Requests come from this process, over connections that are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import io
 import json
 import os
-import platform
+import re
+import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_data import Work, works
-from serve_load import Contestant
-from serve_report import render
+# These count only before NumPy and FAISS are imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-CONNECTIONS = (1, 8, 32)
-SAMPLE = 20
-DEADLINE = 2.5  # seconds: a boundary of the histograms
-OVERLOAD = 10
-OVERLOADED = 6.0  # seconds, of which the queue takes one to fill
-USERS = 1000  # connections that the overload comes from: more than may wait
+import faiss
+import numpy as np
+import onnxruntime
+import psutil
+from PIL import Image
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
+
+from bench import WORK, arguments, finish, load, machine, markdown, versions
+
+K, QUERIES, ANSWER = 10, 200, 1400
+CONNECTIONS = (1, 8)
+HEAD = b'--q\r\nContent-Disposition: form-data; name="image"; filename="q"\r\n\r\n'
 
 
-class Raw:
-    """The loop by hand."""
+@dataclass(frozen=True)
+class Task:
+    """What is asked of every contestant.
 
-    def __init__(self, work: Work) -> None:
-        given = [str(work.bundle)] if work.bundle else []
-        script = str(Path(__file__).parent / "serve_contestants.py")
-        self.process = subprocess.Popen(
-            [sys.executable, script, "raw", str(work.folder), *given],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+    Attributes:
+        folder: has `index` (ours), `vectors.npy` (the same vectors, for FAISS) and `queries`.
+        bundle: the encoder's folder; None where queries are vectors.
+    """
+
+    folder: Path
+    bundle: Path | None
+
+    def queries(self) -> list[bytes]:
+        """Return encoded images, or vectors as JSON lists."""
+        return [path.read_bytes() for path in sorted((self.folder / "queries").iterdir())]
+
+    def requests(self) -> list[bytes]:
+        """Return whole HTTP requests."""
+        made = []
+        for query in self.queries():
+            body, kind = b'{"vector":%s,"k":%d}' % (query, K), "application/json"
+            if self.bundle is not None:
+                body, kind = HEAD + query + b"\r\n--q--\r\n", "multipart/form-data; boundary=q"
+            head = f"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+            made.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return made
+
+
+def command(*words: object) -> None:
+    """Run a command of retrieval."""
+    subprocess.run([sys.executable, "-m", "retrieval.cli", *map(str, words)], check=True)
+
+
+def prepared(folder: Path, bundle: Path, vectors: Any, queries: list[bytes]) -> None:
+    """Make an index of vectors, the vectors as a matrix, and queries."""
+    opened = Bundle.open(bundle)
+    arrays = {"vector": vectors.shape[1]}
+    create_local(folder / "index", opened, arrays, structure=Wanted("flat"), replace=True)
+    with LocalStore(folder / "index") as store:
+        for start in range(0, len(vectors), 20_000):
+            rows = enumerate(vectors[start : start + 20_000], start)
+            items = [Item(f"{row:07}", arrays={"vector": vector}) for row, vector in rows]
+            store.upsert(items, opened.sha256)
+    np.save(folder / "vectors.npy", vectors)
+    (folder / "queries").mkdir(exist_ok=True)
+    for number, query in enumerate(queries):
+        (folder / "queries" / f"{number:04}").write_bytes(query)
+
+
+def of_images(folder: Path, bundle: Path, items: list[Path], queries: list[Path]) -> Task:
+    """Make an index of images."""
+    if not (folder / "queries").is_dir():
+        vectors = Bundle.open(bundle).encode_images([str(path) for path in items], progress=False)
+        prepared(folder, bundle, vectors, [path.read_bytes() for path in queries])
+    return Task(folder, bundle)
+
+
+def digits(work: Path) -> Task:
+    """Return the demo's small net over its digits, asked with PNGs of 16 × 16."""
+    demo = work / "demo"
+    if not demo.is_dir():
+        command("demo", "--output", demo)
+    images, queries = (sorted((demo / name).rglob("*.png")) for name in ("images", "queries"))
+    return of_images(work / "digits", demo / "bundle", images, queries[:QUERIES])
+
+
+def photos(work: Path) -> Task:
+    """Return EfficientNet-Lite0 over crops of scikit-learn's photographs, asked with JPEGs."""
+    from sklearn.datasets import load_sample_images
+
+    crops, bundle = work / "crops", work / "lite0"
+    if not crops.is_dir():
+        crops.mkdir()
+        random, whole = np.random.default_rng(0), list(map(Image.fromarray, load_sample_images().images))
+        for number in range(600):
+            left, top, width = (
+                int(random.integers(low, high)) for low, high in ((0, 80), (0, 7), (200, 560))
+            )
+            part = whole[number % 2].crop((left, top, left + width, top + width * 3 // 4))
+            part.resize((640, 480)).save(crops / f"{number:04}.jpg", quality=85)
+    paths = sorted(crops.iterdir())
+    if not bundle.is_dir():
+        command("export", "--model", "core.efficientnet_lite0", "--output", bundle, "--photos", crops)
+    return of_images(work / "photos", bundle, paths[QUERIES:], paths[:QUERIES])
+
+
+def vectors(work: Path) -> Task:
+    """Return 50,000 vectors, asked with vectors."""
+    from scaled_bundle import make_bundle
+    from search import vectors_of
+
+    folder = work / "vectors"
+    if not (folder / "queries").is_dir():
+        rows, asked = vectors_of(50_000, 64, power=0.0)
+        make_bundle(work / "identity", 64, 1.0)
+        said = [json.dumps([round(float(one), 6) for one in row]).encode() for row in asked[:QUERIES]]
+        prepared(folder, work / "identity", rows, said)
+    return Task(folder, None)
+
+
+TASKS: dict[str, Callable[[Path], Task]] = {
+    "small net, PNG of 16 × 16": digits,
+    "EfficientNet-Lite0, JPEG of 640 × 480": photos,
+    "vector among 50,000 × 64": vectors,
+}
+
+
+def pixels(image: bytes, said: dict[str, Any]) -> Any:
+    """Return an image (1, C, H, W) as a manifest's `preprocessing` says, by Pillow alone."""
+    opened = Image.open(io.BytesIO(image)).convert("L" if said["channels"] == 1 else "RGB")
+    (height, width), method = said["size"], Image.Resampling[said["interpolation"].upper()]
+    if said["resize"] is None:
+        opened = opened.resize((width, height), method)
+    else:
+        shorter, (wide, high) = said["resize"], opened.size
+        longer = int(shorter * max(wide, high) / min(wide, high))
+        opened = opened.resize((shorter, longer) if wide <= high else (longer, shorter), method)
+        left, top = round((opened.width - width) / 2), round((opened.height - height) / 2)
+        opened = opened.crop((left, top, left + width, top + height))
+    array = np.asarray(opened)
+    return np.ascontiguousarray(array[None] if said["channels"] == 1 else array.transpose(2, 0, 1))[None]
+
+
+def run_by_hand(task: Task) -> None:
+    """Search in a loop for as many seconds as each line of standard input says; print CPU ms a query."""
+    rows = np.load(task.folder / "vectors.npy")
+    index = faiss.IndexFlatL2(rows.shape[1])
+    index.add(rows)
+    queries: list[Any] = task.queries()
+    encode: Callable[[Any], Any] = lambda vector: vector[None]  # noqa: E731
+    if task.bundle is None:
+        queries = [np.array(json.loads(query), np.float32) for query in queries]
+    else:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        session = onnxruntime.InferenceSession(task.bundle / "encoder.onnx", options)
+        said = json.loads((task.bundle / "manifest.json").read_text())["input"]["preprocessing"]
+        given = session.get_inputs()[0].name
+        encode = lambda image: session.run(["vector"], {given: pixels(image, said)})[0]  # noqa: E731
+    found = [int(index.search(encode(query), 1)[1][0, 0]) for query in queries[:20]]
+    print(json.dumps([f"{row:07}" for row in found]), flush=True)
+    for line in sys.stdin:
+        end, count, cpu = time.monotonic() + float(line), 0, time.process_time()
+        while time.monotonic() < end:
+            index.search(encode(queries[count % len(queries)]), K)
+            count += 1
+        print(1000 * (time.process_time() - cpu) / count, flush=True)
+
+
+def run_bare() -> None:
+    """Serve an application that reads the upload and answers as many bytes as ours."""
+    import uvicorn
+
+    content = json.dumps({"read": "x" * (ANSWER - 12)}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    config = uvicorn.Config(
+        app, http="httptools", loop="uvloop", lifespan="off", access_log=False, log_level="warning"
+    )
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}/", flush=True)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+@contextmanager
+def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run Python with arguments in a process of its own; yield it and the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{' '.join(words)} did not start.")
+        yield process, line
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def cpu_of(process: subprocess.Popen[str]) -> float:
+    """Return the CPU seconds of a process and of those that it started."""
+    top = psutil.Process(process.pid)
+    times = [one.cpu_times() for one in (top, *top.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+async def ask(port: int, requests: list[bytes], connections: int, seconds: float) -> list[float]:
+    """Send requests over some connections; return the milliseconds that each took.
+
+    Raises:
+        RuntimeError: an answer is not 200.
+    """
+    took: list[float] = []
+    end = time.monotonic() + seconds
+
+    async def client(number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while time.monotonic() < end:
+            began = time.monotonic()
+            writer.write(requests[number % len(requests)])
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head, re.I)
+            if length is None or b" 200 " not in head[:20]:
+                raise RuntimeError(head.decode(errors="replace"))
+            await reader.readexactly(int(length[1]))
+            took.append(1000 * (time.monotonic() - began))
+            number += connections
+        writer.close()
+
+    await asyncio.gather(*map(client, range(connections)))
+    return took
+
+
+def nearest(port: int, request: bytes) -> str:
+    """Return the id of the first answer."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(request.replace(b"Host", b"Connection: close\r\nHost", 1))
+        body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")[2]
+    return str(json.loads(body)["results"][0]["id"])
+
+
+def measure(name: str, work: Path, seconds: float, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Return what each contestant took, a row for each round."""
+    task = TASKS[name](work)
+    requests, found = task.requests(), dict[str, list[dict[str, float]]]()
+    with ExitStack() as stack:
+        hand, line = stack.enter_context(
+            started(__file__, "--contestant", "hand", "--only", name, "--work", str(work))
         )
-        self.ids = json.loads(self._line().removeprefix("ready "))
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def run(self, seconds: float) -> dict[str, float]:
-        """Search for some time; return milliseconds a query."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{seconds}\n")
-        self.process.stdin.flush()
-        cpu, wall = map(float, self._line().split())
-        return {"cpu": cpu, "p50": wall}
-
-    def close(self) -> None:
-        """End it."""
-        self.process.kill()
-        self.process.wait()
-
-
-def measure(work: Work, seconds: float, rounds: int, options: tuple[str, ...]) -> dict[str, Any]:
-    """Return what each contestant did, by its name and number of connections, a figure for each round."""
-    raw = Raw(work)
-    names = ["ours", "bare", "flask", *(["qdrant"] if work.bundle is None else [])]
-    servers = {name: Contestant(name, work, options if name == "ours" else ()) for name in names}
-    found: dict[str, list[dict[str, float]]] = {}
-    try:
-        for name, server in servers.items():
-            if name != "bare":
-                same = sum(map(str.__eq__, server.ids(work, SAMPLE), raw.ids))
-                print(f"  {name}: {same} of {len(raw.ids)} as by hand", flush=True)
-                assert same >= 0.9 * len(raw.ids), "a contestant answers something else"
-            server.load(8, 1.0)
+        expected = json.loads(line)
+        servers = {
+            "`retrieval serve`": ("-m", "retrieval.cli", "serve", str(task.folder / "index"), "--port", "0"),
+            "bare ASGI application": (__file__, "--contestant", "bare"),
+        }
+        running = {}
+        for title, words in servers.items():
+            process, line = stack.enter_context(started(*words))
+            port = re.search(r":(\d+)/", line)
+            assert port is not None, line
+            running[title] = process, int(port[1])
+            asyncio.run(ask(int(port[1]), requests, 8, 1.0))
+        port = running["`retrieval serve`"][1]
+        same = sum(nearest(port, one) == id for one, id in zip(requests, expected, strict=False))
+        assert same >= 0.9 * len(expected), f"only {same} of {len(expected)} answers are as by hand"
         for _ in range(rounds):
-            found.setdefault("raw", []).append(raw.run(seconds))
-            print(f"  raw: {found['raw'][-1]['cpu']:.3f} ms CPU", flush=True)
-            for name, server in servers.items():
+            assert hand.stdin is not None and hand.stdout is not None
+            hand.stdin.write(f"{seconds}\n")
+            hand.stdin.flush()
+            found.setdefault("by hand", []).append({"cpu": float(hand.stdout.readline())})
+            for title, (process, port) in running.items():
                 for connections in CONNECTIONS:
-                    seen = asdict(server.load(connections, seconds))
-                    found.setdefault(f"{name} {connections}", []).append(seen)
-                    print(f"  {name} {connections}: {_short(seen)}", flush=True)
-    finally:
-        raw.close()
-        for server in servers.values():
-            server.close()
+                    before = cpu_of(process)
+                    took = asyncio.run(ask(port, requests, connections, seconds))
+                    cpu = 1000 * (cpu_of(process) - before) / len(took)
+                    row = {"cpu": cpu, "p50": statistics.median(took), "p99": float(np.quantile(took, 0.99))}
+                    found.setdefault(f"{title}, {connections}", []).append(row)
+    print(name, {title: round(statistics.median(r["cpu"] for r in rows), 3) for title, rows in found.items()})
     return found
 
 
-def strained(work: Work, seconds: float, options: tuple[str, ...]) -> dict[str, Any]:
-    """Return what our server does at its peak, at 70 % of that, and when it is asked for ten times as much."""
-    limits = ("--connections", str(2 * USERS), "--deadline", str(DEADLINE))
-    server = Contestant("ours", work, (*limits, *options))
-    try:
-        server.load(8, 1.0)
-        peak = max((server.load(each, seconds) for each in (8, 24)), key=lambda seen: seen.answered)
-        steady = server.load(32, 2 * seconds, 0.7 * peak.answered, peak.p50 / 8)
-        level = server.open_load(
-            peak.answered, OVERLOADED, USERS
-        )  # its client takes more of the cores than wrk
-        time.sleep(2 * DEADLINE)
-        before = server.metrics()
-        over = server.open_load(OVERLOAD * peak.answered, OVERLOADED, USERS)
-        time.sleep(2 * DEADLINE)
-        after = server.metrics()
-    finally:
-        server.close()
-    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    waited = {
-        limit: grown.get(f'retrieval_stage_seconds_bucket{{le="{limit}",stage="wait"}}', 0.0)
-        for limit in (str(DEADLINE), "+Inf")
-    }
-    refused = {
-        name.split('"')[1]: value
-        for name, value in grown.items()
-        if name.startswith("retrieval_refused_total") and value
-    }
-    return {
-        "peak": asdict(peak),
-        "at 70 %": asdict(steady),
-        "at the peak": level,
-        "overload": over,
-        "begun late": waited["+Inf"] - waited[str(DEADLINE)],
-        "begun": waited["+Inf"],
-        "refused": refused,
-    }
-
-
-def _short(seen: dict[str, float]) -> str:
-    return f"{seen['cpu']:.3f} ms CPU, {seen['answered']:.0f}/s, p50 {seen['p50']:.2f}, p99 {seen['p99']:.2f}"
-
-
-def about(seconds: float, rounds: int) -> dict[str, Any]:
-    """Return what the page says of the machine and the run."""
-    names = ("faiss-cpu", "onnxruntime", "uvicorn", "uvloop", "httptools", "flask")
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
-        "load": round(os.getloadavg()[0]),
-        "versions": ", ".join(f"{name} {version(name)}" for name in names),
-        "seconds": f"{seconds:g}",
-        "rounds": rounds,
-        "deadline": DEADLINE,
-    }
-
-
-def parts_of(made: dict[str, Callable[[], Work]]) -> dict[str, Any]:
-    """Return what parts of queries cost, each work in a process of its own."""
-    photos = made["EfficientNet-Lite0, JPEG of 640 × 480"]()
-    given = {
-        "small": [made["vector among 900 × 32"]().folder],
-        "large": [made["vector among 100,000 × 128"]().folder],
-        "photo": [photos.folder, photos.bundle],
-    }
-    script = str(Path(__file__).parent / "serve_parts.py")
-    found: dict[str, Any] = {"load": round(os.getloadavg()[0])}
-    for name, folders in given.items():
-        line = [sys.executable, script, name, *map(str, folders)]
-        found[name] = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
-    return found
+def render(raw: dict[str, Any]) -> str:
+    """Return the page."""
+    lines = []
+    for name, found in raw["tasks"].items():
+        hand = statistics.median(row["cpu"] for row in found["by hand"])
+        for title, rows in found.items():
+            cpu, p50, p99 = (
+                statistics.median(row[key] for row in rows) if key in rows[0] else None
+                for key in ("cpu", "p50", "p99")
+            )
+            contestant, _, connections = title.partition(", ")
+            cells = [f"{value:.2f}" if value is not None else "" for value in (p50, p99)]
+            lines.append([name, contestant, connections, f"{cpu:.3f}", f"{cpu / hand:.2f} ×", *cells])
+    head = ["query", "contestant", "connections", "CPU ms", "÷ by hand", "p50 ms", "p99 ms"]
+    said = [
+        "# The server beside the same work by hand",
+        "",
+        f"`python benchmarks/serve.py`: CPU milliseconds (user and system) a request of all processes of a server, the median of {raw['rounds']} rounds of {raw['seconds']:g} s, contestants in turn. "
+        "*By hand* is ONNX Runtime and FAISS in a loop with one thread, decoding with Pillow, without a server. *Bare* is an ASGI application under uvicorn that only reads the same upload. "
+        f"{K} nearest by exact search. {raw['machine']}, {raw['versions']}; load average {raw['load']} at the start: others and the client share the cores, so read CPU time and ratios, and no latency.",
+        "",
+        markdown(head, lines),
+        "",
+    ]
+    return "\n".join(said)
 
 
 def main() -> None:
-    """Measure, and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cache", type=Path, required=True, help="folder for indexes and queries")
-    parser.add_argument("--vectors", type=Path, required=True, help="folder of image_vectors.py")
-    parser.add_argument("--only", action="append", help="a word of the works' names; repeatable")
+    parser = arguments(__doc__)
+    parser.add_argument("--work", type=Path, default=WORK / "serve", help="folder of indexes and queries")
+    parser.add_argument("--only", help="a word of the task's name; what is measured is not kept")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--option", action="append", default=[], help="of our server, as --option=--batching=off"
-    )
-    parser.add_argument("--raw", type=Path, help="where to keep every round as JSON")
-    parser.add_argument(
-        "--strained",
-        action="store_true",
-        help="only measure 70 %% and overload again; as --only, put into --raw",
-    )
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    options = tuple(part for one in given.option for part in one.split("="))
-    made = works(given.cache, given.vectors)
-    found: dict[str, Any] = {"about": about(given.seconds, given.rounds), "works": {}}
-    if given.raw and given.raw.is_file() and (given.strained or given.only):
-        found = json.loads(given.raw.read_text(encoding="utf-8"))
-    for name, make in made.items():
-        if given.only and not any(word in name for word in given.only):
-            continue
-        work = make()
-        print(name, flush=True)
-        one = found["works"].setdefault(name, {"items": work.many})
-        if not given.strained:
-            one["rounds"] = measure(work, given.seconds, given.rounds, options)
-        one["strained"] = strained(work, given.seconds, options)
-        print(json.dumps(one["strained"]), flush=True)
-    found["parts"] = parts_of(made)
-    text = render(found)
-    print(text)
-    if given.raw:
-        given.raw.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if given.output:
-        given.output.write_text(text, encoding="utf-8")
+    parser.add_argument("--contestant", choices=["hand", "bare"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    tasks = {name: make for name, make in TASKS.items() if not options.only or options.only in name}
+    if options.contestant == "bare":
+        run_bare()
+    elif options.contestant == "hand":
+        run_by_hand(next(iter(tasks.values()))(options.work))
+    else:
+        raw: dict[str, Any] = {
+            "machine": machine(),
+            "versions": versions("faiss-cpu", "onnxruntime", "uvicorn", "starlette"),
+            "load": load(),
+            "seconds": options.seconds,
+            "rounds": options.rounds,
+            "tasks": {name: measure(name, options.work, options.seconds, options.rounds) for name in tasks},
+        }
+        if options.only:
+            print(render(raw))
+        else:
+            finish("serve", raw, render(raw))
 
 
 if __name__ == "__main__":

@@ -1,301 +1,405 @@
-"""Our local store beside qdrant-client's local mode, milvus-lite, lancedb, chromadb and bare FAISS, side by side in one run.
+"""Our local store beside others that are embedded: time, memory and disk of the same few verbs.
 
-    python benchmarks/store.py FOLDER --vectors vectors.npy --queries queries.npy     # environments, stores and figures in FOLDER
-    python benchmarks/store.py FOLDER … --only chromadb --sizes 100000                # a part of it
-    python benchmarks/store.py --page                                                 # the page, of what was kept
+    python benchmarks/store.py                                         # writes results/store.md
+    python benchmarks/store.py --rows 2000 --only "local flat" FAISS   # a part of it, which is not kept
+    pip install qdrant-client lancedb chromadb                         # the peers; who is missing is left out
 
-Each system runs in a process of its own, in a virtual environment of its own, which the script makes in FOLDER/environments. An
-interrupted run goes on where it stopped. Needs strace, and 15 GB of disk at 1,000,000 vectors.
+Vectors are Fashion-MNIST's training images, 64 numbers along the principal components of their pixels;
+queries are test images. Each item has a number as its id and one field, `share`, evenly spread over 0 to 99.
+Each system runs in a process of its own on one thread, as it comes. Writes are judged by wall time, since
+they wait for the disk; searches by CPU time, since others may share the cores.
 """
+
+# ruff: noqa: D102, B027  System says what each verb is; what few systems need does nothing in the others
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import os
-import platform
-import shutil
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+# These count only before NumPy and FAISS are imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import json
+
 import numpy as np
+from numpy.typing import NDArray
 
-import store_report
-from store_durability import durability
-from store_run import HERE, Failed, Run, Worker, opened
-from store_systems import SYSTEMS
-from store_verbs import shares
+from bench import arguments, child, finish, load, machine, markdown, status, versions
+from search import vectors_of
 
-KEPT = HERE / "results" / "raw" / "store.json"
-PAGE = HERE / "results" / "store.md"
-EFS = (16, 32, 64, 128, 256, 512, 1024)
-K, ENOUGH, QUERIES = 10, 0.95, 200
-LONG = 60.0
-SLOW = 10.0  # seconds: what takes longer is measured once
-SEARCHES: list[tuple[int, int | None]] = [(1, None), (32, None), (1, 1), (1, 10), (1, 50)]
-WRITES = [("adds", 1), ("adds", 100), ("adds", 10_000), ("deletes", 1), ("deletes", 100)]
+WIDTH, K, QUERIES, STEP = 64, 10, 200, 10_000
+Floats, Numbers = NDArray[np.float32], NDArray[np.int64]
 
 
-def environments(run: Run) -> None:
-    """Install each system where it is not."""
-    for name in run.names:
-        python = run.python(name)
-        if SYSTEMS[name].packages and not python.exists():
-            root = python.parents[1]
-            subprocess.run([sys.executable, "-m", "venv", f"{root}.tmp"], check=True)
-            Path(f"{root}.tmp").rename(root)
-            pip = [
-                str(python),
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--no-cache-dir",
-                "numpy",
-                *SYSTEMS[name].packages,
-            ]
-            if subprocess.run(pip, check=False).returncode:
-                shutil.rmtree(root)
-                raise SystemExit(f"pip could not install {name}.")
-        code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
-        packages = [*(SYSTEMS[name].packages or ("apsw", "faiss-cpu")), "numpy"]
-        found = subprocess.run(
-            [str(python), "-c", code, *packages], capture_output=True, text=True, check=True
+def shares(ids: Numbers) -> Numbers:
+    """Return each item's field: `share < 10` matches a tenth of all items."""
+    mixed = ids.astype(np.uint64) * np.uint64(2_654_435_761) % np.uint64(2**32)
+    return (mixed * np.uint64(100) >> np.uint64(32)).astype(np.int64)
+
+
+class System(ABC):
+    """A store of vectors in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @abstractmethod
+    def open(self) -> None:
+        """Open it, or make it where it is not there."""
+
+    @abstractmethod
+    def add(self, ids: Numbers, vectors: Floats) -> None:
+        """Add new items; return when the system says that they are written."""
+
+    @abstractmethod
+    def delete(self, ids: Numbers) -> None:
+        """Delete items."""
+
+    @abstractmethod
+    def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
+        """Return the ids nearest to each query, only of items whose share is below a number."""
+
+    def begin_load(self) -> None:
+        """Prepare for a load, which need not be durable at each step."""
+
+    def loaded(self) -> None:
+        """Bring a loaded store into the form that its searches want."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class Local(System):
+    """Ours, without a server or an encoder."""
+
+    structure = "flat"
+
+    def open(self) -> None:
+        from retrieval.serving.bundle import Bundle
+        from retrieval.serving.filters import parse_filter
+        from retrieval.serving.store.contract import Item
+        from retrieval.serving.store.local import LocalStore
+        from retrieval.serving.store.structure import Wanted
+        from retrieval.serving.store.writing import create_local
+
+        self.item, self.parse = Item, parse_filter
+        if not (self.folder / "index").exists():
+            from scaled_bundle import make_bundle
+
+            make_bundle(self.folder / "bundle", WIDTH, 1.0)
+            bundle = Bundle.open(self.folder / "bundle")
+            structure = Wanted(self.structure)
+            create_local(self.folder / "index", bundle, {"vector": WIDTH}, structure=structure)
+        self.store: Any = LocalStore(self.folder / "index")
+        self.bundle = self.store.generations()[0].bundle
+
+    def add(self, ids: Numbers, vectors: Floats) -> None:
+        rows = zip(ids.tolist(), vectors, shares(ids).tolist(), strict=True)
+        items = [
+            self.item(str(id), metadata={"share": share}, arrays={"vector": vector})
+            for id, vector, share in rows
+        ]
+        self.store.upsert(items, self.bundle)
+
+    def delete(self, ids: Numbers) -> None:
+        self.store.delete(map(str, ids.tolist()))
+
+    def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
+        where = None if below is None else self.parse(f"share < {below}")
+        found = self.store.search(queries, K, self.bundle, where=where)
+        return [[int(item.id) for item in items][:K] for items in found]
+
+    def loaded(self) -> None:
+        self.store.compact()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class LocalHNSW(Local):
+    """Ours, with FAISS's HNSW."""
+
+    structure = "hnsw"
+
+
+class Faiss(System):
+    """FAISS's flat index in one file, which every write writes anew, syncs and renames."""
+
+    def open(self) -> None:
+        import faiss
+
+        self.faiss, self.file = faiss, self.folder / "vectors.faiss"
+        self.index = faiss.IndexIDMap2(faiss.IndexFlatL2(WIDTH))
+        if self.file.exists():
+            self.index = faiss.read_index(str(self.file))
+
+    def _write(self) -> None:
+        temporary = self.file.with_suffix(".tmp")
+        self.faiss.write_index(self.index, str(temporary))
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(self.file)
+
+    def add(self, ids: Numbers, vectors: Floats) -> None:
+        self.index.add_with_ids(np.ascontiguousarray(vectors), ids)
+        self._write()
+
+    def delete(self, ids: Numbers) -> None:
+        self.index.remove_ids(ids)
+        self._write()
+
+    def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
+        only = None
+        if below is not None:
+            ids = self.faiss.vector_to_array(self.index.id_map)
+            chosen = self.faiss.IDSelectorBatch(ids[shares(ids) < below])
+            only = self.faiss.SearchParameters(sel=chosen)
+        return self.index.search(queries, K, params=only)[1].tolist()  # type: ignore[no-any-return]
+
+
+class Qdrant(System):
+    """qdrant-client's local mode: NumPy over all vectors, a row of SQLite for each point."""
+
+    def open(self) -> None:
+        from qdrant_client import QdrantClient, models
+
+        self.models, self.client = models, QdrantClient(path=str(self.folder))
+        if not self.client.collection_exists("items"):
+            vectors = models.VectorParams(size=WIDTH, distance=models.Distance.EUCLID)
+            self.client.create_collection("items", vectors_config=vectors)
+
+    def begin_load(self) -> None:
+        # It syncs after every point: 50,000 would take half an hour. The page says so.
+        connection = self.client._client.collections["items"].storage.storage
+        connection.execute("pragma synchronous = off")
+        connection.execute("pragma journal_mode = memory")
+
+    def add(self, ids: Numbers, vectors: Floats) -> None:
+        payloads = [{"share": share} for share in shares(ids).tolist()]
+        batch = self.models.Batch(ids=ids.tolist(), vectors=vectors.tolist(), payloads=payloads)
+        self.client.upsert("items", batch)
+
+    def delete(self, ids: Numbers) -> None:
+        self.client.delete("items", points_selector=self.models.PointIdsList(points=ids.tolist()))
+
+    def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
+        m, only = self.models, None
+        if below is not None:
+            only = m.Filter(must=[m.FieldCondition(key="share", range=m.Range(lt=below))])
+        asked = [m.QueryRequest(query=query.tolist(), limit=K, filter=only) for query in queries]
+        found = self.client.query_batch_points("items", asked)
+        return [[int(point.id) for point in one.points] for one in found]
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class Lance(System):
+    """LanceDB: no index on the vectors, B-trees on id and share, new files for each write."""
+
+    def open(self) -> None:
+        import lancedb
+        import pyarrow as pa
+
+        self.arrow = pa
+        vector = pa.list_(pa.float32(), WIDTH)
+        fields = [("id", pa.int64()), ("share", pa.int64()), ("vector", vector)]
+        database = lancedb.connect(self.folder)
+        self.table = database.create_table("items", schema=pa.schema(fields), exist_ok=True)
+
+    def add(self, ids: Numbers, vectors: Floats) -> None:
+        flat = self.arrow.FixedSizeListArray.from_arrays(np.ravel(vectors), WIDTH)
+        columns = [self.arrow.array(ids), self.arrow.array(shares(ids)), flat]
+        self.table.add(self.arrow.table(columns, schema=self.table.schema))
+
+    def delete(self, ids: Numbers) -> None:
+        self.table.delete(f"id in ({', '.join(map(str, ids.tolist()))})")
+
+    def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
+        asked = self.table.search(list(queries) if len(queries) > 1 else queries[0])
+        asked = asked.distance_type("l2").limit(K).select(["id", "_distance"])
+        if below is not None:
+            asked = asked.where(f"share < {below}", prefilter=True)
+        found = asked.to_arrow()
+        ids = found["id"].to_numpy()
+        of = found["query_index"].to_numpy() if len(queries) > 1 else np.zeros(len(ids), int)
+        return [ids[of == number].tolist() for number in range(len(queries))]
+
+    def loaded(self) -> None:
+        from lancedb.index import BTree
+
+        self.table.optimize()
+        for column in ("id", "share"):
+            self.table.create_index(column, config=BTree())
+
+
+class Chroma(System):
+    """Chroma: HNSW (hnswlib, M = 16), its only structure, and a log in SQLite."""
+
+    def open(self) -> None:
+        import chromadb
+        from chromadb.config import Settings
+
+        settings = Settings(anonymized_telemetry=False)
+        self.client = chromadb.PersistentClient(str(self.folder), settings=settings)
+        self.items = self.client.get_or_create_collection(
+            "items", configuration={"hnsw": {"space": "l2"}}, embedding_function=None
         )
-        run.at("versions")[name] = json.loads(found.stdout)
-        if not SYSTEMS[name].packages:
-            log = ["git", "log", "-1", "--format=%h", "--", "retrieval"]
-            commit = subprocess.run(
-                log, cwd=HERE.parent, capture_output=True, text=True, check=False
-            ).stdout.strip()
-            run.at("versions")[name]["retrieval"] = f"at {commit}"
+
+    def add(self, ids: Numbers, vectors: Floats) -> None:
+        most = self.client.get_max_batch_size()
+        for start in range(0, len(ids), most):
+            some = ids[start : start + most]
+            self.items.add(
+                ids=[str(id) for id in some.tolist()],
+                embeddings=vectors[start : start + most],
+                metadatas=[{"share": share} for share in shares(some).tolist()],
+            )
+
+    def delete(self, ids: Numbers) -> None:
+        self.items.delete(ids=[str(id) for id in ids.tolist()])
+
+    def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
+        only = None if below is None else {"share": {"$lt": below}}
+        found = self.items.query(query_embeddings=queries, n_results=K, where=only, include=[])
+        return [[int(id) for id in one] for one in found["ids"]]
 
 
-def load(run: Run, name: str, size: int) -> dict[str, Any]:
-    """Fill a store; one that begins with another's folder takes a copy of it."""
-    folder, base = run.store(name, size), SYSTEMS[name].base
-    limit = run.given.load_minutes * 60
-    if base is not None:
-        if run.at("sizes", str(size), base).get("load", {}).get("count") != size:
-            raise Failed(f"{base} did not load them")
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(run.store(base, size), folder)
-    worker = Worker(run, name, folder, cores=os.cpu_count() or 1)
-    try:
-        worker.ask("open", load=True)
-        found = worker.ask("load", upto=size, seconds=limit, within=2 * limit + 60)
-        worker.end()
-    except Failed:
-        worker.kill()
-        raise
-    return {
-        **found,
-        "minutes": run.given.load_minutes,
-        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+SYSTEMS: dict[str, tuple[type[System], str]] = {
+    "local flat": (Local, "apsw"),
+    "local hnsw": (LocalHNSW, "apsw"),
+    "FAISS flat": (Faiss, "faiss-cpu"),
+    "qdrant-client": (Qdrant, "qdrant-client"),
+    "LanceDB": (Lance, "lancedb"),
+    "Chroma": (Chroma, "chromadb"),
+}
+"""Each system's class, and the package whose version is named."""
+MODULES = {"qdrant-client": "qdrant_client", "LanceDB": "lancedb", "Chroma": "chromadb"}
+
+
+def timed(call: Callable[[int], Any], seconds: float, most: int) -> dict[str, float]:
+    """Call something with 0, 1, … for so long; return wall and CPU milliseconds of a call."""
+    count, wall, cpu = 0, time.perf_counter(), time.process_time()
+    while count < most and (not count or time.perf_counter() - wall < seconds):
+        call(count)
+        count += 1
+    spent = (time.perf_counter() - wall, time.process_time() - cpu)
+    return {"wall": 1000 * spent[0] / count, "cpu": 1000 * spent[1] / count, "calls": count}
+
+
+def measure(name: str, folder: Path, rows: int, seconds: float) -> dict[str, Any]:
+    """Return what the verbs of a system cost."""
+    vectors, queries = vectors_of(rows, WIDTH, power=0.0)
+    queries = np.ascontiguousarray(queries[: 10 * QUERIES], np.float32)
+    ids, made = np.arange(rows), SYSTEMS[name][0]
+    system = made(folder)
+    system.open()
+    system.begin_load()
+    parts = [slice(start, start + STEP) for start in range(0, rows, STEP)]
+    found: dict[str, Any] = {}
+    found["load"] = timed(lambda n: system.add(ids[parts[n]], vectors[parts[n]]), 1e9, len(parts))
+    system.loaded()
+    system.close()
+    found["MB"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+    system = made(folder)
+    before = status("VmRSS")
+    found["open and search"] = timed(lambda _: (system.open(), system.search(queries[:1], None)), 0, 1)
+    found["memory"] = (status("VmRSS") - before) / 2**20
+
+    def search(batch: int, below: int | None) -> dict[str, float]:
+        return timed(lambda n: system.search(queries[n * batch % QUERIES :][:batch], below), seconds, QUERIES)
+
+    system.search(queries[:1], 10)  # reads the fields for the first time
+    found["search 1"], found["search 32"] = search(1, None), search(32, None)
+    found["search 1, filtered"] = search(1, 10)
+    away = ((vectors[:, None] - queries[None, :20]) ** 2).sum(2)
+    answers = system.search(queries[:20], None)
+    limit = np.sort(away, axis=0)[K - 1] * (1 + 1e-5)
+    found["recall"] = float(np.mean([away[one, n] <= limit[n] for n, one in enumerate(answers)]))
+    new = vectors[::-1]
+    for count in (1, 100):
+        start = 10**6 * count
+        found[f"add {count}"] = timed(
+            lambda n, c=count, s=start: system.add(np.arange(s + n * c, s + n * c + c), new[:c]), seconds, 50
+        )  # type: ignore[misc]
+    found["delete 100"] = timed(lambda n: system.delete(ids[n * 100 :][:100]), seconds, min(10, rows // 200))
+    system.close()
+    return found
+
+
+def render(raw: dict[str, Any]) -> str:
+    """Return the page."""
+    columns = {
+        "10,000 added, s": lambda f: f"{f['load']['wall'] / 1000:.2f}",
+        "folder, MB": lambda f: f"{f['MB']:.0f}",
+        "opened, first search, ms": lambda f: f"{f['open and search']['wall']:.0f}",
+        "memory added, MB": lambda f: f"{f['memory']:.0f}",
+        "1 query, CPU ms": lambda f: f"{f['search 1']['cpu']:.2f}",
+        "32 queries": lambda f: f"{f['search 32']['cpu']:.2f}",
+        "1, a tenth matches": lambda f: f"{f['search 1, filtered']['cpu']:.2f}",
+        "recall": lambda f: f"{f['recall']:.3f}",
+        "add 1, ms": lambda f: f"{f['add 1']['wall']:.1f}",
+        "add 100": lambda f: f"{f['add 100']['wall']:.1f}",
+        "delete 100": lambda f: f"{f['delete 100']['wall']:.1f}",
     }
-
-
-def farthest(run: Run, size: int, below: int | None) -> np.ndarray[Any, Any]:
-    """Return the squared distance of each query's tenth nearest item, exactly."""
-    file = run.folder / f"truth-{size}-{below}.npy"
-    if not file.exists():
-        queries, best = (
-            run.queries[:QUERIES].astype(np.float64),
-            np.full((min(QUERIES, len(run.queries)), K), np.inf),
-        )
-        for start in range(0, size, 20_000):
-            ids = np.arange(start, min(start + 20_000, size))
-            ids = ids if below is None else ids[shares(ids) < below]
-            rows = run.vectors[ids % len(run.vectors)].astype(np.float64)
-            squares = (rows**2).sum(1) - 2 * queries @ rows.T + (queries**2).sum(1)[:, None]
-            best = np.partition(np.concatenate([best, squares], axis=1), K - 1, axis=1)[:, :K]
-        np.save(file, best.max(axis=1))
-    return np.load(file)
-
-
-def recall(run: Run, worker: Worker, size: int, below: int | None) -> tuple[float, int]:
-    """Return the share of the ten nearest items that is found, and of how many queries; equal distances count as one another."""
-    limit = farthest(run, size, below) * (1 + 1e-6) + 1e-9
-    found = worker.ask("answers", below=below, most=QUERIES, seconds=5.0)["found"]
-    hits = 0
-    for query, (ids, most) in enumerate(zip(found, limit, strict=False)):
-        rows = run.vectors[np.unique(np.array(ids, np.int64)) % len(run.vectors)].astype(np.float64)
-        hits += int(((rows - run.queries[query]) ** 2).sum(1).__le__(most).sum())
-    return hits / K / len(found), len(found)
-
-
-def tune(run: Run, worker: Worker, size: int, below: int | None, first: int) -> dict[str, Any]:
-    """Return the least `ef` that finds enough of a filter's neighbours, and what it finds."""
-    efs = [0] if SYSTEMS[worker.name].exact else [ef for ef in EFS if ef >= first]
-    for ef in efs:
-        if ef:
-            worker.ask("tune", ef=ef)
-        share, queries = recall(run, worker, size, below)
-        if share >= ENOUGH:
-            break
-    return {"ef": ef, "recall": share, "queries": queries}
-
-
-def ready(run: Run, size: int) -> list[str]:
-    """Return the systems that hold as many items."""
-    return [
-        name for name in run.names if run.at("sizes", str(size), name).get("load", {}).get("count") == size
-    ]
-
-
-def in_turn(
-    run: Run, tables: dict[str, list[Any]], turns: int, label: str, ask: Callable[[str], dict[str, Any]]
-) -> None:
-    """Measure each system once, then each once again, so often; what is slow or failed only once."""
-    for turn in range(turns):
-        for name, table in tables.items():
-            if len(table) > turn or (table and table[0].get("seconds", SLOW + 1) > SLOW):  # fmt: skip
-                continue
-            try:
-                table.append(ask(name))
-            except Failed as fault:
-                table.append({"failed": str(fault)[-600:]})
-            run.save()
-            print(f"{time.strftime('%H:%M:%S')} {name}, {label}: {json.dumps(table[-1])[:150]}", flush=True)
-
-
-def search(run: Run, size: int, turns: int) -> None:
-    """Measure the searches of one size."""
-    names = ready(run, size)
-    tables = {name: run.at("sizes", str(size), name) for name in names}
-    if all(len(tables[name].get("search", {})) == len(SEARCHES) for name in names):
-        return
-    with opened(run, names, lambda name: run.store(name, size)) as workers:
-        for batch, below in SEARCHES:
-            key = f"{batch}, {below}"
-            for name in names:
-                tuned = tables[name].setdefault("tuned", {})
-                first = int(tuned.get("None", {}).get("ef", 0))
-                run.once(tuned, str(below), lambda: tune(run, workers[name], size, below, first), name)  # noqa: B023
-
-            def ask(name: str, batch: int = batch, below: int | None = below) -> dict[str, Any]:
-                workers[name].ask("tune", ef=tables[name]["tuned"][str(below)].get("ef", 0))
-                one = (tables[name].get("search", {}).get(f"1, {below}") or [{}])[0]
-                if batch * one.get("seconds", 0.0) / max(1, one.get("items", 1)) > LONG:
-                    return {"skipped": f"{batch} queries would take more than {LONG:.0f} s"}
-                return workers[name].ask("searches", batch=batch, below=below, seconds=run.given.seconds)
-
-            lists = {name: tables[name].setdefault("search", {}).setdefault(key, []) for name in names}
-            in_turn(run, lists, turns, f"{size}, search {key}", ask)
-
-
-def opening(run: Run, size: int, turns: int) -> None:
-    """Measure opening, and the memory of a process that has searched."""
-
-    def ask(name: str) -> dict[str, Any]:
-        worker = Worker(run, name, run.store(name, size))
-        try:
-            found = worker.ask("open")
-            first = worker.ask("first")
-        finally:
-            worker.kill()
-        return {**found, **first}
-
-    lists = {name: run.at("sizes", str(size), name).setdefault("open", []) for name in ready(run, size)}
-    in_turn(run, lists, turns, f"{size}, opening", ask)
-
-
-def writes(run: Run, size: int, turns: int) -> None:
-    """Measure adds and deletes on copies; where the system does not sync, once more with a sync of what it wrote."""
-    names = [name for name in ready(run, size) if SYSTEMS[name].base is None]
-    tables = {name: run.at("sizes", str(size), name).setdefault("writes", {}) for name in names}
-    unsynced = [name for name in names if store_report.survives(run.kept, name) == "no"]
-    kinds = [(kind, batch, settle) for settle in (False, True) for kind, batch in WRITES]
-    if all(f"{kind}, {batch}, {settle}" in tables[name] for kind, batch, settle in kinds for name in (unsynced if settle else names)):  # fmt: skip
-        return
-    copies = run.folder / "stores" / "copies"
-    shutil.rmtree(copies, ignore_errors=True)
-    for name in names:
-        shutil.copytree(run.store(name, size), copies / name.replace(" ", "-"))
-    gone = np.random.default_rng(size).permutation(size).tolist()
-    with opened(run, names, lambda name: copies / name.replace(" ", "-")) as workers:
-        for number, (kind, batch, settle) in enumerate(kinds):
-
-            def ask(name: str, kind: str = kind, batch: int = batch, settle: bool = settle, number: int = number) -> dict[str, Any]:  # fmt: skip
-                calls = [tables[name].get(f"{kind}, {few}, {settle}") for few in (1, 100)]
-                one, hundred = (told[0]["seconds"] / told[0]["calls"] if told and "calls" in told[0] else 0.0 for told in calls)  # fmt: skip
-                if batch > 100 and (hundred - one) / 99 * batch > LONG:
-                    return {"skipped": f"{batch:,} would take more than {LONG:.0f} s"}
-                some = {}
-                if kind == "deletes":
-                    start = len(gone) * number // len(kinds)
-                    done = len(tables[name][f"{kind}, {batch}, {settle}"]) * 20_00
-                    some = {"ids": gone[start + done : start + done + 2_000]}
-                return workers[name].ask(kind, batch=batch, settle=settle, seconds=run.given.seconds, **some)
-
-            asked = unsynced if settle else names
-            lists = {name: tables[name].setdefault(f"{kind}, {batch}, {settle}", []) for name in asked}
-            in_turn(run, lists, turns, f"{size}, {kind} {batch} {'synced' if settle else ''}", ask)
-    shutil.rmtree(copies)
-
-
-def measure(run: Run) -> None:
-    """Do all that is not done yet."""
-    run.kept.setdefault("began", time.strftime("%Y-%m-%d %H:%M"))
-    run.kept.setdefault(
-        "machine", f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    lines = [[name, *(show(found) for show in columns.values())] for name, found in raw["systems"].items()]
+    return "\n".join(
+        [
+            "# The local store and others that are embedded",
+            "",
+            f"`python benchmarks/store.py`. {raw['rows']:,} vectors of {WIDTH} numbers of images, {K} nearest, one thread, each system in a process of its own, as it comes. "
+            f"{raw['machine']}, {raw['versions']}; load average {raw['load']} at the start: others share the cores and the disk, so read ratios. "
+            "Searches are CPU milliseconds of a call; the rest is wall time. Ours returns whole items with their vectors, the others ids. FAISS keeps no fields and rewrites its file with every write; qdrant-client syncs after every point, which was turned off while it was loaded.",
+            "",
+            markdown(["", *columns], lines),
+            "",
+        ]
     )
-    run.kept.setdefault("load", []).append(round(os.getloadavg()[0], 1))
-    run.kept.setdefault("vectors", run.given.what)
-    environments(run)
-    for name in run.names:
-        if SYSTEMS[name].base is None:
-            run.once(run.at("durability"), name, lambda: durability(run, name))  # noqa: B023
-    for size in run.given.sizes:
-        for name in run.names:
-            if SYSTEMS[name].base is not None and size != min(run.given.sizes):
-                continue
-            run.once(run.at("sizes", str(size), name), "load", lambda: load(run, name, size), name)  # noqa: B023
-        if not run.given.load_only:
-            turns = run.given.turns
-            search(run, size, turns)
-            opening(run, size, turns)
-            writes(run, size, turns)
-    run.kept["load"].append(round(os.getloadavg()[0], 1))
-    run.kept["ended"] = time.strftime("%Y-%m-%d %H:%M")
-    run.save()
 
 
 def main() -> None:
-    """Measure, keep, and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--vectors", type=Path, help="(N, D) float32, .npy")
-    parser.add_argument("--queries", type=Path, help="(200 or more, D) float32, .npy")
-    parser.add_argument(
-        "--environments", type=Path, help="where the systems are installed: else FOLDER/environments"
-    )
-    parser.add_argument("--what", default="", help="what the vectors are, for the page")
-    parser.add_argument("--only", nargs="*", choices=list(SYSTEMS))
-    parser.add_argument("--sizes", type=int, nargs="*", default=[100_000, 1_000_000])
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each system at each turn")
-    parser.add_argument("--load-minutes", type=float, default=3.0, help="for each system and size")
-    parser.add_argument("--load-only", action="store_true")
-    parser.add_argument(
-        "--keep", action="store_true", help="keep the figures in results/, and write the page"
-    )
-    parser.add_argument("--page", action="store_true")
-    given = parser.parse_args()
-    if not given.page:
-        given.folder.mkdir(parents=True, exist_ok=True)
-        run = Run(given)
-        measure(run)
-        if given.keep:
-            KEPT.write_text(json.dumps(run.kept, indent=1) + "\n", encoding="utf-8")
-    if given.page or given.keep:
-        PAGE.write_text(store_report.render(json.loads(KEPT.read_text(encoding="utf-8"))), encoding="utf-8")
+    parser = arguments(__doc__)
+    parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--only", nargs="*", help="systems whose names have these words; nothing is kept")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each kind of call, at most")
+    parser.add_argument("--system", choices=list(SYSTEMS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.system:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(options.system, Path(folder), options.rows, options.seconds)
+        print(json.dumps(found))
+        return
+    names = [
+        name
+        for name in SYSTEMS
+        if importlib.util.find_spec(MODULES.get(name, "faiss"))
+        and (not options.only or any(word in name for word in options.only))
+    ]
+    raw: dict[str, Any] = {
+        "machine": machine(),
+        "versions": versions(*dict.fromkeys(SYSTEMS[name][1] for name in names)),
+        "load": load(),
+        "rows": options.rows,
+        "systems": {},
+    }
+    for name in names:
+        words = ("--system", name, "--rows", options.rows, "--seconds", options.seconds)
+        raw["systems"][name] = child("store.py", *words)
+        print(name, raw["systems"][name], file=sys.stderr, flush=True)
+    if options.only:
+        print(render(raw))
+    else:
+        finish("store", raw, render(raw))
 
 
 if __name__ == "__main__":

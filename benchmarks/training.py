@@ -1,103 +1,202 @@
-"""One training epoch against a bare hand-written torch loop doing the same work; channels_last and bfloat16.
+"""One training epoch by the trainer beside the loop that one writes by hand for the same work.
 
-Fashion-MNIST at 28 px, batches of 8 × 16: the same network, loss, miner, optimiser and sampler on both sides, in turn
-in one process. Run by hand:
+    python benchmarks/training.py                      # some 15 minutes of one core
+    python benchmarks/training.py --only memory JPEGs  # cases with these words; nothing is kept
+    python benchmarks/training.py --write              # the page alone, from what is kept
 
-    python benchmarks/training.py
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/training.py     # waiting threads sleep
-    python benchmarks/training.py --small                     # a small net, on one thread: the trainer's own cost, and validation's
-    python benchmarks/training.py --write                     # the page alone, from what is kept
-
-Every epoch's seconds are kept in results/raw/training.jsonl, one run a line; a run replaces the earlier one of the same machine, the same net and the same kind of waiting. Of
-the run on the Xeon only what it printed is there.
+Both sides have the same network, loss, miner, optimiser and batches, so what differs is the trainer.
+By hand a batch is changed as one would write it with torchvision and Pillow. Pictures on the disk are
+Fashion-MNIST's, enlarged to 64 px, as JPEGs of two kilobytes, which are decoded and made smaller again.
+Epochs of both are taken in turns in one process, on one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pytorch_metric_learning import losses, miners, samplers
+from PIL import Image
+from pytorch_metric_learning import samplers
+from retrieval.data.augment import built_transforms
+from retrieval.data.loading import TrainBatches
+from retrieval.data.raw import RawInputs
 from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run
+from retrieval.run.open import Run, build_run
 from retrieval.serving.progress import Meter
 from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import Trainer
-from torch import nn
+from torch import Tensor, nn
+from torchvision.transforms import v2
 
-import training_cases
-from page_tables import markdown
+from bench import RAW, arguments, finish, in_turns, load, machine, markdown, versions
 
-CLASSES, ITEMS, BATCHES = 8, 16, 40
-BARE = "bare loop"
+SIZE, BATCHES, CLASSES, ITEMS = 28, 20, 8, 16
+PICTURES = 6000
+SMALL = {"name": "core.convnet", "size": SIZE, "width": 12, "layers": 1}
+LARGE = {"name": "core.convnet", "size": SIZE}
 AIM = 1.05
-RESULT = Path(__file__).parent / "results" / "training.md"
-KEPT = RESULT.parent / "raw" / "training.jsonl"
-WAITING = {
-    "active": "Waiting threads spin, as torch has it.",
-    "passive": "The same with `OMP_WAIT_POLICY=PASSIVE`, as the command line sets it (waiting threads sleep, so that other processes get the cores).",
-}
-HEAD = ["", "images/s", "wall s (median)", "CPU s (median)"]
-HEAD += ["wall, against the bare loop (median of pairs)", "CPU, against the bare loop"]
+BARE, OURS = "by hand", "trainer"
+Images = Callable[[Tensor], Tensor]
+Epoch = Callable[[], None]
 
 
-def recipe(**train: Any) -> dict[str, Any]:
-    return {
+@dataclass(frozen=True)
+class Case:
+    """One kind of work.
+
+    Attributes:
+        title: of its row.
+        augmentation: the recipe's table.
+        change: by hand, what becomes of a batch's pixels (B, 1, 28, 28), uint8.
+        files: whether pictures are files, and too many to keep in memory once decoded.
+        picture: by hand, what is made of one opened picture.
+        mix: whether two pictures become one.
+        net: the backbone's table.
+        variants: further settings of the trainer that are measured, by title.
+    """
+
+    title: str
+    augmentation: Mapping[str, Any] = field(default_factory=dict)
+    change: Images | None = None
+    files: bool = False
+    picture: Callable[[Image.Image], Image.Image] | None = None
+    mix: bool = False
+    net: Mapping[str, Any] = field(default_factory=lambda: SMALL)
+    variants: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def views(self) -> int:
+        """How often each item is in its batch."""
+        return int(self.augmentation.get("views", 1))
+
+
+def flipped(pixels: Tensor) -> Tensor:
+    """Mirror half of a batch."""
+    chosen = torch.rand(len(pixels)) < 0.5
+    pixels[chosen] = pixels[chosen].flip(-1)
+    return pixels
+
+
+def rand_augmented(pixels: Tensor) -> Tensor:
+    """Change each picture of a batch by itself."""
+    transform = v2.RandAugment()
+    return torch.stack([transform(one) for one in pixels])
+
+
+def resized(picture: Image.Image) -> Image.Image:
+    """Return a picture in the net's size."""
+    return picture.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+
+
+CROP = {"crop_scale": [0.2, 1.0]}
+CROPPED = v2.RandomResizedCrop(SIZE, (0.2, 1.0), (0.75, 1.3333))
+CASES = (
+    Case("arrays in memory"),
+    Case("arrays, `horizontal_flip`", {"horizontal_flip": 0.5}, flipped),
+    Case("arrays, `crop_scale`", CROP, picture=CROPPED),
+    Case("arrays, `RandAugment`", {"transforms": ["RandAugment"]}, rand_augmented),
+    Case("arrays, two `views`, mirrored", {"views": 2, "horizontal_flip": 0.5}, flipped),
+    Case('arrays, `mix = "mixup"`', {"mix": "mixup"}, mix=True),
+    Case("JPEGs", files=True, picture=resized),
+    Case("JPEGs, `crop_scale`", CROP, files=True, picture=CROPPED),
+    Case(
+        "arrays in memory, `core.convnet` as it comes",
+        net=LARGE,
+        variants={"`channels_last`": {"channels_last": True}, '`precision = "bf16"`': {"precision": "bf16"}},
+    ),
+)
+
+
+def recipe(case: Case, pictures: Path, **train: Any) -> dict[str, Any]:
+    """Return the recipe of a case."""
+    table: dict[str, Any] = {
         "data": {"name": "core.fashion_mnist"},
         "split": {"by": "given", "validation": 0.0},
-        "sampler": {"classes": CLASSES, "items": ITEMS, "batches": BATCHES},
-        "backbone": {"name": "core.convnet", "size": 28},
-        "loss": {"name": "pml.multi_similarity"},
-        "miner": {"name": "pml.multi_similarity"},
-        "train": {"epochs": 1, **train},
+        "sampler": {"classes": CLASSES, "items": ITEMS // case.views, "batches": BATCHES},
+        "augmentation": dict(case.augmentation),
+        "backbone": dict(case.net),
+        "loss": {"name": "pml.arc_face" if case.mix else "pml.multi_similarity"},
+        "train": {"epochs": 1, "device": "cpu", **train},
     }
+    if case.files:
+        table["data"] = {"name": "core.image_folder", "folder": str(pictures)}
+    if not case.mix:
+        table["miner"] = {"name": "pml.multi_similarity"}
+    return table
 
 
-def framework(folder: Path, **train: Any) -> Callable[[], None]:
-    """An epoch by the framework's trainer, without validation and checkpoints."""
-    made = check_recipe(recipe(**train))
+def write_pictures(folder: Path) -> None:
+    """Write Fashion-MNIST's first training images as JPEGs of 64 px, a folder for each class."""
+    run = build_run(folder, check_recipe(recipe(CASES[0], folder)))
+    pixels, labels = np.asarray(run.dataset.arrays), run.dataset.labels
+    for number in range(PICTURES + 100):
+        place = folder / ("train" if number < PICTURES else "test") / str(labels[number])
+        place.mkdir(parents=True, exist_ok=True)
+        large = Image.fromarray(pixels[number]).resize((64, 64), Image.Resampling.BICUBIC)
+        large.save(place / f"{number}.jpg", quality=90)
+
+
+def by_trainer(case: Case, folder: Path, pictures: Path, **train: Any) -> Epoch:
+    """Return an epoch by the trainer, without validation and checkpoints."""
+    made = check_recipe(recipe(case, pictures, **train))
     checkpoint.seed_everything(0)
     run = build_run(folder, made)
     trainer = Trainer(run, make_accelerator(made))
+    if case.files:
+        trainer.raw = RawInputs(run.dataset, run.model.preprocessing, budget=0)
+        trainer.batches = TrainBatches(
+            run.dataset,
+            run.splits.train,
+            run.splits.train_labels,
+            run.model.preprocessing,
+            sampler=made.sampler,
+            augmentation=made.augmentation,
+            transforms=built_transforms(made),
+            seed=made.seed,
+            raw=trainer.raw,
+        )
 
     def epoch() -> None:
         trainer._epoch(Meter("training", 0, "batches", show=False))
-        trainer.progress.step, trainer.progress.sums = 0, {}
+        trainer.progress.step, trainer.progress.sums, trainer.progress.counts = 0, {}, {}
         trainer.progress.epoch += 1
 
     return epoch
 
 
-def bare(folder: Path) -> Callable[[], None]:
-    """The loop that one writes by hand: uint8 pixels in memory, indexed by the sampler's batches."""
-    made = check_recipe(recipe())
+def by_hand(case: Case, folder: Path, pictures: Path) -> Epoch:
+    """Return an epoch of the loop that one writes by hand."""
     checkpoint.seed_everything(0)
-    run = build_run(folder, made)
-    pixels = torch.from_numpy(np.asarray(run.dataset.arrays)[run.splits.train])[:, None]
-    labels = torch.from_numpy(run.splits.train_labels)
+    run = build_run(folder, check_recipe(recipe(case, pictures)))
+    assert run.objective is not None
     net = nn.Sequential(run.model.backbone, run.model.head).train()
-    loss, miner = losses.MultiSimilarityLoss(), miners.MultiSimilarityMiner()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    size = CLASSES * ITEMS
+    loss, miner = run.objective.loss, run.objective.miner
+    optimizer = torch.optim.AdamW([*net.parameters(), *loss.parameters()], lr=1e-3)
+    labels, images = torch.from_numpy(run.splits.train_labels), images_of(case, run)
+    size, items = CLASSES * ITEMS // case.views, ITEMS // case.views
 
     def epoch() -> None:
-        sampler = samplers.MPerClassSampler(labels, ITEMS, size, length_before_new_iter=BATCHES * size)
-        order = torch.tensor(list(sampler))
-        for rows in order.split(size):
-            x, y = (pixels[rows].float() / 255 - 0.5) / 0.5, labels[rows]
-            codes = net(x)
-            value = loss(codes, y, miner(codes, y))
+        order = list(samplers.MPerClassSampler(labels, items, size, BATCHES * size))
+        for rows in torch.tensor(order).repeat_interleave(case.views).split(size * case.views):
+            pixels, y, other, weight = images(rows), labels[rows], None, 1.0
+            if case.change is not None:
+                pixels = case.change(pixels)
+            if case.mix:
+                weight, others = float(np.random.beta(1.0, 1.0)), torch.randperm(len(rows))
+                pixels = weight * pixels.float() + (1 - weight) * pixels[others].float()
+                other = y[others]
+            embeddings = net((pixels.float() / 255 - 0.5) / 0.5)
+            value = loss(embeddings, y, miner(embeddings, y)) if miner else loss(embeddings, y)
+            if other is not None:
+                value = weight * value + (1 - weight) * loss(embeddings, other)
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
@@ -106,194 +205,100 @@ def bare(folder: Path) -> Callable[[], None]:
     return epoch
 
 
-def conditions(repeats: int, threads: int) -> dict[str, Any]:
-    """Return what the page says of a run."""
-    return {
+def images_of(case: Case, run: Run) -> Images:
+    """Return what gives the pixels (B, 1, 28, 28) of rows."""
+    train = run.splits.train
+
+    def stacked(opened: list[Image.Image]) -> Tensor:
+        assert case.picture is not None
+        return torch.from_numpy(np.stack([np.asarray(case.picture(one)) for one in opened]))[:, None]
+
+    if case.files:
+        files = [run.dataset.files[item] for item in train]
+        return lambda rows: stacked([Image.open(files[row]).convert("L") for row in rows.tolist()])
+    pixels = torch.from_numpy(np.asarray(run.dataset.arrays)[train])[:, None]
+    if case.picture is None:
+        return lambda rows: pixels[rows]
+    array = pixels[:, 0].numpy()
+    return lambda rows: stacked([Image.fromarray(array[row]) for row in rows.tolist()])
+
+
+def measure(repeats: int, only: list[str] | None) -> dict[str, Any]:
+    """Return every epoch's seconds: each case's loop by hand and the trainer, in turns."""
+    raw: dict[str, Any] = {
         "machine": machine(),
-        "load": round(os.getloadavg()[0], 1),
-        "waiting": os.environ.get("OMP_WAIT_POLICY", "active").lower(),
+        "versions": versions("torch", "torchvision", "pytorch-metric-learning"),
+        "load": load(),
         "repeats": repeats,
-        "threads": threads,
-        "versions": f"torch {torch.__version__}, {platform.machine()}",
+        "cases": {},
     }
-
-
-def measure(repeats: int, threads: int) -> dict[str, Any]:
-    """Return one run: every epoch's seconds, contestants in turn."""
-    kept = conditions(repeats, threads)
-    torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        contestants = {
-            BARE: bare(folder),
-            "framework": framework(folder),
-            "framework, channels_last": framework(folder, channels_last=True),
-            "framework, bf16": framework(folder, precision="bf16"),
-            "framework, bf16 + channels_last": framework(folder, precision="bf16", channels_last=True),
-        }
-        rows = in_turn(contestants, repeats)
-    return kept | {"rows": rows}
-
-
-def in_turn(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[str, Any]:
-    """Return every epoch's seconds; the first of each warms up."""
-    rows: dict[str, Any] = {title: {"wall": [], "cpu": []} for title in contestants}
-    for turn in range(repeats + 1):
-        for title, epoch in contestants.items():
-            w, c = time.perf_counter(), time.process_time()
-            epoch()
-            if turn:
-                rows[title]["wall"].append(round(time.perf_counter() - w, 3))
-                rows[title]["cpu"].append(round(time.process_time() - c, 3))
-    return rows
-
-
-def measure_small(repeats: int, only: list[str] | None) -> dict[str, Any]:
-    """Return one run of the small net: each case's loop by hand and the trainer, in turn."""
-    kept = conditions(repeats, 1) | {"cases": {}}
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder, pictures = Path(name), Path(name) / "pictures"
-        training_cases.write_pictures(pictures)
-        for case in training_cases.CASES:
+        write_pictures(pictures)
+        for case in CASES:
             if only and not any(word in case.title for word in only):
                 continue
-            contestants = {
-                BARE: training_cases.by_hand(case, folder, pictures),
-                "framework": training_cases.framework(case, folder, pictures),
-            }
-            kept["cases"][case.title] = rows = in_turn(contestants, repeats)
-            print(case.title, [f"{figures(row, rows[BARE])['cpu_ratio']:.3f}" for row in rows.values()], flush=True)  # fmt: skip
-        if not only:
-            kept["validation"] = training_cases.validation(folder)
-    return kept
+            sides = {BARE: by_hand(case, folder, pictures), OURS: by_trainer(case, folder, pictures)}
+            for title, train in case.variants.items():
+                sides[f"{OURS}, {title}"] = by_trainer(case, folder, pictures, **train)
+            raw["cases"][case.title] = rows = in_turns(sides, repeats)
+            print(case.title, {side: f"{ratio(rows, side):.3f}" for side in rows}, flush=True)
+    return raw
 
 
-def machine() -> str:
-    """Return the processor's name and how many cores there are."""
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, no GPU"
+def ratio(rows: dict[str, Any], side: str, clock: str = "cpu") -> float:
+    """Return a side's time over that by hand: the median of neighbouring epochs."""
+    pairs = zip(rows[BARE][clock], rows[side][clock], strict=True)
+    return statistics.median(own / bare for bare, own in pairs)
 
 
-def figures(row: dict[str, Any], beside: dict[str, Any]) -> dict[str, float]:
-    """Return a contestant's figures, `beside` being the bare loop's epochs; of a run that kept only what it printed, these."""
-    if "printed" in row:
-        printed: dict[str, float] = row["printed"]
-        return printed
-    found = {key: statistics.median(row[key]) for key in ("wall", "cpu")}
-    for key in ("wall", "cpu"):
-        pairs = zip(beside[key], row[key], strict=True)
-        found[f"{key}_ratio"] = statistics.median(own / bare for bare, own in pairs)
-    return found | {"images_per_second": BATCHES * CLASSES * ITEMS / found["wall"]}
-
-
-def render(runs: list[dict[str, Any]]) -> str:
+def render(raw: dict[str, Any]) -> str:
     """Return the page."""
-    lines = [
-        "# One training epoch",
-        "",
-        "`python benchmarks/training.py`. The bare loop is a hand-written torch loop with the same network, loss, miner, optimiser, sampler and batches. Aim: within 1.10 ×.",
-        f"Fashion-MNIST, 28 px, core.convnet, Multi-Similarity with its miner, {BATCHES} batches of {CLASSES} × {ITEMS}; epochs of each in turn after one to warm up.",
-        "",
-    ]
-    for name in dict.fromkeys(run["machine"] for run in runs):
-        lines += [f"## {name}", ""]
-        for run in (run for run in runs if run["machine"] == name):
-            if "cases" in run:
-                lines += small(run)
-                continue
-            table = []
-            for title, row in run["rows"].items():
-                f = figures(row, run["rows"][BARE])
-                cells = [f"{f['images_per_second']:,.0f}", f"{f['wall']:.2f}", f"{f['cpu']:.2f}"]
-                table.append([title, *cells, f"{f['wall_ratio']:.2f} ×", f"{f['cpu_ratio']:.2f} ×"])
-            about = f"{run['repeats']} epochs of each, {run['threads']} threads, {run['versions']}"
-            about += "." if run["load"] is None else f"; load {run['load']:.1f} at the start."
-            if any("printed" in row for row in run["rows"].values()):
-                about += " Only what this run printed was kept."
-            lines += [f"{WAITING[run['waiting']]} {about}", "", markdown(HEAD, table), ""]
-    return "\n".join(lines)
-
-
-def small(run: dict[str, Any]) -> list[str]:
-    """Return the lines of the small net."""
-    net = training_cases.NET
-    table, over = [], []
-    for title, rows in run["cases"].items():
-        bare, own = (figures(rows[name], rows[BARE]) for name in (BARE, "framework"))
-        images = training_cases.BATCHES * CLASSES * ITEMS
-        cells = [f"{images / bare['cpu']:,.0f}", f"{bare['cpu']:.2f}", f"{own['cpu']:.2f}"]
-        table.append([title, *cells, f"{own['cpu_ratio']:.2f} ×", f"{own['wall_ratio']:.2f} ×"])
-        over += [f"{title} ({own['cpu_ratio']:.2f} ×)"] if own["cpu_ratio"] > AIM else []
-    lines = [
-        f"A small net (core.convnet of width {net['width']}, one convolution a stage), {run['repeats']} epochs of {training_cases.BATCHES} batches of each in turn after one to warm up, one thread, {run['versions']}; load "
-        f"{run['load']:.1f} at the start. Both sides call the same loss and miner, so what differs is the trainer. Aim: {AIM} × the CPU seconds of the loop by hand.",
-        "",
-        markdown(
-            [
-                "",
-                "by hand, images a CPU second",
-                "by hand, CPU s",
-                "trainer, CPU s",
-                "CPU, against by hand (median of pairs)",
-                "wall",
-            ],
-            table,
-        ),
-        "",
-        f"Above the aim: {', '.join(over)}." if over else "Every case is within the aim.",
-        "A transform by name draws from a generator that a `TorchFunctionMode` lends it, so that a resumed run draws the same: Python is asked at every call of torch, which for so "
-        "small a picture is some twenty microseconds; torchvision's own transforms are asked for their draws alone. An image file is read, screened against hostile content and bounded before it is decoded, which by hand it is not.",
-        "",
-    ]
-    lines += [
-        f"Validation after an epoch on Fashion-MNIST, {title}: {told['validate']:.2f} CPU s for {told['validated']:,.0f} items, {told['validate'] / told['epoch']:.3f} of the "
-        f"{told['epoch']:.1f} s of an epoch of {told['trained']:,.0f} images (aim: 0.1). Encoding is {told['encode']:.2f} s of it; the rest ranks each item's whole class, {told['validated'] / 10:,.0f} items, among all, for MAP@R.\n"
-        for title, told in run.get("validation", {}).items()
-    ]
-    return lines
-
-
-def kind(run: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a run shares with the one that it replaces; on one thread, as with the small net, none waits."""
-    return run["machine"], "cases" in run or run["waiting"], "cases" in run
-
-
-def read() -> list[dict[str, Any]]:
-    """Return the runs that were kept."""
-    return [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    lines, over = [], []
+    for title, rows in raw["cases"].items():
+        bare = statistics.median(rows[BARE]["cpu"])
+        for side in list(rows)[1:]:
+            own = statistics.median(rows[side]["cpu"])
+            name = title if side == OURS else f"{title}, {side.partition(', ')[2]}"
+            cells = [f"{BATCHES * CLASSES * ITEMS / bare:,.0f}", f"{bare:.2f}", f"{own:.2f}"]
+            ratios = [f"{ratio(rows, side, clock):.2f} ×" for clock in ("cpu", "wall")]
+            lines.append([name, *cells, *ratios])
+            if ratio(rows, side) > AIM:
+                over.append(f"{name} ({ratio(rows, side):.2f} ×)")
+    head = ["", "by hand, images a CPU second", "by hand, CPU s", "trainer, CPU s"]
+    head += ["CPU, against by hand (median of pairs)", "wall"]
+    return "\n".join(
+        [
+            "# One training epoch",
+            "",
+            f"`python benchmarks/training.py`. {raw['machine']}, one thread, {raw['versions']}; load average {raw['load']} at the start. "
+            f"Fashion-MNIST at {SIZE} px, {BATCHES} batches of {CLASSES} × {ITEMS}, {raw['repeats']} epochs of each in turn after one to warm up. "
+            f"Where no net is named it is a small one (`core.convnet` of width {SMALL['width']}, one convolution a stage), so that the trainer's own cost shows. Aim: {AIM} × the CPU seconds of the loop by hand.",
+            "",
+            markdown(head, lines),
+            "",
+            f"Above the aim: {', '.join(over)}." if over else "Every case is within the aim.",
+            "A transform by name draws from a generator of its own, so that a resumed run draws the same; an image file is read, bounded and then decoded. By hand neither is done.",
+            "",
+        ]
+    )
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument("--repeats", type=int, default=5)
-    arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--small", action="store_true", help="measure the small net")
-    arguments.add_argument(
-        "--only", nargs="*", help="cases of the small net with these words, which are not kept"
-    )
-    arguments.add_argument("--write", action="store_true", help="run nothing")
-    options = arguments.parse_args()
-    runs = read()
-    if not options.write:
-        run = (
-            measure_small(options.repeats, options.only)
-            if options.small
-            else measure(options.repeats, options.threads)
-        )
-        if options.only:
-            return
-        same = [kind(r) == kind(run) for r in runs]
-        runs = [r for r, replaced in zip(runs, same, strict=True) if not replaced] + [run]
-        temporary = KEPT.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in runs), encoding="utf-8")
-        temporary.replace(KEPT)
-    RESULT.write_text(render(runs), encoding="utf-8")
-    print(render(runs))
+    parser = arguments(__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="*", help="cases with these words, which are not kept")
+    parser.add_argument("--write", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    if options.write:
+        raw = json.loads((RAW / "training.json").read_text(encoding="utf-8"))
+    else:
+        raw = measure(options.repeats, options.only)
+    if options.only:
+        print(render(raw))
+    else:
+        finish("training", raw, render(raw))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,9 @@ def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int
         return f"{name}: state {state}"
     distances = np.sqrt(np.square(vectors_of(writer, group, state).astype(float) - query).sum(1))
     expected = sorted((float(away), f"{writer}/{group}/{at}") for at, away in enumerate(distances))
-    return None if expected == [(hit.distance, hit.id) for hit in hits] else f"{name}: other distances or order"
+    return (
+        None if expected == [(hit.distance, hit.id) for hit in hits] else f"{name}: other distances or order"
+    )
 
 
 def read(folder: Path, seed: int) -> None:
@@ -143,7 +145,9 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     make_bundle(folder / "bundle", WIDTH, 1.0)
     create_local(folder / "index", Bundle.open(folder / "bundle", threads=1), {"vector": WIDTH})
     board, drawn, wrong, kills = Board(folder / "board"), random.Random(seed), [], 0
-    with Index.open(folder / "index", threads=1) as index:  # filters know their field from the first answer on
+    with Index.open(
+        folder / "index", threads=1
+    ) as index:  # filters know their field from the first answer on
         about = {"group": "none", "state": 0}
         item = Item("first", metadata=about, arrays={"vector": np.zeros(WIDTH, np.float32)})
         index.store.upsert([item], index.bundle.sha256)

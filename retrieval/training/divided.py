@@ -15,7 +15,7 @@ from retrieval.training.devices import Devices
 PLAIN = 2**20
 """Numbers of a process's rows with the batch, up to which nothing is computed twice: a loss keeps up to some ten such matrices, 40 MB.
 
-In blocks, each computed twice, the same takes 1.7 to 3 times the processor time at this size, and about 5 times at 2¹⁶ (benchmarks/results/distributed_blocks.md).
+In blocks, each computed twice, the same takes more than one and a half times the processor time.
 """
 
 

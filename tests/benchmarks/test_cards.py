@@ -42,7 +42,7 @@ def test_the_cards_that_are_measured_so() -> None:
 
 
 def test_intervals_are_students() -> None:
-    from intervals import half_width, interval
+    from bench import half_width, interval
 
     values = [0.931, 0.947, 0.939, 0.95, 0.928]
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)

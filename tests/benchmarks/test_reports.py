@@ -21,41 +21,31 @@ def kept(name: str) -> Any:
 
 
 PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
-    "migrate_head": ("migrate_head", lambda script, raw: script.render(raw)),
-    "distributed": ("distributed_report", lambda script, raw: script.render(raw)),
-    "distributed_blocks": ("distributed_blocks", lambda script, raw: script.render(raw)),
+    "photos_without_labels": ("photos_without_labels", lambda script, raw: script.render(raw)),
     "pml_losses": ("pml_losses", lambda script, raw: script.render(raw)),
-    "evaluation_shapes": ("evaluation_shapes", lambda script, raw: script.render(raw)),
-    "evaluation": ("evaluation_report", lambda script, raw: script.render(raw)),
-    "onnx": ("onnx_report", lambda script, raw: script.render(raw)),
-    "backbones": ("backbones", lambda script, raw: script.render(raw)),
+    "evaluation": ("evaluation", lambda script, raw: script.render(raw)),
     "aml_algorithm1": ("aml_algorithm1", lambda script, raw: script.render(raw)),
     "aml_heldout": ("aml_heldout", lambda script, raw: script.render(raw)),
     "aml_roc": ("aml_roc", lambda script, raw: script.render(raw)),
-    "anml_projected": ("anml_projected", lambda script, raw: script.render(raw)),
     "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
+    "data_check": ("data_check", lambda script, raw: script.render(raw)),
     "daml_real": ("daml_real", lambda script, raw: script.render(raw)),
     "damage": ("damage", lambda script, raw: script.render(raw)),
     "kills": ("kills", lambda script, raw: script.render(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
-    "compressed": ("compressed", lambda script, raw: script.render(raw)),
-    "scale": ("scale_report", lambda script, raw: script.render(raw)),
-    "filters": ("filters", lambda script, raw: script.render(raw)),
-    "graph_storage": ("graph_storage", lambda script, raw: script.render(raw)),
+    "scale": ("scale", lambda script, raw: script.render(raw)),
+    "index_search": ("index_search", lambda script, raw: script.render(raw)),
     "histories": ("histories", lambda script, raw: script.render(raw)),
-    "methods": ("methods", lambda script, raw: script.render(raw)),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
-    "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
-    "serve": ("serve_report", lambda script, raw: script.render(raw)),
-    "store": ("store_report", lambda script, raw: script.render(raw)),
+    "serve": ("serve", lambda script, raw: script.render(raw)),
+    "store": ("store", lambda script, raw: script.render(raw)),
     "power_cuts": ("power_cuts", lambda script, raw: script.render(raw)),
-    "oahu_warm": ("oahu_warm", lambda script, raw: script.report(raw)),
-    "whitening": ("whitening", lambda script, raw: script.render(raw)),
+    "oahu_warm": ("oahu_warm", lambda script, raw: script.render(raw)),
     "search": ("search", lambda script, raw: script.render(raw)),
     "soak": ("soak", lambda script, raw: script.render(raw)),
-    "split": ("split", lambda script, raw: script.render(raw)),
     "levels": ("levels", lambda script, raw: script.render(raw)),
     "learners": ("learners", lambda script, raw: script.render(raw)),
+    "writers": ("writers", lambda script, raw: script.render(raw)),
     "training": ("training", lambda script, raw: script.render(raw)),
 }
 """What writes each page, and how."""
@@ -93,8 +83,8 @@ def test_recipes_train_for_as_many_epochs_as_were_chosen() -> None:
 def test_sentences_follow_the_figures() -> None:
     figures = kept("evaluation.json")
     before = page("evaluation", figures)
-    for row in figures["rows"][1::2]:
-        row["cpu"] *= 10
+    for row in figures["rows"]:
+        row["cpu"] *= 1 if row["contestant"] == "`retrieval.evaluate`" else 10
     after = page("evaluation", figures)
     said = [[line for line in text.splitlines() if line.startswith("- ")] for text in (before, after)]
     assert said[0] != said[1] and all("× our CPU seconds" in line for line in said[0][:1])

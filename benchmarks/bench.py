@@ -1,0 +1,292 @@
+"""What the benchmarks share: tables, intervals, the machine, kept results, and recipes that are trained and judged."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import t
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+RAW = RESULTS / "raw"
+WORK = HERE / "work"
+"""Scratch folders of benchmarks that take long; git ignores them."""
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist puts its files."""
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a script's docstring as it is written."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def work_arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """Return a parser of a script that trains for long: where it works, and where its report goes."""
+    parser = arguments(doc)
+    parser.add_argument(
+        "--work", type=Path, default=WORK / name, help="folder of finished runs and reduced sets"
+    )
+    parser.add_argument("--report", type=Path, help="also write the report here")
+    return parser
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+def spread(values: Any) -> str:
+    """Return mean ± standard deviation of shares, in percent."""
+    percent = 100 * np.asarray(values)
+    return f"{percent.mean():.1f} ± {percent.std(ddof=1):.1f}"
+
+
+def half_width(values: Sequence[float], level: float = 0.95) -> float:
+    """Return how far Student's interval reaches to either side of the mean; NaN for one value."""
+    if len(values) < 2:
+        return float("nan")
+    error = np.std(values, ddof=1) / np.sqrt(len(values))
+    return float(t.ppf(0.5 + level / 2, len(values) - 1) * error)
+
+
+def decimals(value: float, places: int = 3, sign: bool = False) -> str:
+    """Return a number as the tables write it: ".931", "−.004"; 1 and more keep the digit before the point."""
+    text = f"{abs(value):.{places}f}"
+    text = text.removeprefix("0") if text.startswith("0.") else text
+    minus = value < 0 and float(text) != 0
+    return ("−" if minus else "+" if sign else "") + text
+
+
+def interval(values: Sequence[float], places: int = 3, sign: bool = False) -> str:
+    """Return mean ± half-width of the 95 % interval, or the one value that there is."""
+    mean = decimals(float(np.mean(values)), places, sign)
+    return mean if len(values) < 2 else f"{mean} ± {decimals(half_width(values), places)}"
+
+
+def machine() -> str:
+    """Return the processor's name and the number of cores."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def versions(*packages: str) -> str:
+    """Return the versions of packages and of Python."""
+    found = [f"{name} {version(name)}" for name in packages]
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+def load() -> float:
+    """Return the machine's load average of the last minute."""
+    return round(os.getloadavg()[0], 1)
+
+
+def status(field: str) -> int:
+    """Return a field of this process's memory, as "VmRSS" or "VmHWM", in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{field}:")[1].split()[0]) * 1024
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file's lines; [] without a file."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def append(file: Path, row: dict[str, Any], show: bool = True) -> None:
+    """Keep one more JSON object, and print it unless `show` is false."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    if show:
+        print(row, flush=True)
+
+
+def resume_arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a script that keeps each row in results/raw and goes on from there."""
+    parser = arguments(doc)
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="measure everything again, in benchmarks/work; what is kept stays as it is",
+    )
+    return parser
+
+
+class Kept:
+    """Rows of results/raw/NAME.jsonl, or of a new file in benchmarks/work where all is measured again.
+
+    Args:
+        name: of the benchmark.
+        fresh: whether to leave what was kept alone.
+    """
+
+    def __init__(self, name: str, fresh: bool) -> None:
+        self.name, self.fresh = name, fresh
+        self.file = (WORK if fresh else RAW) / f"{name}.jsonl"
+        if fresh:
+            self.file.unlink(missing_ok=True)
+        self.rows = read_lines(self.file)
+        self.found = len(self.rows)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row that was measured now."""
+        append(self.file, row)
+        self.rows.append(json.loads(json.dumps(row)))
+
+    def finish(self, page: str) -> None:
+        """Print the page, write it unless all was measured again, and say what of it was measured now."""
+        print(page)
+        if not self.fresh:
+            write(RESULTS / f"{self.name}.md", page)
+        print(
+            f"{len(self.rows) - self.found} rows were measured now; {self.found} are kept ones of {self.file.name}."
+            + ("" if self.fresh or not self.found else " --fresh measures all of them again.")
+        )
+
+
+def finish(name: str, raw: Any, page: str) -> None:
+    """Keep what was measured as results/raw/NAME.json, write results/NAME.md, and print it."""
+    write(RAW / f"{name}.json", json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+    write(RESULTS / f"{name}.md", page)
+    print(page)
+
+
+def in_turns(
+    contestants: dict[str, Callable[[], Any]], rounds: int, warm: bool = True
+) -> dict[str, dict[str, list[float]]]:
+    """Call each contestant once a round, and return its wall and CPU seconds of every round.
+
+    Args:
+        contestants: what is timed, by name.
+        rounds: how many calls count.
+        warm: whether one more call of each comes first and does not count.
+    """
+    taken: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in contestants}
+    for number in range(rounds + warm):
+        for name, call in contestants.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            call()
+            if number >= warm:
+                taken[name]["wall"].append(time.perf_counter() - wall)
+                taken[name]["cpu"].append(time.process_time() - cpu)
+    return taken
+
+
+def train_and_judge(
+    table: dict[str, Any], folder: Path, baseline: bool = False
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Train a recipe and evaluate it.
+
+    Args:
+        table: the recipe.
+        folder: the run's; what is there is deleted first.
+        baseline: whether the features are evaluated too.
+
+    Returns:
+        The figures by title ("trained", and the baseline's), and CPU seconds of training.
+    """
+    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.recipe.read import check_recipe
+    from retrieval.training.trainer import train
+
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.process_time()
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        run = train(folder, check_recipe(table), report=len)
+        seconds = time.process_time() - began
+        return evaluate_run(run, baseline=baseline).figures, seconds
+
+
+class Runs:
+    """Figures of recipes that were trained, one JSON object a line: an interrupted benchmark goes on.
+
+    Args:
+        work: the folder that has the file, the sets and the run in progress.
+    """
+
+    def __init__(self, work: Path) -> None:
+        work.mkdir(parents=True, exist_ok=True)
+        self.work, self.file = work, work / "results.jsonl"
+        self.done = {entry["key"]: entry for entry in read_lines(self.file)}
+
+    def run(self, table: dict[str, Any], key: str | None = None) -> dict[str, Any]:
+        """Return a recipe's figures and seconds; train it if that was not done.
+
+        Args:
+            table: the recipe.
+            key: what it is kept under; by default the recipe itself.
+        """
+        key = key or json.dumps(table, sort_keys=True).replace(str(self.work), "")
+        if key not in self.done:
+            figures, seconds = train_and_judge(table, self.work / f"run-{os.getpid()}")
+            self.done[key] = {"key": key, "figures": figures["trained"], "seconds": seconds}
+            append(self.file, self.done[key], show=False)
+            shown = {name: round(value, 4) for name, value in figures["trained"].items()}
+            print(table["loss"], f"seed {table['seed']}", shown, f"{seconds:.1f} s", flush=True)
+        return self.done[key]
+
+
+def reduced_fashion(folder: Path, per_class: int, classes: int) -> Path:
+    """Write the first images of some of Fashion-MNIST's classes as idx files, and return their folder."""
+    from retrieval.data.idx import read_idx
+
+    if folder.exists():
+        return folder
+    images = read_idx(FASHION / "train-images-idx3-ubyte.gz", 3)
+    labels = read_idx(FASHION / "train-labels-idx1-ubyte.gz", 1)
+    rows = np.concatenate([np.flatnonzero(labels == c)[:per_class] for c in range(classes)])
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for prefix, part in (("train", rows[1:]), ("t10k", rows[:1])):  # the recipes split by class
+        for kind, array in (("images-idx3", images[part]), ("labels-idx1", labels[part])):
+            header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+            (temporary / f"{prefix}-{kind}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
+    temporary.replace(folder)
+    return folder
+
+
+def report(text: str, file: Path | None) -> None:
+    """Print a report, and write it where a file is given."""
+    print(text)
+    if file:
+        write(file, text.rstrip() + "\n")
+
+
+def child(script: str, *words: object, limit: float | None = None) -> Any:
+    """Run a script of this folder in a process of its own, and return the JSON that it prints last.
+
+    Raises:
+        RuntimeError: it failed; the message is its last line.
+    """
+    import subprocess
+
+    line = [sys.executable, str(HERE / script), *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=limit, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])

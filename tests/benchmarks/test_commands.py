@@ -1,0 +1,77 @@
+"""Every command of a benchmark that a page names is one that the script takes."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"python benchmarks/(\w+)\.py([^\n`#;|)]*)")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "models/*/README.md",
+    "benchmarks/*.py",
+    "benchmarks/results/*.md",
+)
+EXAMPLES = {"NAME": "digits", "CHECKOUT": ".", "FOLDER": "."}
+"""What stands for a word that a reader fills in."""
+
+
+class ParsedError(Exception):
+    """The script has read its command line."""
+
+
+def commands() -> Iterator[tuple[str, str, str]]:
+    """Yield each page, script and its words, every command once."""
+    seen = set()
+    for pattern in PAGES:
+        for page in sorted(ROOT.glob(pattern)):
+            text = page.read_text(encoding="utf-8")
+            if page.suffix == ".py":
+                text = ast.get_docstring(ast.parse(text)) or ""
+            for script, words in COMMAND.findall(text):
+                command = (script, words.strip().rstrip(".,:"))
+                if command not in seen:
+                    seen.add(command)
+                    yield (page.name, *command)
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
+    """Have a script read a command line, and go no further."""
+    whole = argparse.ArgumentParser.parse_args
+
+    def parse_args(self: argparse.ArgumentParser, *given: Any) -> None:
+        whole(self, *given)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    line = [EXAMPLES.get(word, word) for word in shlex.split(words)]
+    monkeypatch.setattr(sys, "argv", [script, *line])
+    module = importlib.import_module(script)
+    with pytest.raises(ParsedError):
+        module.main()
+
+
+@pytest.mark.parametrize(("page", "script", "words"), list(commands()))
+def test_the_script_takes_it(page: str, script: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (ROOT / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
+    if ".parse_args(" in source:
+        parse(monkeypatch, script, words)
+    else:
+        assert not words, f"{script}.py takes no options"
+
+
+def test_an_unknown_option_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "training", "--nothing-of-the-kind")
