@@ -99,7 +99,9 @@ class PreciseLoss(_Mixin):
 def _require_classes(labels: Tensor, classes: int) -> None:
     """Refuse labels that number no class: upstream takes -1, which often means "no label", for the last class."""
     try:
-        torch._assert_async(((labels >= 0) & (labels < classes)).all(), "a label is not the number of a class")
+        torch._assert_async(
+            ((labels >= 0) & (labels < classes)).all(), "a label is not the number of a class"
+        )
     except RuntimeError:
         raise ValueError(
             f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {classes} classes, from 0"
