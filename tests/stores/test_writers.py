@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import record, upkeep
+from retrieval.serving.store.arrays import Array
 from retrieval.serving.store.check import check_record
 from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
 from retrieval.serving.store.local import LocalStore
@@ -153,6 +155,30 @@ def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle: Bundle, t
         for parent, mode in before.items():
             parent.chmod(mode)
     holds(index, bundle, {f"{who} {turn}" for who in ("user", "root") for turn in range(3)})
+
+
+def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
+    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = np.random.default_rng(0).normal(size=(3000, 16)).astype(np.float32)
+    items = [Item(f"{row:04}", arrays={"vector": vector}) for row, vector in enumerate(vectors)]
+    with LocalStore(index, upkeep=False) as reader, LocalStore(index, upkeep=False) as writer:
+        writer.upsert(items[:10], bundle.sha256)
+        assert reader.propose(vectors[:1], 1, bundle.sha256)[0].items[0].id == "0000"
+        writer.upsert(items, bundle.sha256)  # more than the reader has mapped; the first ten rows are dead
+        rows = Array.rows
+        compacted = []
+
+        def rows_of(array: Array, count: int) -> Any:
+            if count > len(array._mapped) and not compacted and array in reader.views._arrays.values():
+                compacted.append(array.path)
+                writer.compact()
+                assert not array.path.exists()
+            return rows(array, count)
+
+        monkeypatch.setattr(Array, "rows", rows_of)
+        assert reader.propose(vectors[2999:], 1, bundle.sha256)[0].items[0].id == "2999"
+        assert compacted
 
 
 def test_who_waits_too_long_is_told(index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

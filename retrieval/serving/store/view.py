@@ -359,6 +359,10 @@ class Views:
             alive, dead = old.alive, old.dead
             gone = ask(connection, "select n from removed where seq > ?", (old.seq,))
             arrays = old.arrays
+            for (
+                array
+            ) in arrays.values():  # mapped here, where a file that a compaction has removed is expected
+                array.rows(rows)
         else:
             runs, alive, dead = Runs(ask(connection, sql, (generation.number, 0))), None, 0
             gone = ask(connection, "select n from removed")
