@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import wire
+from retrieval.serving.http.turns import WAITING_PER_WORKER
 
 LIVE = wire.get("/livez")
 
@@ -102,10 +103,10 @@ def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
     server = sleepy("--deadline", "20")
     port = server.port
     server.hang.touch()
-    crowd = [wire.connect(port) for _ in range(18)]
+    crowd = [wire.connect(port) for _ in range(WAITING_PER_WORKER + 2)]
     for one in crowd:
         one.sendall(wire.vector())
-    wire.until(lambda: figure(port, 'retrieval_queue_length{queue="searches"}') == 16)
+    wire.until(lambda: figure(port, 'retrieval_queue_length{queue="searches"}') == WAITING_PER_WORKER)
     head = wire.vector().partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
     with wire.connect(port) as early:
         early.sendall(head)  # and nothing of the body
@@ -115,7 +116,7 @@ def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
         assert "too many searches are waiting" in answer.error
         server.hang.unlink()
         answers = [wire.read_answer(one).status for one in crowd]
-        assert set(answers) <= {200, 503} and answers.count(200) >= 16
+        assert set(answers) <= {200, 503} and answers.count(200) >= WAITING_PER_WORKER
         early.sendall(wire.vector().partition(b"\r\n\r\n")[2] + wire.vector())  # the connection goes on
         assert wire.found(wire.read_answer(early))
     for one in crowd:

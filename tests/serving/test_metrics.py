@@ -125,14 +125,14 @@ def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
 
 
 def test_why_work_was_refused(served, index_path):
-    """One worker: of sixty searches at once, some are told that the queue is full."""
+    """One worker: of 150 searches at once, some are told that the queue is full."""
     server = served(index_path, "--workers", "1", "--max-bytes", "1000")
     big = wire.post(wire.form(bytes(3000)), wire.FORM)
     assert wire.ask(server.port, big).status == 413
     assert wire.ask(server.port, wire.post(b"x", "text/plain")).status == 415
     end = time.monotonic() + 60
     while ("queue",) not in scrape(server.port)["retrieval_refused_total"] and time.monotonic() < end:
-        with ThreadPoolExecutor(60) as threads:
-            list(threads.map(lambda _: wire.ask(server.port, wire.vector()), range(200)))
+        with ThreadPoolExecutor(150) as threads:
+            list(threads.map(lambda _: wire.ask(server.port, wire.vector()), range(450)))
     refused = scrape(server.port)["retrieval_refused_total"]
     assert refused["413",] == refused["415",] == 1 and refused["queue",] >= 1

@@ -18,6 +18,7 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from retrieval.errors import RetrievalError
 
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _RECORD_BYTES = 4096
 _PATIENCE = 0.3  # seconds: for the instant in which another process lets go
 
@@ -100,11 +101,11 @@ def _acquired(path: Path) -> FileLock | SoftFileLock | None:
             return lock
         lock.release()
     except Timeout:
-        soft = isinstance(lock, SoftFileLock)
+        soft = not _has_locks(path)  # filelock then waited for the empty file itself to go
     except NotImplementedError:
         soft = True
     except OSError as fault:
-        if fault.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+        if fault.errno not in _NO_LOCKS:
             raise
         soft = True
     if soft:  # the file system has no locks: a marker file, which names its process, stands in
@@ -113,6 +114,20 @@ def _acquired(path: Path) -> FileLock | SoftFileLock | None:
             lock.acquire()
             return lock
     return None
+
+
+def _has_locks(path: Path) -> bool:
+    """Whether the file system can lock this file."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as fault:
+            return fault.errno not in _NO_LOCKS
+    return True
 
 
 def _named(path: Path) -> tuple[int, int]:

@@ -123,10 +123,12 @@ class Searches:
             numbers = found.numbers.ravel()
             ends = [shape[1] * (answer + 1) for answer in range(shape[0])]
         wanted = numbers.tolist()
-        with stage("items", len(wanted)):
-            items = self._of(wanted, connection)
-        if items is None:
+        items = self._of(wanted, None)
+        if items is None and connection is None:  # no stage of a search: it is asked again
             return None
+        with stage("items", len(wanted)):
+            items = items or self._of(wanted, connection)
+        assert items is not None
         distances = None if squared is None else np.sqrt(squared.ravel())
         order = _order(items, distances, ends)
         if order is not None:
