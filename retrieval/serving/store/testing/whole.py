@@ -36,7 +36,7 @@ class WholeCases(Bench):
             with refused(StoreError):
                 at.open()
             at.drop()  # of nothing: no fault
-        store, state = self.store(), State()
+        store, state, at = self.store(), State(), self.at(self.place)
         self.put(store, state, some(5))
         equal(at.exists(), True, "existence")
         with refused(StoreError):
