@@ -65,8 +65,8 @@ _PAIR_NUMBERS = 1 << 16
 """Numbers that are measured in float64 at a time: 512 KB."""
 _PAIRS = 1 << 19
 """Pairs in doubt that are measured and entered at a time: bounds their memory."""
-_SPARSE_ONE, _SPARSE = 0.12, 0.75
-"""Share of rows kept up to which they are gathered first: times the number of queries, at most."""
+_SPARSE_ONE, _SPARSE = 0.13, 0.7
+"""Share of rows kept up to which they are gathered first: times the root of the number of queries, at most."""
 _DOUBT_ONE, _DOUBT = 1 / 16, 1 / 64
 """Share of pairs in doubt, of one query and of several, from which sums are the faster way."""
 _DOUBT_LEAST = 64
@@ -385,7 +385,7 @@ class _Scan:
         chosen: Rows | None = None
         if keep is not None:
             kept = int(np.count_nonzero(keep[start:stop]))
-            if kept <= min(_SPARSE, count * _SPARSE_ONE) * (stop - start):
+            if kept <= min(_SPARSE, count**0.5 * _SPARSE_ONE) * (stop - start):
                 chosen = np.flatnonzero(keep[start:stop]) + start
                 start, stop = 0, len(chosen)
         if chosen is not None or not self.whole:
@@ -423,7 +423,7 @@ class _Scan:
                     faiss.pairwise_L2sqr(width, *shape)
         values[:, size:] = np.inf
         if kept is not None:
-            values[:, np.flatnonzero(~kept)] = np.inf
+            values[:, :size] += np.where(kept, np.float32(0), np.float32(np.inf))
         return values.reshape(len(self.near), members, groups)
 
     def _limits(self, squared: Doubles) -> Floats:
