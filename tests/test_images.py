@@ -268,6 +268,12 @@ def test_a_client_leaves_the_rule_to_the_server(mode):
     if mode not in ("La", "LAB", "RGBa"):
         image.putpixel((1, 0), 99 if len(image.getbands()) == 1 else (99,) * len(image.getbands()))
     sent = image_bytes(image)
+    if mode == "YCbCr":
+        with Image.open(io.BytesIO(sent)) as again:
+            try:
+                again.load()
+            except OSError:
+                pytest.skip("this release of Pillow cannot read the YCbCr that it writes")
     if mode in ("I", "F"):
         with pytest.raises(DataError, match="save it as 8-bit"):
             decode(sent)

@@ -7,6 +7,7 @@ import gc
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from python_multipart.exceptions import FormParserError
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -185,6 +186,8 @@ def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str 
             few = "one" if max_images == 1 else f"{max_images:,} at most"
             raise RequestError(400, f'Too many files: give {few}, in the field "image".') from None
         reason = error.message.rstrip(".")
+    except FormParserError as error:  # Starlette before 1.10 lets it through
+        reason = str(error).rstrip(".")
     except UnicodeError:
         reason = "a field is not text of its charset"
     raise RequestError(400, f"The form cannot be read: {reason}.")
