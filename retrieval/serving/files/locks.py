@@ -122,11 +122,11 @@ def _has_locks(path: Path) -> bool:
         import fcntl
     except ImportError:  # Windows
         return True
-    with path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:  # or it is gone: its holder has just let go
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as fault:
-            return fault.errno not in _NO_LOCKS
+    except OSError as fault:
+        return fault.errno not in _NO_LOCKS
     return True
 
 
