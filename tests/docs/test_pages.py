@@ -98,7 +98,7 @@ def test_http(after_tutorial: Any, root: Path) -> None:
     after_tutorial.follow(root / "docs" / "http.md")
     assert (after_tutorial.folder / "nearest.png").read_bytes().startswith(b"\x89PNG")
     assert (after_tutorial.folder / "small.jpg").read_bytes().startswith(b"\xff\xd8\xff")
-    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 12
+    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 14
     assert sum(line.startswith("retrieval push ") for line in after_tutorial.ran) == 1
     described = {path for path in document()["paths"] if "{index}" not in path}
     shown = (root / "docs" / "http.md").read_text(encoding="utf-8")
