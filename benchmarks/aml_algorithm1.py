@@ -52,7 +52,9 @@ def measure() -> list[dict[str, Any]]:
         found = moments_of_classes(x, y.astype(np.intp))
         for what in ("means", "sums"):
             weights = (1.0, 1.0) if what == "means" else (found.n_similar, found.n_dissimilar)
-            objective = Objective(found.similar * weights[0], found.dissimilar * weights[1], 1.0, 1.0)
+            objective = Objective(
+                found.similar * weights[0], found.dissimilar * weights[1], 1.0, 1.0
+            )
             least = minimise(objective, tol=1e-6, max_iter=500)
             start = objective(np.eye(x.shape[1]))[0]
             rows.append(
@@ -77,7 +79,9 @@ def render(rows: list[dict[str, Any]]) -> str:
             if "diverged" in row
             else f"{row['reached']:.4f}, {row['reached'] / row['least'] - 1:.3%} above"
         )
-        lines.append([row["set"], row["moments"], ends, f"{row['least']:.4f}", str(row["iterations"])])
+        lines.append(
+            [row["set"], row["moments"], ends, f"{row['least']:.4f}", str(row["iterations"])]
+        )
     head = ["", "pairs as", f"after {STEPS:,} steps", "least found", "iterations of ours"]
     sums = [row for row in rows if row["moments"] == "sums"]
     means = [row for row in rows if row["moments"] == "means" and "reached" in row]

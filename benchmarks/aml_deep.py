@@ -114,7 +114,11 @@ def measure(results: Arms) -> dict[str, dict[str, Any]]:
         plain = results.choose(candidates)
         confusion = results.choose([plain | generator for generator in GENERATORS])
         still = confusion | {"generator": {"name": "aml.confusion", "beta": STILL}}
-        arms |= {f"{name}: plain": plain, f"{name}: not moved": still, f"{name}: confusion": confusion}
+        arms |= {
+            f"{name}: plain": plain,
+            f"{name}: not moved": still,
+            f"{name}: confusion": confusion,
+        }
     arms |= {name: results.choose(candidates) for name, candidates in DEEP.items()}
     return {
         name: {"chosen": tables, "runs": [results.figures(tables, seed) for seed in SEEDS]}
@@ -127,7 +131,10 @@ def chosen(tables: Tables) -> str:
     values = {k: v for k, v in tables["loss"].items() if k != "name"}
     beta = tables.get("generator", {}).get("beta")
     if beta is not None:
-        values |= {"β": "∞" if beta == STILL else beta, "real_weight": tables["train"]["real_weight"]}
+        values |= {
+            "β": "∞" if beta == STILL else beta,
+            "real_weight": tables["train"]["real_weight"],
+        }
     return ", ".join(f"{k} {v}" for k, v in values.items())
 
 
@@ -144,7 +151,9 @@ def lines(arms: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"| {name} | {chosen(arm['chosen'])} | {' | '.join(figures)} | {seconds:.1f} |"
     yield f"\n| from | to | {' | '.join(f'difference in {metric}' for metric in SHOWN)} |"
     yield "| --- " * 5 + "|"
-    pairs = [(f"{name}: {x}", f"{name}: confusion") for name in LOSSES for x in ("plain", "not moved")]
+    pairs = [
+        (f"{name}: {x}", f"{name}: confusion") for name in LOSSES for x in ("plain", "not moved")
+    ]
     pairs += [tuple(DEEP)]  # type: ignore[list-item]
     for before, after in pairs:
         differences = [

@@ -59,7 +59,9 @@ def two_classes(path: Path) -> None:
     spread = np.linalg.qr(random.normal(size=(10, 10)))[0] * random.uniform(0.4, 1.4, 10)
 
     def draw(apart: float) -> Floats:
-        drawn: Floats = random.normal(size=(200, 10)) @ spread.T + np.outer((y - 0.5) * apart, direction)
+        drawn: Floats = random.normal(size=(200, 10)) @ spread.T + np.outer(
+            (y - 0.5) * apart, direction
+        )
         return drawn
 
     train, test = draw(4.0), draw(1.5)
@@ -84,7 +86,9 @@ def two_classes(path: Path) -> None:
         plane = PCA(2).fit(codes)
         wrong = error(codes, y, codes, y, left_out=True), error(codes, y, others, y)
         for row, (items, part) in enumerate(((codes, "training"), (others, "test"))):
-            axes[row, column].scatter(*plane.transform(items).T, c=COLOURS[y], s=9, linewidths=0, alpha=0.8)
+            axes[row, column].scatter(
+                *plane.transform(items).T, c=COLOURS[y], s=9, linewidths=0, alpha=0.8
+            )
             axes[row, column].set_title(f"{name}, {part}: 5-NN error {wrong[row]:.3f}", fontsize=9)
     for axis in axes.flat:
         axis.set_xticks([])
@@ -101,7 +105,9 @@ def sets() -> Iterator[tuple[str, Floats, Any]]:
 
 
 def sensitivity(path: Path) -> None:
-    figure, axes = plt.subplots(2, 3, figsize=(9, 5.2), layout="constrained", sharex=True, sharey="col")
+    figure, axes = plt.subplots(
+        2, 3, figsize=(9, 5.2), layout="constrained", sharex=True, sharey="col"
+    )
     for column, (name, x, y) in enumerate(sets()):
         errors = np.zeros((2, len(GRID), 5, 2))
         plain = np.zeros((5, 2))
@@ -127,8 +133,17 @@ def sensitivity(path: Path) -> None:
                 errors[1, i, split] = measured(AML(1.0, value))
         for row, letter in enumerate("αβ"):
             axis = axes[row, column]
-            for part, (title, colour) in enumerate((("training", COLOURS[0]), ("test", COLOURS[1]))):
-                axis.plot(GRID, errors[row, :, :, part].mean(1), "o-", ms=3, c=colour, label=f"AML, {title}")
+            for part, (title, colour) in enumerate(
+                (("training", COLOURS[0]), ("test", COLOURS[1]))
+            ):
+                axis.plot(
+                    GRID,
+                    errors[row, :, :, part].mean(1),
+                    "o-",
+                    ms=3,
+                    c=colour,
+                    label=f"AML, {title}",
+                )
                 axis.axhline(plain[:, part].mean(), ls=":", c=colour, label=f"GMML, {title}")
             axis.set_xscale("log")
             axis.set_xlabel(f"{letter} ({'β' if letter == 'α' else 'α'} = 1)", fontsize=9)

@@ -63,7 +63,10 @@ def candidates(method: str) -> list[Any]:
     from retrieval_anml import LANML
 
     if method == "gmml_tuned":
-        return [GMML(t, regularization=weight) for t, weight in itertools.product(TS, (0.0, 0.01, 0.1, 1.0))]
+        return [
+            GMML(t, regularization=weight)
+            for t, weight in itertools.product(TS, (0.0, 0.01, 0.1, 1.0))
+        ]
     if method == "aml_tuned":
         settings = ((1.0, 1.0), (10.0, 1.0), (10.0, 10.0), (100.0, 1.0))
         return [AML(alpha, beta, t=t) for t, (alpha, beta) in itertools.product(TS, settings)]
@@ -121,7 +124,10 @@ def measure() -> None:
             found = candidates(method)
             best = 0
             if len(found) > 1:
-                scores = [sum(fitted_error(one, x[i], y[i], x[o], y[o]) for i, o in folds) for one in found]
+                scores = [
+                    sum(fitted_error(one, x[i], y[i], x[o], y[o]) for i, o in folds)
+                    for one in found
+                ]
                 best = int(np.argmin(scores))
             row[method] = fitted_error(found[best], x, y, test, truth)
             row[f"{method}_chosen"] = " ".join(str(found[best]).split())

@@ -53,7 +53,9 @@ def drawn(y: Any, seed: int) -> tuple[Any, Any, Any]:
     a, b = random.integers(0, len(y), (2, 60 * PAIRS))
     a, b = a[a != b], b[a != b]
     same = y[a] == y[b]
-    chosen = np.concatenate([np.flatnonzero(same)[: PAIRS // 2], np.flatnonzero(~same)[: PAIRS // 2]])
+    chosen = np.concatenate(
+        [np.flatnonzero(same)[: PAIRS // 2], np.flatnonzero(~same)[: PAIRS // 2]]
+    )
     return a[chosen], b[chosen], same[chosen]
 
 
@@ -104,7 +106,13 @@ def measure() -> list[dict[str, Any]]:
                 if learner is not None:
                     learner.fit(z[seen], y[seen])
                 auc, (false, true) = judged(learner, z[~seen], y[~seen], repeat)
-                row: dict[str, Any] = {"set": name, "repeat": repeat, "method": method, "t": t, "auc": auc}
+                row: dict[str, Any] = {
+                    "set": name,
+                    "repeat": repeat,
+                    "method": method,
+                    "t": t,
+                    "auc": auc,
+                }
                 if not repeat:
                     at = np.linspace(0, len(false) - 1, 100).astype(int)
                     row["curve"] = [false[at].round(4).tolist(), true[at].round(4).tolist()]
@@ -124,7 +132,8 @@ def render(rows: list[dict[str, Any]]) -> str:
     gaps = []
     for one, other in (("AML, α = β = 1", "GMML, t = .5"), ("AML_t, the same t", "GMML, t tuned")):
         cells = [
-            interval(np.subtract(auc(name, one), auc(name, other)).tolist(), 4, sign=True) for name in names
+            interval(np.subtract(auc(name, one), auc(name, other)).tolist(), 4, sign=True)
+            for name in names
         ]
         gaps.append([f"{one} less {other}", *cells])
     return "\n".join(

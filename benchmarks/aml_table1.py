@@ -92,7 +92,9 @@ def candidates(method: str) -> list[Any]:
     if method == "aml_t":
         return [AML(t=t) for t in TS]
     if method == "aml_ab":
-        return [AML(*values) for values in itertools.product((0.01, 0.1, 1.0, 10.0, 100.0), repeat=2)]
+        return [
+            AML(*values) for values in itertools.product((0.01, 0.1, 1.0, 10.0, 100.0), repeat=2)
+        ]
     return [{"gmml": GMML(), "aml": AML(), "lmnn": LMNN(3), "itml": ITML(max_iter=100)}.get(method)]
 
 
@@ -185,7 +187,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| | " + " | ".join(METHODS.values()) + " |",
         "| --- " * (len(METHODS) + 1) + "|",
     ]
-    lines += [f"| {name} | " + " | ".join(cell(name, method) for method in METHODS) + " |" for name in names]
+    lines += [
+        f"| {name} | " + " | ".join(cell(name, method) for method in METHODS) + " |"
+        for name in names
+    ]
     lines += [
         "",
         "The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same splits:",
@@ -215,7 +220,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     fits = converged = 0
     for name in names:
         for reading in READINGS:
-            chosen = [row for row in rows if (row["set"], row["method"]) == (name, f"grid: {reading}")]
+            chosen = [
+                row for row in rows if (row["set"], row["method"]) == (name, f"grid: {reading}")
+            ]
             if not chosen:
                 continue
             grid = np.array([row["grid"] for row in chosen])
@@ -245,7 +252,10 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells.append(f"{np.mean(seconds):.3f}" if seconds else "–")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     minutes = sum(row["seconds"] for row in rows) / 60
-    lines += ["", f"Measured in {minutes:.0f} minutes of CPU time, the searches for parameters included."]
+    lines += [
+        "",
+        f"Measured in {minutes:.0f} minutes of CPU time, the searches for parameters included.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -149,7 +149,9 @@ def candidates(method: str, large: bool) -> list[Any]:
     return [LANML(*values) for values in itertools.product(gamma1, (2.0, 8.0), weight)]
 
 
-def correct(train: Floats, labels: Ints, test: Floats, truth: Ints | None = None) -> NDArray[np.bool_]:
+def correct(
+    train: Floats, labels: Ints, test: Floats, truth: Ints | None = None
+) -> NDArray[np.bool_]:
     """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, of the training items, each left out."""
     out = np.zeros((len(test), KS), dtype=bool)
     count = min(KS, len(train) - 1)
@@ -233,7 +235,9 @@ def bounded(name: str, method: str, split: int, budget: int = BUDGET) -> dict[st
             found = {"set": name, "method": method, "split": split, "over": budget}
     child.join()
     if child.exitcode not in (0, -signal.SIGXCPU):
-        raise RuntimeError(f"{name}, {method}, split {split}: the process ended with {child.exitcode}.")
+        raise RuntimeError(
+            f"{name}, {method}, split {split}: the process ended with {child.exitcode}."
+        )
     return found
 
 
@@ -261,7 +265,9 @@ def stop_of(splits: list[dict[str, Any]]) -> str:
     return f"fails in {failed} of {len(splits)}" if failed else ""
 
 
-def summaries(rows: list[dict[str, Any]], fresh: bool = False) -> dict[tuple[str, str], dict[str, Any]]:
+def summaries(
+    rows: list[dict[str, Any]], fresh: bool = False
+) -> dict[tuple[str, str], dict[str, Any]]:
     """Return mean and standard deviation of each set and method: of an earlier run as it printed them, of this one over its splits."""
     earlier = [] if fresh else read_lines(EARLIER)
     found = {(row["set"], row["method"]): row for row in earlier}

@@ -189,7 +189,9 @@ def lines(table: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
         for method, entry in methods.items():
             figures = [spread([run["figures"][name] for run in entry["runs"]]) for name in METRICS]
             seconds = np.mean([run["seconds"] for run in entry["runs"]])
-            given = ", ".join(f"{k} {v}" for k, v in entry["loss"].items() if k != "name" and v is not None)
+            given = ", ".join(
+                f"{k} {v}" for k, v in entry["loss"].items() if k != "name" and v is not None
+            )
             yield f"| {method} | {given or '–'} | {' | '.join(figures)} | {seconds:.1f} |"
         yield "\n| from | to | difference in R@1 | in MAP@R | R@1 in the paper (CUB-200) |"
         yield "| --- " * 5 + "|"
@@ -198,7 +200,9 @@ def lines(table: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
                 spread(
                     [
                         b["figures"][name] - a["figures"][name]
-                        for a, b in zip(methods[before]["runs"], methods[after]["runs"], strict=True)
+                        for a, b in zip(
+                            methods[before]["runs"], methods[after]["runs"], strict=True
+                        )
                     ]
                 )
                 for name in ("recall_at_1", "map_at_r")

@@ -30,7 +30,9 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser that shows a script's docstring as it is written."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def work_arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
@@ -185,7 +187,9 @@ def in_turns(
         rounds: how many calls count.
         warm: whether one more call of each comes first and does not count.
     """
-    taken: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in contestants}
+    taken: dict[str, dict[str, list[float]]] = {
+        name: {"wall": [], "cpu": []} for name in contestants
+    }
     for number in range(rounds + warm):
         for name, call in contestants.items():
             wall, cpu = time.perf_counter(), time.process_time()
@@ -264,8 +268,12 @@ def reduced_fashion(folder: Path, per_class: int, classes: int) -> Path:
     temporary.mkdir(parents=True)
     for prefix, part in (("train", rows[1:]), ("t10k", rows[:1])):  # the recipes split by class
         for kind, array in (("images-idx3", images[part]), ("labels-idx1", labels[part])):
-            header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
-            (temporary / f"{prefix}-{kind}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
+            header = bytes([0, 0, 8, array.ndim]) + b"".join(
+                n.to_bytes(4, "big") for n in array.shape
+            )
+            (temporary / f"{prefix}-{kind}-ubyte").write_bytes(
+                header + array.astype(np.uint8).tobytes()
+            )
     temporary.replace(folder)
     return folder
 

@@ -27,7 +27,9 @@ KEPT = Path(__file__).parent / "results" / "raw" / "cards.jsonl"
 METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
 COMPARED = ["recall_at_1", "map_at_r"]
 RAW = "raw pixels"
-BLOCK = re.compile(r"(?<=<!-- results: benchmarks/cards.py -->\n).*?(?=<!-- end of results -->)", re.S)
+BLOCK = re.compile(
+    r"(?<=<!-- results: benchmarks/cards.py -->\n).*?(?=<!-- end of results -->)", re.S
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class Row:
 def one_metric(title: str) -> Row:
     """Return the triplet loss alone, for as many epochs of the metric as the recipes of DAML and DAMML have."""
     return Row(
-        title, "digits-daml", ("train.epochs=5",), ("generator", "generator_optimizer", "phase", "train")
+        title,
+        "digits-daml",
+        ("train.epochs=5",),
+        ("generator", "generator_optimizer", "phase", "train"),
     )
 
 
@@ -60,9 +65,13 @@ CARDS: dict[str, list[Row]] = {
     ],
     "digits-lanml": [
         Row("anml.lanml, this recipe", "digits-lanml"),
-        Row("core.pca, 9 components", "digits-lanml", ('learner={name="core.pca", n_components=9}',)),
+        Row(
+            "core.pca, 9 components", "digits-lanml", ('learner={name="core.pca", n_components=9}',)
+        ),
         Row("core.lda", "digits-lanml", ('learner={name="core.lda"}',)),
-        Row("core.nca, 9 components", "digits-lanml", ('learner={name="core.nca", n_components=9}',)),
+        Row(
+            "core.nca, 9 components", "digits-lanml", ('learner={name="core.nca", n_components=9}',)
+        ),
         Row(
             "anml.pnca, α = .1, 32 components",
             "digits-lanml",
@@ -98,7 +107,8 @@ CARDS: dict[str, list[Row]] = {
 def key(row: Row, seed: int) -> str:
     """Return what a run is kept under: rows of several cards may be the same run."""
     return json.dumps(
-        [row.recipe, sorted(row.overrides), sorted(row.without), row.untrained, seed], ensure_ascii=False
+        [row.recipe, sorted(row.overrides), sorted(row.without), row.untrained, seed],
+        ensure_ascii=False,
     )
 
 
@@ -180,12 +190,16 @@ def block(name: str) -> str:
     """
     done, rows = kept(), CARDS[name]
     found = [
-        (row.title, [done[key(row, seed)] for seed in range(99) if key(row, seed) in done]) for row in rows
+        (row.title, [done[key(row, seed)] for seed in range(99) if key(row, seed) in done])
+        for row in rows
     ]
     if not found[0][1]:
         raise KeyError(f"{name} was never measured: python benchmarks/cards.py {name}")
     raw = [entry["figures"][RAW] for entry in found[0][1] if RAW in entry["figures"]]
-    table = [(RAW, raw), *((title, [e["figures"]["trained"] for e in entries]) for title, entries in found)]
+    table = [
+        (RAW, raw),
+        *((title, [e["figures"]["trained"] for e in entries]) for title, entries in found),
+    ]
     lines = ["| | seeds | " + " | ".join(METRICS) + " |", "| --- |" + " --- |" * (1 + len(METRICS))]
     for title, figures in table:
         cells = [interval([f[metric] for f in figures]) for metric in METRICS]
@@ -193,7 +207,10 @@ def block(name: str) -> str:
         lines.append(f"| {shown} | {len(figures)} | {' | '.join(cells)} |")
     own = table[1][1]
     lines += ["", "This recipe less each of the others, of the same seeds:", ""]
-    lines += ["| | seeds | " + " | ".join(COMPARED) + " |", "| --- |" + " --- |" * (1 + len(COMPARED))]
+    lines += [
+        "| | seeds | " + " | ".join(COMPARED) + " |",
+        "| --- |" + " --- |" * (1 + len(COMPARED)),
+    ]
     for title, figures in [table[0], *table[2:]]:
         # where nothing is random in the other, one value stands for all seeds
         others = figures * len(own) if len(figures) == 1 else figures

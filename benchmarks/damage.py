@@ -72,7 +72,8 @@ def make(folder: Path) -> tuple[State, list[Bundle]]:
         store.compact()
         generation = store.begin(bundles[1], widths_of(bundles[1], features=WIDTH))
         store.embed(
-            generation, [item_of(one.id, int(one.id[2:]) * 31, 1) for one in store.pending(generation, 70)]
+            generation,
+            [item_of(one.id, int(one.id[2:]) * 31, 1) for one in store.pending(generation, 70)],
         )
         for call in rest:
             if "ids" in call:
@@ -124,7 +125,9 @@ def look(folder: Path, name: str, state: State, bundles: list[Bundle]) -> tuple[
         return "crash", f"{type(fault).__name__}: {fault}"[:300]
 
 
-def cases(count: int, seed: int, folder: Path, shown: Callable[[int], object]) -> list[dict[str, Any]]:
+def cases(
+    count: int, seed: int, folder: Path, shown: Callable[[int], object]
+) -> list[dict[str, Any]]:
     """Damage an index so many times; return what each time came of it."""
     state, bundles = make(folder)
     names = [
@@ -148,7 +151,9 @@ def cases(count: int, seed: int, folder: Path, shown: Callable[[int], object]) -
                 damage(copy / name, kind, random.Random(seed * 1_000_003 + at))
                 how, said = look(copy, identity(folder / "index"), state, bundles)
                 os.write(
-                    pipe, json.dumps({"file": name, "kind": kind, "how": how, "said": said}).encode() + b"\n"
+                    pipe,
+                    json.dumps({"file": name, "kind": kind, "how": how, "said": said}).encode()
+                    + b"\n",
                 )
 
         process, pipe = forked(work)
@@ -159,7 +164,12 @@ def cases(count: int, seed: int, folder: Path, shown: Callable[[int], object]) -
         if status:
             name, kind, _ = batch[min(len(done), len(batch) - 1)]
             rows.append(
-                {"file": name, "kind": kind, "how": "crash", "said": f"the process ended with {status}"}
+                {
+                    "file": name,
+                    "kind": kind,
+                    "how": "crash",
+                    "said": f"the process ended with {status}",
+                }
             )
         shown(len(rows))
     return rows
@@ -222,10 +232,13 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         raw = summary(
-            cases(chosen.count, chosen.seed, Path(folder), lambda done: print(done, flush=True)), chosen.seed
+            cases(chosen.count, chosen.seed, Path(folder), lambda done: print(done, flush=True)),
+            chosen.seed,
         )
     (chosen.output / "raw").mkdir(exist_ok=True)
-    (chosen.output / "raw" / "damage.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    (chosen.output / "raw" / "damage.json").write_text(
+        json.dumps(raw, indent=1) + "\n", encoding="utf-8"
+    )
     (chosen.output / "damage.md").write_text(render(raw), encoding="utf-8")
     print(render(raw))
     sys.exit(1 if raw["wrong"] else 0)

@@ -96,7 +96,9 @@ BEYOND = (
     "disturbed + hardest semi-hard",
     "disturbed + hardest semi-hard + real",
 )
-COMBINED = tuple(f"DAMML {kind} K = {k}" for kind in ("discriminator", "uniform") for k in (2, 4, 8))
+COMBINED = tuple(
+    f"DAMML {kind} K = {k}" for kind in ("discriminator", "uniform") for k in (2, 4, 8)
+)
 
 UNTUNED: list[tuple[str, str, dict[str, Any]]] = [
     ("glyphs", "contrastive", {"name": "daml.contrastive", "margin": 0.5}),
@@ -125,7 +127,9 @@ def taken(data: str, method: str, loss: str) -> bool:
     if method == STILL:
         return data == "drawn"
     if method in BEYOND:
-        return loss == "triplet" if data == "glyphs" else data == "drawn" and "disturbed" not in method
+        return (
+            loss == "triplet" if data == "glyphs" else data == "drawn" and "disturbed" not in method
+        )
     if method in COMBINED:
         return data in ("glyphs", "fashion")
     return data == "glyphs" or method in METHODS[:6]
@@ -139,7 +143,13 @@ def candidates(data: str, loss: str) -> list[dict[str, Any]]:
 
 
 def recipe(
-    work: Path, data: str, loss: str, method: str, loss_table: dict[str, Any], seed: int, choose: bool
+    work: Path,
+    data: str,
+    loss: str,
+    method: str,
+    loss_table: dict[str, Any],
+    seed: int,
+    choose: bool,
 ) -> dict[str, Any]:
     """Return the recipe of one run; `choose`: on the training classes alone."""
     part = "-choose" if choose else f"-{seed}" if data == "few" else ""
@@ -222,7 +232,9 @@ def run(
 def row(runs: Runs, data: str, loss: str, method: str, judge: str) -> dict[str, Any]:
     """Return one row: its choice, and each seed's figures."""
     some = candidates(data, loss)
-    scores = [run(runs, data, loss, method, one, CHOOSING_SEED, True)["figures"][judge] for one in some]
+    scores = [
+        run(runs, data, loss, method, one, CHOOSING_SEED, True)["figures"][judge] for one in some
+    ]
     choice = some[int(np.argmax(scores))]
     found = [run(runs, data, loss, method, choice, seed, False) for seed in SEEDS]
     return {"loss": loss, "method": method, "choice": choice, "runs": found}
@@ -250,14 +262,18 @@ def untuned(runs: Runs, sets: list[str], losses: list[str]) -> list[dict[str, An
         if data in sets and loss in losses:
             made: dict[str, Any] = {"data": data, "loss": loss, "choice": choice}
             for method in ("plain", "DAML"):
-                made[method] = [run(runs, data, loss, method, choice, seed, False) for seed in SEEDS]
+                made[method] = [
+                    run(runs, data, loss, method, choice, seed, False) for seed in SEEDS
+                ]
             rows.append(made)
     return rows
 
 
 def papers_gain(loss: str) -> str:
     """Return DAML's gain in Recall@1 on Cars196 in the paper."""
-    return f"{published('daml_table_5', loss, 'DAML') - published('daml_table_5', loss, 'alone'):+.1f}"
+    return (
+        f"{published('daml_table_5', loss, 'DAML') - published('daml_table_5', loss, 'alone'):+.1f}"
+    )
 
 
 def gained(runs: list[dict[str, Any]], without: list[dict[str, Any]]) -> str:
@@ -278,7 +294,9 @@ HEADINGS = {
 }
 
 
-def lines(table: dict[str, dict[str, dict[str, Any]]], as_they_come: list[dict[str, Any]]) -> Iterator[str]:
+def lines(
+    table: dict[str, dict[str, dict[str, Any]]], as_they_come: list[dict[str, Any]]
+) -> Iterator[str]:
     """Yield the lines of the report."""
     yield "# Generated hard negatives against mined ones (DAML)\n"
     yield "Made by `python benchmarks/daml_baselines.py`, which says what is trained and how parameters were chosen. Figures in %, mean ±"
@@ -291,7 +309,8 @@ def lines(table: dict[str, dict[str, dict[str, Any]]], as_they_come: list[dict[s
         yield "| --- " * 12 + "|"
         for row in sorted(rows.values(), key=lambda row: list(LOSSES).index(row["loss"])):
             figures = {
-                name: [run["figures"][name] for run in row["runs"]] for name in row["runs"][0]["figures"]
+                name: [run["figures"][name] for run in row["runs"]]
+                for name in row["runs"][0]["figures"]
             }
             plain = rows.get(f"{row['loss']}: plain")
             gain = ""
@@ -300,7 +319,8 @@ def lines(table: dict[str, dict[str, dict[str, Any]]], as_they_come: list[dict[s
             paper = papers_gain(row["loss"]) if row["method"] == "DAML" else ""
             own = ", ".join(f"{k} {v:g}" for k, v in row["choice"].items() if k != "name")
             cells = [
-                spread(figures[name]) for name in ("recall_at_2", "recall_at_4", "recall_at_8", "nmi", "f1")
+                spread(figures[name])
+                for name in ("recall_at_2", "recall_at_4", "recall_at_8", "nmi", "f1")
             ]
             seconds = np.mean([run["seconds"] for run in row["runs"]])
             yield (
@@ -315,7 +335,9 @@ def lines(table: dict[str, dict[str, dict[str, Any]]], as_they_come: list[dict[s
         yield "| --- " * 7 + "|"
         for row in as_they_come:
             own = ", ".join(f"{k} {v:g}" for k, v in row["choice"].items() if k != "name")
-            without, made = (spread([r["figures"]["recall_at_1"] for r in row[m]]) for m in ("plain", "DAML"))
+            without, made = (
+                spread([r["figures"]["recall_at_1"] for r in row[m]]) for m in ("plain", "DAML")
+            )
             given = "one, 1600" if row["data"] == "random" else "three, 400"
             yield (
                 f"| {given} | {row['loss']} | {own} | {without} | {made} | {gained(row['DAML'], row['plain'])} | "

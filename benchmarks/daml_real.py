@@ -44,7 +44,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "four views, learned": LEARNED | {"views": True},
 }
 Choice = tuple[float, float]
-CANDIDATES: tuple[Choice, ...] = tuple(itertools.product((0.2, 1.0), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)))
+CANDIDATES: tuple[Choice, ...] = tuple(
+    itertools.product((0.2, 1.0), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1))
+)
 """Margin and learning rate."""
 FIRST: tuple[Choice, ...] = tuple(itertools.product((0.2, 1.0), (3e-3, 1e-2, 3e-2)))
 """Those that were tried at first."""
@@ -82,7 +84,9 @@ def load(name: str) -> tuple[Floats, NDArray[np.int64]]:
     return x[some], y[some]
 
 
-def divided(name: str, y: NDArray[np.int64], seed: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def divided(
+    name: str, y: NDArray[np.int64], seed: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return the rows that train and those that are searched."""
     units = np.unique(y) if name == "letter" else np.arange(len(y))
     order = np.random.default_rng(1).permutation(units)
@@ -132,7 +136,9 @@ def recipe(file: Path, method: str, choice: Choice, classes: int, seed: int) -> 
     return made
 
 
-def run(name: str, method: str, choice: Choice, seed: int, x: Floats, y: NDArray[np.int64]) -> dict[str, Any]:
+def run(
+    name: str, method: str, choice: Choice, seed: int, x: Floats, y: NDArray[np.int64]
+) -> dict[str, Any]:
     """Train once; return what is kept."""
     fit, searched = divided(name, y, seed)
     rows = np.concatenate([fit, searched])
@@ -147,7 +153,13 @@ def run(name: str, method: str, choice: Choice, seed: int, x: Floats, y: NDArray
         table = recipe(file, method, choice, len(np.unique(y[fit])), seed)
         own = seed in SEEDS and method == ONE
         found, seconds = train_and_judge(table, Path(folder) / "run", baseline=own)
-    row = {"set": name, "method": method, "choice": choice, "seed": seed, "items": [len(fit), len(searched)]}
+    row = {
+        "set": name,
+        "method": method,
+        "choice": choice,
+        "seed": seed,
+        "items": [len(fit), len(searched)],
+    }
     row |= {figure: found["trained"][figure] for figure in FIGURES}
     if own:
         (raw,) = (figures for title, figures in found.items() if title != "trained")
@@ -158,7 +170,9 @@ def run(name: str, method: str, choice: Choice, seed: int, x: Floats, y: NDArray
 class Kept:
     """What is kept, by set, method, margin and rate, and seed; choices are among `candidates`."""
 
-    def __init__(self, rows: list[dict[str, Any]], candidates: tuple[Choice, ...] = CANDIDATES) -> None:
+    def __init__(
+        self, rows: list[dict[str, Any]], candidates: tuple[Choice, ...] = CANDIDATES
+    ) -> None:
         self.candidates = candidates
         self.found = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
 
@@ -181,12 +195,16 @@ class Kept:
 
     def gains(self, name: str, method: str, figure: str, against: str = ONE) -> list[float]:
         """Return the differences from another row, in points, seed by seed."""
-        pairs = zip(self.tested(name, method, figure), self.tested(name, against, figure), strict=True)
+        pairs = zip(
+            self.tested(name, method, figure), self.tested(name, against, figure), strict=True
+        )
         return [own - one for own, one in pairs]
 
     def complete(self) -> list[str]:
         """Return the sets of which all is measured."""
-        return [name for name in SETS if all(self.tested(name, m, "recall_at_1") for m in methods(name))]
+        return [
+            name for name in SETS if all(self.tested(name, m, "recall_at_1") for m in methods(name))
+        ]
 
 
 def measure(sets: list[str]) -> None:
@@ -221,7 +239,9 @@ def changed(now: Kept, first: Kept) -> list[list[str]]:
     for name in now.complete():
         for method in methods(name)[1:]:
             if any(first.chosen(name, m) != now.chosen(name, m) for m in (ONE, method)):
-                cells = [said(kept.gains(name, method, f)) for f in FIGURES for kept in (first, now)]
+                cells = [
+                    said(kept.gains(name, method, f)) for f in FIGURES for kept in (first, now)
+                ]
                 lines.append([SETS[name], method, *cells])
     return lines
 
@@ -261,7 +281,9 @@ def render(rows: list[dict[str, Any]]) -> str:
             f"{len(SEEDS)} splits; gains over one metric are paired by split, with Student's 95 % interval of the mean. The splits share items, so that the intervals are somewhat too narrow, and there",
             "are several of them: read one that just leaves out 0 as none.",
             "",
-            markdown(["set", "row", "margin, rate", "Recall@1", "gain", "MAP@R", "gain of MAP@R"], lines),
+            markdown(
+                ["set", "row", "margin, rate", "Recall@1", "gain", "MAP@R", "gain of MAP@R"], lines
+            ),
             "",
             "Gains where the choice among the first six candidates was another:",
             "",

@@ -41,8 +41,13 @@ def prepare(work: Path, sets: list[str]) -> None:
         if name == "drawn":
             drawings(work)
             continue
-        x, y, training, fitted = glyph_features(work) if name == "glyphs" else fashion_features(work)
-        for suffix, kept, fit in (("", np.full(len(y), True), training), ("-choose", training, fitted)):
+        x, y, training, fitted = (
+            glyph_features(work) if name == "glyphs" else fashion_features(work)
+        )
+        for suffix, kept, fit in (
+            ("", np.full(len(y), True), training),
+            ("-choose", training, fitted),
+        ):
             mean = x[fit].mean(0)
             _, _, axes = np.linalg.svd(x[fit] - mean, full_matrices=False)
             z = (x - mean) @ axes[:COMPONENTS].T
@@ -91,7 +96,9 @@ Featured = tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_], NDArray[np.bool_
 def glyph_features(work: Path) -> Featured:
     plugins = load_plugins([str(Path(__file__).with_name("glyphs.py"))])
     x, y = encoded(plugins, plugins.build("datasets", {"name": "glyphs.han"}, {}))
-    order = np.random.default_rng(0).permutation(np.unique(y))  # neighbours in Unicode share a radical
+    order = np.random.default_rng(0).permutation(
+        np.unique(y)
+    )  # neighbours in Unicode share a radical
     (work / "glyphs-classes.json").write_text(json.dumps(order.tolist()))
     return x, y, np.isin(y, order[:600]), np.isin(y, order[:480])
 
@@ -99,7 +106,9 @@ def glyph_features(work: Path) -> Featured:
 def fashion_features(work: Path) -> Featured:
     folder = reduced_fashion(work / "fashion", PER_CLASS, 10)
     plugins = load_plugins()
-    x, y = encoded(plugins, plugins.build("datasets", {"name": "core.fashion_mnist", "folder": folder}, {}))
+    x, y = encoded(
+        plugins, plugins.build("datasets", {"name": "core.fashion_mnist", "folder": folder}, {})
+    )
     return x, y, np.isin(y, list("01234")), np.isin(y, list("013"))
 
 

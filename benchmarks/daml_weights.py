@@ -39,7 +39,9 @@ def recipe(file: Path, sweep: str, value: float, seed: int) -> dict[str, Any]:
     weights = {"lambda_reg": 1.0, "lambda_adv": 50.0}
     if sweep in ("lambda1", "lambda2"):
         weights["lambda_reg" if sweep == "lambda1" else "lambda_adv"] = value
-    metric = ["backbone", "head", "combiner", "loss"] if sweep == "mu" else ["backbone", "head", "loss"]
+    metric = (
+        ["backbone", "head", "combiner", "loss"] if sweep == "mu" else ["backbone", "head", "loss"]
+    )
     made: dict[str, Any] = {
         "name": "weights",
         "seed": seed,
@@ -63,7 +65,13 @@ def recipe(file: Path, sweep: str, value: float, seed: int) -> dict[str, Any]:
     }
     if sweep == "mu":
         made["head"] = {"embedding_size": 32}
-        made["combiner"] = {"name": "daml.discriminator", "metrics": 4, "hidden": 32, "mu": value, "rho": 5.0}
+        made["combiner"] = {
+            "name": "daml.discriminator",
+            "metrics": 4,
+            "hidden": 32,
+            "mu": value,
+            "rho": 5.0,
+        }
     if sweep == "lambda":
         made["train"] |= {"coupling": "joint", "loss_weight": value}
     if np.isnan(value):  # the loss alone, for as many batches
@@ -82,7 +90,12 @@ def measure() -> None:
     torch.set_num_threads(1)
     done = {(row["sweep"], row["value"], row["seed"]) for row in read_lines(KEPT)}
     jobs = [("alone", float("nan"), seed) for seed in SEEDS]
-    jobs += [(sweep, value, seed) for seed in SEEDS for sweep, (_, grid) in SWEEPS.items() for value in grid]
+    jobs += [
+        (sweep, value, seed)
+        for seed in SEEDS
+        for sweep, (_, grid) in SWEEPS.items()
+        for value in grid
+    ]
     with tempfile.TemporaryDirectory() as folder:
         x, y = load("letter")
         x = (x - x[y < 13].mean(0)) / x[y < 13].std(0)
@@ -110,13 +123,17 @@ def collected() -> dict[str, dict[Any, list[float]]]:
     """Return Recall@1 in % by sweep and value."""
     found: dict[str, dict[Any, list[float]]] = {}
     for row in read_lines(KEPT):
-        found.setdefault(row["sweep"], {}).setdefault(row["value"], []).append(100 * row["recall_at_1"])
+        found.setdefault(row["sweep"], {}).setdefault(row["value"], []).append(
+            100 * row["recall_at_1"]
+        )
     return found
 
 
 def paper(sweep: str, value: float) -> float | None:
     """Return what the paper has, in %."""
-    return published("daml_table_12", sweep, f"{value:g}") if sweep in ("lambda1", "lambda2") else None
+    return (
+        published("daml_table_12", sweep, f"{value:g}") if sweep in ("lambda1", "lambda2") else None
+    )
 
 
 def said(values: list[float]) -> str:
@@ -179,7 +196,9 @@ def draw() -> None:
             axis.axhline(alone, ls=":", c="grey", label="the loss alone, here")
         if sweep in ("lambda1", "lambda2"):
             theirs = np.array([published("daml_table_12", sweep, f"{value:g}") for value in grid])
-            axis.plot(grid, theirs - theirs.mean(), "x--", c="#d6604d", ms=4, label="paper, Cars196")
+            axis.plot(
+                grid, theirs - theirs.mean(), "x--", c="#d6604d", ms=4, label="paper, Cars196"
+            )
         axis.set_xscale("log")
         axis.set_title(title, fontsize=8)
         axis.tick_params(labelsize=7)

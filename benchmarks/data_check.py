@@ -68,7 +68,9 @@ def jpeg(image: Image.Image) -> Image.Image:
 
 def scaled(image: Image.Image, factor: float) -> Image.Image:
     """Return an image in another size."""
-    return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
+    return image.resize(
+        (round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC
+    )
 
 
 CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
@@ -103,7 +105,12 @@ def main() -> None:
         ):
             alarms, shares = measured(every, mark, limit)
             rows.append(
-                [name, how, f"{alarms:,} of {len(every):,}", *(f"{100 * share:.0f} %" for share in shares)]
+                [
+                    name,
+                    how,
+                    f"{alarms:,} of {len(every):,}",
+                    *(f"{100 * share:.0f} %" for share in shares),
+                ]
             )
     raw = {"date": time.strftime("%Y-%m-%d"), "rows": rows}
     finish("data_check", raw, render(raw))

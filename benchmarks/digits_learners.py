@@ -38,10 +38,14 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         for width in (9, 16, 32)
     ],
     "anml.pnca": [
-        {"alpha": alpha, "n_components": width} for alpha in (0.1, 0.3, 1.0) for width in (9, 16, 32)
+        {"alpha": alpha, "n_components": width}
+        for alpha in (0.1, 0.3, 1.0)
+        for width in (9, 16, 32)
     ],
     "aml.gmml": [
-        {"t": t, "regularization": weight} for t in (0.0, 0.2, 0.4, 0.6, 0.8) for weight in (0.0, 0.03)
+        {"t": t, "regularization": weight}
+        for t in (0.0, 0.2, 0.4, 0.6, 0.8)
+        for weight in (0.0, 0.03)
     ],
     "aml.aml": [
         {"t": t, "alpha": alpha, "regularization": 0.03}
@@ -56,7 +60,9 @@ def fitted(folder: Path, name: str, given: dict[str, Any], seed: int) -> Path:
     if not (folder / "summary.json").is_file():
         table = (
             "{"
-            + ", ".join(f"{key} = {json.dumps(value)}" for key, value in {"name": name, **given}.items())
+            + ", ".join(
+                f"{key} = {json.dumps(value)}" for key, value in {"name": name, **given}.items()
+            )
             + "}"
         )
         made = read_recipe(RECIPE, [f"learner={table}", f"split.seed={seed}"])
@@ -74,8 +80,13 @@ def main() -> None:
     for name in options.learners:
         candidates, means = CANDIDATES[name], []
         for i, given in enumerate(candidates):
-            runs = [fitted(options.output / f"{name}-{i}-{seed}", name, given, seed) for seed in SEEDS]
-            found = [json.loads((run / "summary.json").read_text())["validation"]["map_at_r"] for run in runs]
+            runs = [
+                fitted(options.output / f"{name}-{i}-{seed}", name, given, seed) for seed in SEEDS
+            ]
+            found = [
+                json.loads((run / "summary.json").read_text())["validation"]["map_at_r"]
+                for run in runs
+            ]
             means.append(statistics.mean(found))
             print(f"{name} {given}: validation MAP@R {means[-1]:.4f}", flush=True)
         best = means.index(max(means))
@@ -84,7 +95,9 @@ def main() -> None:
         for seed in SEEDS:
             folder = options.output / f"{name}-{best}-{seed}"
             if not (folder / "evaluation-test.json").is_file():
-                evaluate_run(load_run(folder), metrics=METRICS, baseline=name == options.learners[0])
+                evaluate_run(
+                    load_run(folder), metrics=METRICS, baseline=name == options.learners[0]
+                )
             figures = json.loads((folder / "evaluation-test.json").read_text())["figures"]
             rows[title].append(figures["trained"])
             rows["raw pixels"] += [figures["raw pixels"]] if "raw pixels" in figures else []

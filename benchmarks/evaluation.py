@@ -49,7 +49,9 @@ def items_of(name: str, count: int) -> tuple[Any, Any]:
         made = PCA(128, random_state=0).fit_transform(images[rows] / 255)
     else:
         labels = np.arange(count, dtype=np.int64) // 15
-        made = random.normal(size=(labels[-1] + 1, 128))[labels] + 2.2 * random.normal(size=(count, 128))
+        made = random.normal(size=(labels[-1] + 1, 128))[labels] + 2.2 * random.normal(
+            size=(count, 128)
+        )
     made /= np.linalg.norm(made, axis=1, keepdims=True)
     return made.astype(np.float32), labels
 
@@ -118,7 +120,9 @@ def render(raw: dict[str, Any]) -> str:
             [*cells, f"{row['cpu']:.2f}", f"{ratio:.1f} ×", f"{row['added']:,.0f}"]
             + [f"{value:.4f}" for value in values]
         )
-        apart = max(apart, *(abs(row["values"][key] - ours["values"][key]) for key in row["values"]))
+        apart = max(
+            apart, *(abs(row["values"][key] - ours["values"][key]) for key in row["values"])
+        )
         if row is not ours:
             memory = row["added"] / ours["added"]
             sentences.append(
@@ -147,7 +151,9 @@ def render(raw: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--items", type=int, nargs="+", help="how many; what is measured is not kept")
+    parser.add_argument(
+        "--items", type=int, nargs="+", help="how many; what is measured is not kept"
+    )
     parser.add_argument("--contestant", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contestant:

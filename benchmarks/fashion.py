@@ -23,7 +23,12 @@ KEPT = RESULT.parent / "raw" / "fashion.jsonl"
 RECIPES = ("fashion-mnist", "fashion-danml")
 SEEDS = (0, 1, 2)
 EPOCHS = 6
-CHOOSE = ["split.validation=0.4", "split.validation_by=class", "sampler.classes=3", "sampler.items=40"]
+CHOOSE = [
+    "split.validation=0.4",
+    "split.validation_by=class",
+    "sampler.classes=3",
+    "sampler.items=40",
+]
 
 
 def curve(recipe: str, folder: Path, seed: int) -> list[float]:
@@ -35,7 +40,12 @@ def curve(recipe: str, folder: Path, seed: int) -> list[float]:
         made = read_recipe(
             MODELS / recipe / "recipe.toml", [*CHOOSE, f"train.epochs={EPOCHS}", f"seed={seed}"]
         )
-        train(folder, made, resume=(folder / "checkpoints" / "last.safetensors").is_file(), report=print)
+        train(
+            folder,
+            made,
+            resume=(folder / "checkpoints" / "last.safetensors").is_file(),
+            report=print,
+        )
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["validation_map_at_r"] for line in lines]
 
@@ -61,7 +71,9 @@ def means(rows: list[dict[str, Any]]) -> list[float]:
     if "printed" in rows[0]:
         printed: list[float] = rows[0]["printed"]
         return printed
-    return [statistics.mean(points) for points in zip(*(row["map_at_r"] for row in rows), strict=True)]
+    return [
+        statistics.mean(points) for points in zip(*(row["map_at_r"] for row in rows), strict=True)
+    ]
 
 
 def render(kept: list[dict[str, Any]]) -> str:
@@ -76,7 +88,12 @@ def render(kept: list[dict[str, Any]]) -> str:
             lines.append([recipe, str(rows[0].get("seeds", len(rows))), *cells, str(best + 1)])
     old = [row["recipe"] for row in kept if "printed" in row]
     printed = (
-        ["Of the rows of " + " and ".join(old) + " only the means that the run printed were kept.", ""]
+        [
+            "Of the rows of "
+            + " and ".join(old)
+            + " only the means that the run printed were kept.",
+            "",
+        ]
         if old
         else []
     )

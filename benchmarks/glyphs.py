@@ -88,7 +88,11 @@ def disturb(
     dx, dy = rng.normal(0, 0.03 * strength * len(image), 2)
     c, f = half - a * (half + dx) - b * (half + dy), half - d * (half + dx) - e * (half + dy)
     warped = Image.fromarray(image).transform(
-        image.shape[::-1], Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BICUBIC, fillcolor=255
+        image.shape[::-1],
+        Image.Transform.AFFINE,
+        (a, b, c, d, e, f),
+        Image.Resampling.BICUBIC,
+        fillcolor=255,
     )
     small = np.asarray(warped.resize((size, size), Image.Resampling.BOX), dtype=float)
     contrast = rng.uniform(0.6, 1.0)
@@ -106,7 +110,9 @@ class Glyphs(Dataset):
         seed: of the disturbances.
     """
 
-    def __init__(self, classes: int = 1200, size: int = 48, strength: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self, classes: int = 1200, size: int = 48, strength: float = 1.0, seed: int = 0
+    ) -> None:
         side = 2 * size
         fonts = [(name, _font(name, round(0.8 * side))) for name in FAMILIES]
         images: list[NDArray[np.uint8]] = []
@@ -127,7 +133,9 @@ class Glyphs(Dataset):
             if found == classes:
                 break
         if found < classes:
-            raise DataError(f"[data] classes: the fonts share {found} characters, fewer than {classes}.")
+            raise DataError(
+                f"[data] classes: the fonts share {found} characters, fewer than {classes}."
+            )
         self.arrays = np.stack(images)
         self.labels = labels
         self.keys = keys

@@ -134,7 +134,12 @@ def read(index: Index, counts: Counts, seed: int) -> list[Answer]:
 
 
 def write(
-    index: Index, counts: Counts, bundles: list[Path], seconds: float, seed: int, history: list[Change]
+    index: Index,
+    counts: Counts,
+    bundles: list[Path],
+    seconds: float,
+    seed: int,
+    history: list[Change],
 ) -> None:
     """Write until the time is over; operations go into the history, number 1 first."""
     random = np.random.default_rng(seed)
@@ -169,7 +174,11 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
         vectors = index.bundle.encode(features).vector
         index.upsert(
             [
-                Item(id, metadata={"price": price}, arrays={VECTOR: vectors[at], FEATURES: features[at]})
+                Item(
+                    id,
+                    metadata={"price": price},
+                    arrays={VECTOR: vectors[at], FEATURES: features[at]},
+                )
                 for at, (id, (_, price)) in enumerate(what.items())
             ]
         )
@@ -233,7 +242,9 @@ def small_segments() -> Iterator[None]:
         searches._SMALL = before[1]
 
 
-def run(folder: Path, seconds: float, seed: int, threads: int = 8, processes: int = 2) -> dict[str, Any]:
+def run(
+    folder: Path, seconds: float, seed: int, threads: int = 8, processes: int = 2
+) -> dict[str, Any]:
     """Record one history and compare it; return what there was, and each answer that is wrong."""
     bundles = [make_bundle(folder / f"bundle {number}", seed=number) for number in range(2)]
     opened = [Bundle.open(bundle, threads=1) for bundle in bundles]
@@ -256,7 +267,9 @@ def run(folder: Path, seconds: float, seed: int, threads: int = 8, processes: in
             for number in range(processes):  # they begin when all can
                 while not (folder / f"ready {seed * 1000 + 500 + number}").exists():
                     time.sleep(0.05)
-            reading = [pool.submit(read, index, counts, seed * 1000 + number) for number in range(threads)]
+            reading = [
+                pool.submit(read, index, counts, seed * 1000 + number) for number in range(threads)
+            ]
             try:
                 write(index, counts, bundles, seconds, seed, history)
             finally:
@@ -326,7 +339,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             kept.append(run(Path(folder), said.seconds, seed, said.threads, said.processes))
         print(json.dumps(kept[-1])[:2000], flush=True)
-    (RESULTS / "raw" / "histories.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "raw" / "histories.json").write_text(
+        json.dumps(kept, indent=1) + "\n", encoding="utf-8"
+    )
     (RESULTS / "histories.md").write_text(render(kept), encoding="utf-8")
     if any(one["wrong"] for one in kept):
         raise SystemExit(1)

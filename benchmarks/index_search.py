@@ -43,13 +43,16 @@ def build(folder: Path, vectors: Any, structure: str) -> Index:
     """Return an opened index of vectors with ids and labels."""
     make_bundle(folder / f"bundle-{structure}", vectors.shape[1], 1.0)
     bundle = Bundle.open(folder / f"bundle-{structure}", threads=1)
-    create_local(folder / structure, bundle, {"vector": vectors.shape[1]}, structure=Wanted(structure))
+    create_local(
+        folder / structure, bundle, {"vector": vectors.shape[1]}, structure=Wanted(structure)
+    )
     with LocalStore(folder / structure, upkeep=False) as store:
         for start in range(0, len(vectors), 5000):
             part = vectors[start : start + 5000]
             rows = enumerate(part, start)
             store.upsert(
-                [Item(f"{n:05}", str(n % 10), arrays={"vector": row}) for n, row in rows], bundle.sha256
+                [Item(f"{n:05}", str(n % 10), arrays={"vector": row}) for n, row in rows],
+                bundle.sha256,
             )
         store.compact()
     return Index.open(folder / structure, threads=1)
@@ -82,7 +85,10 @@ def measure(searches: dict[str, Callable[[Any], Any]], queries: Any) -> list[dic
     """Return the CPU milliseconds of a call, for each batch and search: the best of rounds taken in turns."""
     rows = []
     for batch, calls in BATCHES.items():
-        parts = [np.ascontiguousarray(queries[call * batch : (call + 1) * batch]) for call in range(calls)]
+        parts = [
+            np.ascontiguousarray(queries[call * batch : (call + 1) * batch])
+            for call in range(calls)
+        ]
         best = dict.fromkeys(searches, float("inf"))
         for _ in range(ROUNDS):
             for name, search in searches.items():
@@ -97,7 +103,9 @@ def measure(searches: dict[str, Callable[[Any], Any]], queries: Any) -> list[dic
 def recall(search: Callable[[Any], Any], flat: Callable[[Any], Any], queries: Any) -> float:
     """Return the share of the ten nearest that a search finds."""
     pairs = zip(search(queries), flat(queries), strict=True)
-    return float(np.mean([len({hit.id for hit in a} & {hit.id for hit in b}) / K for a, b in pairs]))
+    return float(
+        np.mean([len({hit.id for hit in a} & {hit.id for hit in b}) / K for a, b in pairs])
+    )
 
 
 def main() -> None:

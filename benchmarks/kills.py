@@ -88,7 +88,9 @@ class Life:
         took: seconds of each call so far, by name; is added to.
     """
 
-    def __init__(self, folder: Path, bundles: list[Bundle], seed: int, took: dict[str, float]) -> None:
+    def __init__(
+        self, folder: Path, bundles: list[Bundle], seed: int, took: dict[str, float]
+    ) -> None:
         self.folder = folder / "index"
         self.bundles, self.took = bundles, took
         self.random = random.Random(seed)
@@ -181,7 +183,9 @@ class Life:
             return row | {"outcome": "wrong"}
         self.state = states[said["which"]]
         changed = len(states) == 2 and states[0] != states[1]
-        self.again = running if running and said["which"] == 0 and running["call"] != "begin" else None
+        self.again = (
+            running if running and said["which"] == 0 and running["call"] != "begin" else None
+        )
         return row | {
             "outcome": ("there" if said["which"] else "not there") if changed else "same either way"
         }
@@ -256,7 +260,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         raw = summary(kills(chosen.count, chosen.seed, Path(folder), shown), chosen.seed)
     (chosen.output / "raw").mkdir(exist_ok=True)
-    (chosen.output / "raw" / "kills.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    (chosen.output / "raw" / "kills.json").write_text(
+        json.dumps(raw, indent=1) + "\n", encoding="utf-8"
+    )
     (chosen.output / "kills.md").write_text(render(raw), encoding="utf-8")
     print(render(raw))
     sys.exit(1 if raw["wrong"] else 0)

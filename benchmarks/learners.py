@@ -80,7 +80,15 @@ def one(title: str, items: int) -> dict[str, Any]:
     from retrieval_metric_learn.adapter import adapted
     from retrieval_oahu import OAHU, Warm
 
-    known = (AML, GMML, LANML, OAHU, Warm, LinearDiscriminantAnalysis, NeighborhoodComponentsAnalysis)
+    known = (
+        AML,
+        GMML,
+        LANML,
+        OAHU,
+        Warm,
+        LinearDiscriminantAnalysis,
+        NeighborhoodComponentsAnalysis,
+    )
     names = {each.__name__: each for each in known} | {"adapted": adapted}
     x, y, others, truth = made(items)
     learner = eval({**OURS, **PEERS}[title], names)
@@ -144,7 +152,11 @@ def cell(row: dict[str, Any] | None) -> str:
     if "stopped" not in row:
         return f"{row['cpu']:.2f} s, {row['megabytes']:,.0f} MB"
     seconds, memory = row["limits"]
-    said = {"time": f"stopped after {seconds} s", "memory": f"stopped at {memory} GB", "failed": "failed"}
+    said = {
+        "time": f"stopped after {seconds} s",
+        "memory": f"stopped at {memory} GB",
+        "failed": "failed",
+    }
     return said[row["stopped"]]
 
 
@@ -174,7 +186,10 @@ def render(kept: list[dict[str, Any]]) -> str:
         done = [row for row in own.values() if "recall" in row]
         recall = f"{done[-1]['recall']:.3f}" if done else "–"
         table.append([title, *(cell(own.get(size)) for size in sizes), growth(own), recall])
-    lines += [markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table), ""]
+    lines += [
+        markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table),
+        "",
+    ]
     failed = [row for row in kept if row.get("stopped") in ("failed", "memory") and row["why"]]
     lines += [f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed]
     lines += [""] if failed else []

@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # counts before NumPy is imported
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = (
+    "1"  # counts before NumPy is imported
+)
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +65,9 @@ def items(name: str, searched: bool) -> Items:
     else:
         whole = create("dataset", "core.fashion_mnist")
         labels, rng = np.array(whole.labels), np.random.default_rng(0)
-        drawn = [rng.permutation(np.flatnonzero(labels == c))[:PER_CLASS] for c in np.unique(labels)]
+        drawn = [
+            rng.permutation(np.flatnonzero(labels == c))[:PER_CLASS] for c in np.unique(labels)
+        ]
         rows = np.sort(np.concatenate(drawn))
         images, labels = np.asarray(whole.arrays[rows]), labels[rows]
     held = np.isin(labels, HELD_OUT)
@@ -80,7 +84,9 @@ def features(
     from retrieval.host.create import create
     from retrieval.model.model import Model
 
-    made = create("backbone", backbone["name"], **{k: v for k, v in backbone.items() if k != "name"})
+    made = create(
+        "backbone", backbone["name"], **{k: v for k, v in backbone.items() if k != "name"}
+    )
     dataset = ArrayDataset(images, labels.tolist())
     found = backbone_features(Model(made, torch.nn.Identity()), dataset, torch.device("cpu"), 64)
     return np.asarray(found.arrays)
@@ -198,7 +204,9 @@ def render(raw: dict[str, Any]) -> str:
                         f"{one['score']:.3f}",
                     ]
                     for levels in LEVELS
-                    for one in [next(each for each in kept["tried"] if each["backbone"]["levels"] == levels)]
+                    for one in [
+                        next(each for each in kept["tried"] if each["backbone"]["levels"] == levels)
+                    ]
                 ],
             ),
             "",
@@ -235,7 +243,11 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
-        kept: dict[str, Any] = {"machine": f"{machine()}, no GPU", "torch": torch.__version__, "sets": {}}
+        kept: dict[str, Any] = {
+            "machine": f"{machine()}, no GPU",
+            "torch": torch.__version__,
+            "sets": {},
+        }
         for name in TITLES:
             tried = choose(name)
             kept["sets"][name] = {"tried": tried, "figures": measure(name, tried[0])}

@@ -46,7 +46,10 @@ class State:
 
     def after(self, call: Call) -> State:
         """Return what it should hold after a call."""
-        items, all_ = dict(self.items), {n: (b, dict(out), s) for n, (b, out, s) in self.generations.items()}
+        items, all_ = (
+            dict(self.items),
+            {n: (b, dict(out), s) for n, (b, out, s) in self.generations.items()},
+        )
         name = call["call"]
         if name in ("upsert", "large"):
             items |= dict(call["items"])
@@ -110,7 +113,13 @@ class Writing:
     """
 
     def __init__(self, folder: Path, bundles: list[Bundle], state: State, seed: int, tell: Callable[[str, Any], None], first: Call | None) -> None:  # fmt: skip
-        self.folder, self.bundles, self.state, self.tell, self.first = folder, bundles, state, tell, first
+        self.folder, self.bundles, self.state, self.tell, self.first = (
+            folder,
+            bundles,
+            state,
+            tell,
+            first,
+        )
         self.random = random.Random(seed)
         self.background = self.random.random() < 0.5
         self.store = LocalStore(folder, upkeep=self.background)
@@ -132,18 +141,26 @@ class Writing:
         call: Call = {"call": name}
         others = [number for number in self.state.generations if number != self.state.served]
         if name in ("upsert", "large"):
-            count = self.random.randint(1, 12) if name == "upsert" else self.random.randint(FLUSH, 3 * FLUSH)
+            count = (
+                self.random.randint(1, 12)
+                if name == "upsert"
+                else self.random.randint(FLUSH, 3 * FLUSH)
+            )
             ids = self.random.sample(range(IDS), count)
             return call | {"items": [[f"id{n}", self.random.randrange(1 << 30)] for n in ids]}
         if name == "delete":
             ids = sorted(self.state.items)
-            return call | {"ids": self.random.sample(ids, min(len(ids), self.random.randint(1, 30)))}
+            return call | {
+                "ids": self.random.sample(ids, min(len(ids), self.random.randint(1, 30)))
+            }
         if name == "where":
             return call | {"price": self.random.randrange(11)} if self.state.items else None
         if name == "snapshot":
             return call | {"name": f"copy{self.random.randrange(1 << 40)}"}
         if name == "begin":
-            known = value_of(self.store, "select seq from sqlite_sequence where name = 'generations'")
+            known = value_of(
+                self.store, "select seq from sqlite_sequence where name = 'generations'"
+            )
             return call | {"bundle": self.random.randrange(BUNDLES), "number": known + 1}
         if name == "restructure":
             return call | {"backend": self.random.choice(["auto", "ivf"])}
@@ -188,7 +205,10 @@ class Writing:
         elif name == "snapshot":
             store.snapshot(self.folder.parent / call["name"])
         elif name == "begin":
-            store.begin(self.bundles[call["bundle"]], widths_of(self.bundles[call["bundle"]], features=WIDTH))
+            store.begin(
+                self.bundles[call["bundle"]],
+                widths_of(self.bundles[call["bundle"]], features=WIDTH),
+            )
         elif name == "embed":
             generation = self.generation(call["number"])
             bundle = self.state.generations[call["number"]][0]
@@ -205,7 +225,9 @@ class Writing:
             store.drop(self.generation(call["number"]))
         elif name == "restructure":
             store.restructure(
-                Wanted(call["backend"], {"lists": 4, "probes": 4} if call["backend"] == "ivf" else {})
+                Wanted(
+                    call["backend"], {"lists": 4, "probes": 4} if call["backend"] == "ivf" else {}
+                )
             )
         elif name == "reopen":
             store.close()
@@ -246,14 +268,18 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
         missing = left_out.get(id) == state.items[id]
         if set(one.arrays) != (set() if missing else {"vector", "features"}):
             wrong.append(f"{id}: has arrays {sorted(one.arrays)}, left out: {missing}")
-        elif any(not np.array_equal(array, want.arrays[name]) for name, array in one.arrays.items()):
+        elif any(
+            not np.array_equal(array, want.arrays[name]) for name, array in one.arrays.items()
+        ):
             wrong.append(f"{id}: its arrays")
         if store.original(id) != want.original:
             wrong.append(f"{id}: its original")
     if store.count() != len(expected):
         wrong.append("count")
     ids = sorted(id for id in expected if left_out.get(id) != state.items[id])
-    return wrong + _searches(store, [expected[id] for id in ids], expected, bundles[bundle].sha256, seed)
+    return wrong + _searches(
+        store, [expected[id] for id in ids], expected, bundles[bundle].sha256, seed
+    )
 
 
 def _searches(
@@ -273,7 +299,9 @@ def _searches(
         chosen = [one for one in items if price is None or one.metadata["price"] == price]
         answers = store.search(queries, 10, sha256, where=where)
         for query, answer in zip(queries, answers, strict=True):
-            distances = [float(((one.vector.astype(np.float64) - query) ** 2).sum()) for one in chosen]
+            distances = [
+                float(((one.vector.astype(np.float64) - query) ** 2).sum()) for one in chosen
+            ]
             nearest = {chosen[at].id for at in np.argsort(distances)[:10]}
             if {one.id for one in answer} != nearest:
                 wrong.append(
@@ -297,7 +325,11 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
 
 
 def check(
-    folder: Path, states: list[State], copies: dict[str, tuple[State, bool]], bundles: list[Bundle], seed: int
+    folder: Path,
+    states: list[State],
+    copies: dict[str, tuple[State, bool]],
+    bundles: list[Bundle],
+    seed: int,
 ) -> dict[str, Any]:
     """Return which of some states an index is in, and all that is wrong; `copies`: what each snapshot holds, and whether it must be there."""
     with LocalStore(folder, upkeep=False) as store:

@@ -36,7 +36,9 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         mine = of("table", name)
         columns = ("error", "macro-F1", "utilisation")
         printed = [
-            f" [{published(PAPER, name, column):.2f}]".replace("0.", ".") if has(PAPER, name, column) else ""
+            f" [{published(PAPER, name, column):.2f}]".replace("0.", ".")
+            if has(PAPER, name, column)
+            else ""
             for column in columns
         ]
         cells = [
@@ -68,7 +70,9 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         [
             f"{point:,}",
             *(
-                mean_std([r["error"] for r in of("curve", n) if r["triplets"] == point]).split(" ±")[0]
+                mean_std([r["error"] for r in of("curve", n) if r["triplets"] == point]).split(
+                    " ±"
+                )[0]
                 for n in curves
             ),
         ]
@@ -128,7 +132,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             weights = np.array(row["weights"])
             labels = [f"E{i}" for i in range(weights.shape[1])]
             right.stackplot(row["weights_at"], weights.T, labels=labels)
-    right.set(title="weights of OAHU", xlabel="triplets", ylim=(0, 1), xscale="symlog", xlim=(0, POINTS[-1]))
+    right.set(
+        title="weights of OAHU",
+        xlabel="triplets",
+        ylim=(0, 1),
+        xscale="symlog",
+        xlim=(0, POINTS[-1]),
+    )
     right.legend(fontsize=7, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

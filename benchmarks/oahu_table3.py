@@ -50,19 +50,25 @@ def fashion() -> tuple[Floats, Floats]:
     from retrieval_core import fashion_mnist
 
     data = fashion_mnist()
-    return data.arrays.reshape(len(data), -1).astype(np.float32) / 255, np.array(data.labels, dtype=np.int64)
+    return data.arrays.reshape(len(data), -1).astype(np.float32) / 255, np.array(
+        data.labels, dtype=np.int64
+    )
 
 
 def split(repeat: int) -> tuple[Floats, Floats]:
     """Return rows of the development part (35,000) and of the queries."""
     chosen_on = [np.random.default_rng(seed).permutation(70_000)[:35_000] for seed in (0, 1)]
     untouched = np.setdiff1d(np.arange(70_000), np.concatenate(chosen_on))
-    queries = np.random.default_rng(100).permutation(untouched)[QUERIES * repeat : QUERIES * (repeat + 1)]
+    queries = np.random.default_rng(100).permutation(untouched)[
+        QUERIES * repeat : QUERIES * (repeat + 1)
+    ]
     rest = np.random.default_rng(200 + repeat).permutation(np.setdiff1d(np.arange(70_000), queries))
     return rest[:35_000], queries
 
 
-def nearest(query: Floats, references: Floats, k: int, inner: bool = False, own: bool = False) -> Floats:
+def nearest(
+    query: Floats, references: Floats, k: int, inner: bool = False, own: bool = False
+) -> Floats:
     """Return rows (Q, k), nearest first; `inner` by the largest inner product, `own` leaves out the item itself."""
     query, references = query.astype(np.float32), references.astype(np.float32)
     norms = 0 if inner else (references**2).sum(1)
@@ -73,7 +79,9 @@ def nearest(query: Floats, references: Floats, k: int, inner: bool = False, own:
             d[np.arange(len(d)), start + np.arange(len(d))] = np.inf
         some = np.argpartition(d, k, axis=1)[:, :k]
         found.append(
-            np.take_along_axis(some, np.argsort(np.take_along_axis(d, some, 1), axis=1, kind="stable"), 1)
+            np.take_along_axis(
+                some, np.argsort(np.take_along_axis(d, some, 1), axis=1, kind="stable"), 1
+            )
         )
     return np.concatenate(found)
 
@@ -100,7 +108,10 @@ def scores(truth: Floats, found: Floats) -> dict[str, float]:
     """Return error and macro-F1."""
     from sklearn.metrics import f1_score
 
-    return {"error": float((truth != found).mean()), "f1": float(f1_score(truth, found, average="macro"))}
+    return {
+        "error": float((truth != found).mean()),
+        "f1": float(f1_score(truth, found, average="macro")),
+    }
 
 
 def triplet_rows(labels: Floats, seed: int) -> Floats:
@@ -148,9 +159,9 @@ def table_rows(
     if learner is not None:
         row["utilization"] = learner.constraint_utilization_
     for few in (100, 1000):
-        row[f"error_{few}"] = scores(y[queries], classified(learner, x[dev[:few]], y[dev[:few]], x[queries]))[
-            "error"
-        ]
+        row[f"error_{few}"] = scores(
+            y[queries], classified(learner, x[dev[:few]], y[dev[:few]], x[queries])
+        )["error"]
     a, b = np.random.default_rng(repeat).integers(0, len(queries), (2, 20_000))
     a, b = a[a != b], b[a != b]
     one, other = x[queries[a]], x[queries[b]]
@@ -172,7 +183,9 @@ def few_rows(
     errors = []
     for draw_ in range(10):
         some = np.random.default_rng(400 + draw_).permutation(dev)[:100]
-        errors.append(scores(y[queries], classified(learner, x[some], y[some], x[queries]))["error"])
+        errors.append(
+            scores(y[queries], classified(learner, x[some], y[some], x[queries]))["error"]
+        )
     return [{"errors": errors}]
 
 
@@ -215,7 +228,9 @@ def retrieval_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[st
     spaces = learner.spaces(x[test])
     exact, _ = spaces.retrieve(spaces, 11)
     without = np.array([[i for i in row if i != n][:10] for n, row in enumerate(exact.tolist())])
-    overlap = float(np.mean([len(np.intersect1d(a, b)) / 10 for a, b in zip(without, summed, strict=True)]))
+    overlap = float(
+        np.mean([len(np.intersect1d(a, b)) / 10 for a, b in zip(without, summed, strict=True)])
+    )
     return [
         retrieved(f"{name}: Eq 27, a space at a time", without, y[test]) | {"overlap": overlap},
         retrieved(f"{name}: weighted sum, one index", summed, y[test]),

@@ -72,7 +72,11 @@ def judged(refs: Floats, own: Floats, asked: Floats, truth: Floats) -> dict[str,
         first.append(labels[:, 0] == wanted)
         if start < MAP_QUERIES:
             precision.append(_average_precision(d, own, wanted))
-    return {"k": np.concatenate(hit), "one": np.concatenate(first), "map": np.concatenate(precision)}
+    return {
+        "k": np.concatenate(hit),
+        "one": np.concatenate(first),
+        "map": np.concatenate(precision),
+    }
 
 
 def _average_precision(d: Floats, own: Floats, wanted: Floats) -> Floats:
@@ -88,7 +92,13 @@ def _average_precision(d: Floats, own: Floats, wanted: Floats) -> Floats:
 
 
 def along(
-    learner: Any, x: Floats, y: Floats, asked: Floats, truth: Floats, stream: Floats, points: tuple[int, ...]
+    learner: Any,
+    x: Floats,
+    y: Floats,
+    asked: Floats,
+    truth: Floats,
+    stream: Floats,
+    points: tuple[int, ...],
 ) -> Iterator[dict[str, Any]]:
     """Return what a learner that sees the stream gains on Euclid at each point."""
     learner.prepare(x)
@@ -100,7 +110,11 @@ def along(
         learner.learn_from(x[stream[start : start + 256]] for start in range(before, point, 256))
         seconds += time.process_time() - started
         before = point
-        now = judged(learner.transform(x), y, learner.transform(asked), truth) if learner.left_ else euclid
+        now = (
+            judged(learner.transform(x), y, learner.transform(asked), truth)
+            if learner.left_
+            else euclid
+        )
         yield {
             "triplets": point,
             "left": bool(learner.left_),
@@ -155,7 +169,9 @@ def main() -> None:
     """Measure what is missing and write the page."""
     parser = resume_arguments(__doc__)
     parser.add_argument(
-        "--development", action="store_true", help="the sets that choices were made on; keeps nothing"
+        "--development",
+        action="store_true",
+        help="the sets that choices were made on; keeps nothing",
     )
     parser.add_argument("--sets", nargs="*", help="only these")
     options = parser.parse_args()
@@ -188,7 +204,10 @@ def render(rows: list[dict[str, Any]]) -> str:
 def _counts(rows: list[dict[str, Any]]) -> list[str]:
     head = ["streams", "number", "anywhere below −.005", "beyond noise", "Recall@1 anywhere below −.005", "MAP@R so", "lowest gain", "ever left Euclid"]  # fmt: skip
     lines = []
-    for title, some in (("all", rows), ("1,000 queries or more", [r for r in rows if r["queries"] >= 1000])):
+    for title, some in (
+        ("all", rows),
+        ("1,000 queries or more", [r for r in rows if r["queries"] >= 1000]),
+    ):
         streams: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in some:
             streams.setdefault(tuple(row["stream"]), []).append(row)
@@ -201,7 +220,15 @@ def _counts(rows: list[dict[str, Any]]) -> list[str]:
         lowest = min((row["gain"] for row in some), default=0.0)
         left = sum(any(row["left"] for row in stream) for stream in own)
         lines.append(
-            [title, str(len(own)), below[0], f"**{beyond}**", *below[1:], f"{lowest:+.4f}", str(left)]
+            [
+                title,
+                str(len(own)),
+                below[0],
+                f"**{beyond}**",
+                *below[1:],
+                f"{lowest:+.4f}",
+                str(left),
+            ]
         )
     return [markdown(head, lines), ""]
 
@@ -210,7 +237,10 @@ def _means(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for point in (*POINTS, None):
         some = [row for row in rows if point in (None, row["triplets"])]
-        cells = [f"{np.mean([row[key] for row in some]):+.4f}" for key in ("gain", "recall_at_1", "map_at_r")]
+        cells = [
+            f"{np.mean([row[key] for row in some]):+.4f}"
+            for key in ("gain", "recall_at_1", "map_at_r")
+        ]
         lines.append([f"{point:,}" if point else "all five", *cells])
     head = ["triplets", "accuracy", "Recall@1", "MAP@R"]
     return ["Mean gains over all streams:", "", markdown(head, lines), ""]
@@ -225,7 +255,12 @@ def _each(rows: list[dict[str, Any]]) -> list[str]:
         cells += [np.mean([row[key] for row in last]) for key in ("recall_at_1", "map_at_r")]
         euclid = np.mean([row["euclid"] for row in own])
         lines.append(
-            [name, "standardised" if standardized else "raw", f"{own[0]['queries']:,}", f"{euclid:.3f}"]
+            [
+                name,
+                "standardised" if standardized else "raw",
+                f"{own[0]['queries']:,}",
+                f"{euclid:.3f}",
+            ]
             + [f"{cell:+.4f}" for cell in cells]
         )
     head = ["set", "features", "queries", "Euclid", "gain", "lowest", "Recall@1", "MAP@R"]
@@ -237,7 +272,10 @@ def _of_fashion(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for point in dict.fromkeys(row["triplets"] for row in rows):
         own = [row for row in rows if row["triplets"] == point]
-        shown = [", ".join(f"{row[key]:+.4f}" for row in own) for key in ("gain", "recall_at_1", "map_at_r")]
+        shown = [
+            ", ".join(f"{row[key]:+.4f}" for row in own)
+            for key in ("gain", "recall_at_1", "map_at_r")
+        ]
         lines.append([f"{point:,}", *shown, f"{np.mean([r['seconds'] for r in own]):.1f}"])
     head = ["triplets", "gain of accuracy", "Recall@1", "MAP@R", "seconds"]
     said = "Fashion-MNIST's pixels, 35,000 references, 4,000 queries; each repeat, and CPU seconds to learn the 10,000 triplets after `prepare`:"

@@ -52,7 +52,8 @@ def findings() -> str:
         if entry["reading"] == "standardised, all pairs, means" and entry[""] != "breast"
     ]
     found = ", ".join(
-        f"{entry['']}: {entry['best pair'].split()[0]} against GMML's {entry['GMML(.5)']}" for entry in grid
+        f"{entry['']}: {entry['best pair'].split()[0]} against GMML's {entry['GMML(.5)']}"
+        for entry in grid
     )
     best = max(
         rows("aml_table1", "Does any"),
@@ -62,7 +63,10 @@ def findings() -> str:
 
     def said(chosen: dict[str, tuple[float, float]]) -> str:
         return (
-            ", ".join(f"{name} {short(before)} → {short(after)}" for name, (before, after) in chosen.items())
+            ", ".join(
+                f"{name} {short(before)} → {short(after)}"
+                for name, (before, after) in chosen.items()
+            )
             or "none"
         )
 
@@ -77,7 +81,11 @@ def findings() -> str:
 - ITML, stopped after 100 iterations, is ahead of GMML with its t tuned on {" and ".join(ahead) or "no set"}, and harmful on letter ({short(error("letter", "ITML"))}, 2 splits)."""
 
 
-DEEP = {"triplet": "triplet", "triplet, semi-hard miner": "triplet, semi-hard miner", "DANML": "DANML"}
+DEEP = {
+    "triplet": "triplet",
+    "triplet, semi-hard miner": "triplet, semi-hard miner",
+    "DANML": "DANML",
+}
 
 
 def deep() -> str:

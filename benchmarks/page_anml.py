@@ -52,7 +52,8 @@ def findings() -> str:
     names = [entry[""] for entry in found]
     spread = {entry[""]: float(entry["Euclid"].split("±")[1]) for entry in found}
     best = {
-        name: max(accuracy(name, m) or 0 for m in OURS) - (accuracy(name, "Euclid") or 0) for name in names
+        name: max(accuracy(name, m) or 0 for m in OURS) - (accuracy(name, "Euclid") or 0)
+        for name in names
     }
     clear = [name for name in names if best[name] > spread[name]]
     none = [name for name in names if best[name] <= 0.25]
@@ -64,8 +65,12 @@ def findings() -> str:
         for before, after in [(accuracy(name, method), accuracy(name, method, BEST))]
         if before is not None and after is not None
     ]
-    measured = {m: value for m in list(found[0])[1:] if (value := accuracy("vehicle", m)) is not None}
-    vehicle = ", ".join(f"{m} {measured[m]:.1f}" for m in sorted(measured, key=lambda m: -measured[m]))
+    measured = {
+        m: value for m in list(found[0])[1:] if (value := accuracy("vehicle", m)) is not None
+    }
+    vehicle = ", ".join(
+        f"{m} {measured[m]:.1f}" for m in sorted(measured, key=lambda m: -measured[m])
+    )
     missed = []
     for name in names:
         if has(PAPER, name, "LANML⁺"):

@@ -81,7 +81,9 @@ def starved() -> str:
     for column, title in (("plain R@1", "loss alone"), ("DAML R@1", "DAML")):
         cells = []
         for loss in LOSSES[:3]:
-            entry = row(found, loss=loss, parameter="margin 1", **{"negatives, batches": "one, 1600"})
+            entry = row(
+                found, loss=loss, parameter="margin 1", **{"negatives, batches": "one, 1600"}
+            )
             value = f"{mean(entry[column]):.1f}"
             cells.append(value if title != "DAML" else f"{value} ({signed(mean(entry['gain']))})")
         lines.append(f"| the paper's margin of 1, {title} | {' | '.join(cells)} | |")
@@ -107,7 +109,8 @@ def findings() -> str:
 
     def less(method: str, other: str) -> str:
         return ", ".join(
-            signed(mean(cell(DRAWN, loss, method)) - mean(cell(DRAWN, loss, other))) for loss in LOSSES
+            signed(mean(cell(DRAWN, loss, method)) - mean(cell(DRAWN, loss, other)))
+            for loss in LOSSES
         )
 
     fashion = {
@@ -119,7 +122,9 @@ def findings() -> str:
         for loss in LOSSES[1:]
         for m in ("DAML", "DAML + semi-hard")
     ]
-    hard = signed(mean(cell(DRAWN, "triplet", "hard positives")) - mean(cell(DRAWN, "triplet", "not moved")))
+    hard = signed(
+        mean(cell(DRAWN, "triplet", "hard positives")) - mean(cell(DRAWN, "triplet", "not moved"))
+    )
     return f"""- **DAML helps a loss that starves**: one whose random negatives are all far away before training ends. There the contrastive loss gains {gain(STARVED, "contrastive", "DAML")} with a
   margin that is chosen; with the paper's margin of 1 the contrastive loss gains {untuned["contrastive"]}, the lifted one {untuned["lifted"]}, and the triplet loss *loses*: {untuned["triplet"]}. With a margin that is chosen the
   lifted loss is healthy alone ({gain(STARVED, "lifted", "DAML")}), and so is the triplet loss ({gain(STARVED, "triplet", "DAML")}); with three negatives and an early end little is gained.
@@ -163,7 +168,10 @@ def several() -> str:
     kinds = [("DAML", "K = 1")]
     kinds += [(f"DAMML uniform K = {k}", f"even, K = {k}") for k in (2, 4, 8)]
     kinds += [(f"DAMML discriminator K = {k}", f"discriminator, K = {k}") for k in (2, 4, 8)]
-    lines = [[loss, *(cell(GLYPHS, loss, method) for method, _ in kinds)] for loss in ("triplet", "N-pair")]
+    lines = [
+        [loss, *(cell(GLYPHS, loss, method) for method, _ in kinds)]
+        for loss in ("triplet", "N-pair")
+    ]
     lead = {
         loss: [
             mean(cell(GLYPHS, loss, f"DAMML discriminator K = {k}"))
@@ -186,7 +194,9 @@ def real() -> str:
     """Whether several metrics gain on real data."""
     found = rows("daml_real", "Several metrics")
     head = ["set", "row", "Recall@1", "gain", "MAP@R", "gain of MAP@R"]
-    trained = [entry for entry in found if entry["gain"] and not entry["row"].startswith("not trained")]
+    trained = [
+        entry for entry in found if entry["gain"] and not entry["row"].startswith("not trained")
+    ]
     raw = [entry for entry in found if entry["row"].startswith("not trained")]
 
     def counted(column: str) -> str:

@@ -25,7 +25,11 @@ def warm() -> str:
         ["streams that left Euclid", counts["ever left Euclid"]],
     ]
     for point in ("100", "1,000", "10,000", "all five"):
-        title = "mean gain over all points" if point == "all five" else f"mean gain after {point} triplets"
+        title = (
+            "mean gain over all points"
+            if point == "all five"
+            else f"mean gain after {point} triplets"
+        )
         lines.append([title, row(means, triplets=point)["accuracy"]])
     return "\n\n".join([markdown(["", "`oahu.warm`"], lines), lost(), fashion()])
 
@@ -70,18 +74,27 @@ def searches() -> str:
     text = (RESULTS / "oahu_table3.md").read_text(encoding="utf-8")
     said = re.search(r"first ten answers agree by (\.\d+) ± \.\d+ \(OAHU\), (\.\d+) ± ", text)
     if said is None:
-        raise KeyError("results/oahu_table3.md does not say by how much the two ways to search agree.")
+        raise KeyError(
+            "results/oahu_table3.md does not say by how much the two ways to search agree."
+        )
     lead = [
-        float(unseen(f"{name}: weighted sum, one index")) - float(unseen(f"{name}: Eq 27, a space at a time"))
+        float(unseen(f"{name}: weighted sum, one index"))
+        - float(unseen(f"{name}: Eq 27, a space at a time"))
         for name in ("OAHU", TUNED)
     ]
-    better = "the sum is the more precise one" if min(lead) > 0 else "which is the more precise one depends"
+    better = (
+        "the sum is the more precise one"
+        if min(lead) > 0
+        else "which is the more precise one depends"
+    )
     return f"**Neither approximates the other**: their first ten agree by {said[1]} (defaults) or {said[2]} (tuned), and {better}."
 
 
 def itself() -> str:
     """What OAHU does on the set of the paper."""
-    few = {name: whole("error, 100 references", name, 1) for name in ("Euclid", "LEGO", "OAHU", TUNED)}
+    few = {
+        name: whole("error, 100 references", name, 1) for name in ("Euclid", "LEGO", "OAHU", TUNED)
+    }
     auc = {name: whole("AUC of pairs", name) for name in ("Euclid", "OAHU", TUNED)}
     errors = {name: whole("error", name) for name in ("Euclid", "OAHU", "OAHU, untrained", TUNED)}
     return f"""OAHU itself, trained with its defaults, errs {errors["OAHU"]} (tuned {errors[TUNED]}) where Euclid errs {errors["Euclid"]} and the untrained network {errors["OAHU, untrained"]}. AUC of pairs: {auc["OAHU"]} (tuned {auc[TUNED]}), Euclid {auc["Euclid"]}.

@@ -20,7 +20,9 @@ def tables(result: str) -> dict[str, list[Table]]:
         if not line.startswith("|"):
             columns = None
             continue
-        cells = [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+        cells = [
+            cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")
+        ]
         if columns is None:
             columns = cells
             found.setdefault(heading, []).append([])

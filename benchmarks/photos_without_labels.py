@@ -27,7 +27,18 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "without_labels.png"
 MODEL = "core.efficientnet_lite0"
 GALLERY, QUERIES, NEAREST = 500, 40, 6
-CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+CLASSES = (
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "boot",
+)
 
 
 def read(name: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -79,7 +90,10 @@ def render(raw: dict[str, Any]) -> str:
 
 
 def draw(
-    answers: list[list[Image.Image]], queries: list[Image.Image], right: list[list[bool]], path: Path
+    answers: list[list[Image.Image]],
+    queries: list[Image.Image],
+    right: list[list[bool]],
+    path: Path,
 ) -> None:
     """Draw two columns of queries, each with its answers: right ones framed in blue, wrong ones in orange."""
     side, gap, rows = 56, 6, -(-len(queries) // 2)
@@ -90,7 +104,10 @@ def draw(
         sheet.paste(query.resize((side, side)), (left, top))
         for place, (image, fine) in enumerate(zip(found, good, strict=True), 1):
             at = left + 2 * gap + place * (side + gap)
-            sheet.paste(Image.new("RGB", (side, side), (31, 119, 180) if fine else (255, 127, 14)), (at, top))
+            sheet.paste(
+                Image.new("RGB", (side, side), (31, 119, 180) if fine else (255, 127, 14)),
+                (at, top),
+            )
             sheet.paste(image.resize((side - 6, side - 6)), (at + 3, top + 3))
     sheet.quantize(32).save(path, optimize=True)
 

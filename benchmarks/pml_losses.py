@@ -67,7 +67,9 @@ def part(kind: str, name: str, ours: bool, width: int) -> Any:
 
     factory = (retrieval_losses if kind == "losses" else retrieval_miners)()[name]
     given = {**GIVEN.get(name, {}), "embedding_size": width, "classes": CLASSES}
-    given = {key: value for key, value in given.items() if key in inspect.signature(factory).parameters}
+    given = {
+        key: value for key, value in given.items() if key in inspect.signature(factory).parameters
+    }
     if "loss" in given:
         given["loss"] = part("losses", given["loss"], ours, width)
     torch.manual_seed(0)
@@ -91,7 +93,8 @@ def call(kind: str, name: str, ours: bool, width: int) -> Callable[[Any, Any], A
         return lambda x, y: miner(x, y)
     if kind == "recipe":
         loss, miner = (
-            part(of, each, ours, width) for of, each in zip(("losses", "miners"), RECIPES[name], strict=True)
+            part(of, each, ours, width)
+            for of, each in zip(("losses", "miners"), RECIPES[name], strict=True)
         )
         return lambda x, y: loss(x, y, miner(x, y))
     loss = part("losses", name, ours, width)
@@ -125,7 +128,9 @@ class Side:
         self.x.grad = None
         torch.manual_seed(0)
         for module in (cell.cell_contents for cell in self.run.__closure__ or ()):
-            if hasattr(module, "hist_"):  # upstream's fails where this belongs to an earlier batch's graph
+            if hasattr(
+                module, "hist_"
+            ):  # upstream's fails where this belongs to an earlier batch's graph
                 module.hist_ = torch.zeros_like(module.hist_)
         x, y = self.x[:rows], self.labels[:rows]
         start = time.process_time()
@@ -154,7 +159,9 @@ def seconds_of(
     return {"seconds": [median(each) for each in zip(*taken, strict=True)]}
 
 
-def in_a_process(work: Callable[..., dict[str, Any]], *arguments: Any, limited: bool) -> dict[str, Any]:
+def in_a_process(
+    work: Callable[..., dict[str, Any]], *arguments: Any, limited: bool
+) -> dict[str, Any]:
     """Return what work gives in a process of its own, or why it gives nothing, by "failed".
 
     The process is a copy of this one, which has imported everything and computed nothing.
@@ -236,7 +243,11 @@ def _page(kept: list[dict[str, Any]], machine: dict[str, str]) -> Iterator[str]:
                 cells += [*_shown(row["theirs"]), *_shown(row["ours"]), _matrices(row)]
                 ratio = _ratio(row)
                 cells.append(
-                    "–" if ratio is None else f"**{ratio:,.2f}**" if ratio < 10 else f"**{ratio:,.0f}**"
+                    "–"
+                    if ratio is None
+                    else f"**{ratio:,.2f}**"
+                    if ratio < 10
+                    else f"**{ratio:,.0f}**"
                 )
                 yield "| " + " | ".join(map(str, cells)) + " |"
 
@@ -245,7 +256,8 @@ def _headline(kept: list[dict[str, Any]]) -> Iterator[str]:
     """Yield what misses its number, and where values differ."""
     slower = [row for row in kept if (ratio := _ratio(row)) is not None and ratio < 1 / 1.05]
     lines = [
-        f"`{r['name']}` ({r['kind']}) {r['items']:,} × {r['width']}: {1 / _ratio(r):.2f} ×" for r in slower
+        f"`{r['name']}` ({r['kind']}) {r['items']:,} × {r['width']}: {1 / _ratio(r):.2f} ×"
+        for r in slower
     ]  # type: ignore[operator]
     yield f"{len(kept)} of {len(SIZES) * len(cases())} cases are measured; a further run measures the others. Slower than 1.05 times the peer: {'; '.join(lines) or 'none'}.\n"
     yield (
@@ -283,8 +295,12 @@ def _shown(figures: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = resume_arguments(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="losses, miners or recipes by name")
-    parser.add_argument("--items", type=int, nargs="+", default=sorted({items for items, _ in SIZES}))
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="losses, miners or recipes by name"
+    )
+    parser.add_argument(
+        "--items", type=int, nargs="+", default=sorted({items for items, _ in SIZES})
+    )
     options = parser.parse_args()
     # imported here, before the processes are copied
     import pytorch_metric_learning.losses
@@ -300,7 +316,10 @@ def main() -> None:
             if (kind, name, items, width) in done or (options.only and name not in options.only):
                 continue
             raw["cases"].append(measure(kind, name, items, width))
-            raw["machine"] = {"cpu": machine(), "versions": versions("torch", "pytorch-metric-learning")}
+            raw["machine"] = {
+                "cpu": machine(),
+                "versions": versions("torch", "pytorch-metric-learning"),
+            }
             print(json.dumps(raw["cases"][-1]), flush=True)
     if options.fresh:
         print(render(raw))

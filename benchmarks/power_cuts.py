@@ -106,10 +106,14 @@ def live(folder: Path, seed: int, life: int, fault: str | None) -> None:
     states = [State(**one) for one in known["states"]]
     for state in states:
         state.generations = {int(number): tuple(one) for number, one in state.generations.items()}  # type: ignore[misc]
-    writing = Writing(folder / "disk" / "index", bundles, states[0], draw.randrange(1 << 40), tell, None)
+    writing = Writing(
+        folder / "disk" / "index", bundles, states[0], draw.randrange(1 << 40), tell, None
+    )
     if not created:
         which = next(
-            at for at, state in enumerate(states) if not differences(writing.store, state, bundles, 0)
+            at
+            for at, state in enumerate(states)
+            if not differences(writing.store, state, bundles, 0)
         )
         writing.state = states[which]
         writing.first = known["running"] if which == 0 and known["again"] else None
@@ -147,7 +151,9 @@ class Told:
         if what == "begin":
             self.running = call
             self.states = (
-                [self.states[0]] if call["call"] == "create" else [self.states[0], self.states[0].after(call)]
+                [self.states[0]]
+                if call["call"] == "create"
+                else [self.states[0], self.states[0].after(call)]
             )
             if call["call"] == "snapshot":
                 self.copies = self.copies | {call["name"]: (self.states[0], False)}
@@ -159,7 +165,9 @@ class Told:
         self.moments.append((when, self.states, self.copies, self.running))
 
 
-def record(folder: Path, seed: int, fault: str | None = None, lives: int = LIVES) -> tuple[Disk, Told]:
+def record(
+    folder: Path, seed: int, fault: str | None = None, lives: int = LIVES
+) -> tuple[Disk, Told]:
     """Have processes make an index and work on it; return the record of it, and what they told."""
     root = folder / "disk"
     root.mkdir()
@@ -205,10 +213,14 @@ def same(disk: Disk, folder: Path) -> list[str]:
         {path.relative_to(top): path.read_bytes() for path in Path(top).rglob("*") if path.is_file() and not path.name.endswith(("-shm", ".lock"))}
         for top in (disk.root, folder)
     )  # fmt: skip
-    return sorted(str(name) for name in there.keys() | made.keys() if there.get(name) != made.get(name))
+    return sorted(
+        str(name) for name in there.keys() | made.keys() if there.get(name) != made.get(name)
+    )
 
 
-def cut(disk: Disk, told: Told, bundles: list[Bundle], folder: Path, draw: random.Random) -> dict[str, Any]:
+def cut(
+    disk: Disk, told: Told, bundles: list[Bundle], folder: Path, draw: random.Random
+) -> dict[str, Any]:
     """Cut the power at a drawn moment of a drawn call; return what an index is like afterwards."""
     begins = [when for when, *_ in told.moments] + [disk.time]
     within = [
@@ -219,7 +231,11 @@ def cut(disk: Disk, told: Told, bundles: list[Bundle], folder: Path, draw: rando
     _, states, copies, running = told.moments[at]
     modes = draw.choice(MODES), draw.choice(MODES)
     disk.write(folder, when, *modes, draw)
-    row = {"call": running["call"] if running else "between calls", "names": modes[0], "data": modes[1]}
+    row = {
+        "call": running["call"] if running else "between calls",
+        "names": modes[0],
+        "data": modes[1],
+    }
     try:
         said = look(folder, states, copies, running, bundles, draw)
     except RetrievalError as fault:
@@ -230,7 +246,8 @@ def cut(disk: Disk, told: Told, bundles: list[Bundle], folder: Path, draw: rando
     return row | {
         "outcome": said[0],
         "wrong": [
-            f"{row['call']}, names {modes[0]}, data {modes[1]}, moment {when}: {one}"[:300] for one in said[1]
+            f"{row['call']}, names {modes[0]}, data {modes[1]}, moment {when}: {one}"[:300]
+            for one in said[1]
         ],
     }
 
@@ -244,10 +261,15 @@ def look(folder: Path, states: list[State], copies: dict[str, tuple[State, bool]
     if said["wrong"]:
         return "wrong", said["wrong"]
     state = states[said["which"]]
-    more = {"call": "upsert", "items": [[f"id{number}", draw.randrange(1 << 30)] for number in range(3)]}
+    more = {
+        "call": "upsert",
+        "items": [[f"id{number}", draw.randrange(1 << 30)] for number in range(3)],
+    }
     served = state.generations[state.served][0]
     with LocalStore(index, upkeep=False) as store:
-        store.upsert([item_of(id, one, served) for id, one in more["items"]], bundles[served].sha256)
+        store.upsert(
+            [item_of(id, one, served) for id, one in more["items"]], bundles[served].sha256
+        )
     with LocalStore(index, upkeep=False) as store:
         if wrong := differences(store, state.after(more), bundles, 1):
             return "wrong", [f"goes on: {one}" for one in wrong]
@@ -307,7 +329,9 @@ def render(raw: dict[str, Any]) -> str:
         "|---" + "|--:" * len(outcomes) + "|",
     ]
     for call in sorted({call for call, _ in cells}):
-        lines.append(f"| {call} | " + " | ".join(str(cells.get((call, one), 0)) for one in outcomes) + " |")
+        lines.append(
+            f"| {call} | " + " | ".join(str(cells.get((call, one), 0)) for one in outcomes) + " |"
+        )
     lines += [
         "\nWhat had become of changes that were not synced, and how often it was drawn. Prefix: those before a drawn moment are there, the next one in part. Any: each change of a "
         "name, and each sector of 512 or 4,096 bytes, is there or not.\n",
@@ -331,7 +355,9 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=CUTS, help="cuts of one record")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument(
-        "--without", choices=FAULTS, help="have the store leave out these syncs; losses are then expected"
+        "--without",
+        choices=FAULTS,
+        help="have the store leave out these syncs; losses are then expected",
     )
     chosen = parser.parse_args()
 
@@ -351,7 +377,9 @@ def main() -> None:
         )
         raw = summary(rows, chosen.seed)
     (chosen.output / "raw").mkdir(exist_ok=True)
-    (chosen.output / "raw" / "power_cuts.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    (chosen.output / "raw" / "power_cuts.json").write_text(
+        json.dumps(raw, indent=1) + "\n", encoding="utf-8"
+    )
     (chosen.output / "power_cuts.md").write_text(render(raw), encoding="utf-8")
     print(render(raw))
     sys.exit(1 if raw["wrong"] else 0)

@@ -17,9 +17,7 @@ CALLS = (
     "open,openat,creat,close,lseek,write,pwrite64,writev,pwritev,pwritev2,fallocate,truncate,ftruncate,rename,renameat,renameat2,"
     "link,linkat,symlink,symlinkat,unlink,unlinkat,rmdir,mkdir,mkdirat,fsync,fdatasync,sync_file_range,msync"
 )
-_COPIES = (
-    "sendfile,copy_file_range"  # whose bytes a trace does not show: refused, so that Python reads and writes
-)
+_COPIES = "sendfile,copy_file_range"  # whose bytes a trace does not show: refused, so that Python reads and writes
 _PLAIN = re.compile(r"^(\d+)\s+(\w+)\((.*)$", re.DOTALL)
 _RESUMED = re.compile(r"^(\d+)\s+<\.\.\. (\w+) resumed>(.*)$", re.DOTALL)
 _TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"(\.\.\.)?')
@@ -148,7 +146,9 @@ class Disk:
                     waiting.pop(found[1], None)  # interrupted, and begun again
                     if text.rstrip().endswith("<unfinished ...>"):
                         waiting[found[1]] = (began, f"{name}({text.rpartition('<unfinished')[0]}")
-                        if name == "close":  # another thread may be given the number before this one returns
+                        if (
+                            name == "close"
+                        ):  # another thread may be given the number before this one returns
                             self._call(name, text, 0, began, marks)
                         continue
                 else:
@@ -168,7 +168,8 @@ class Disk:
     def _call(self, name: str, said: str, result: int, began: int, marks: Path) -> None:
         texts, handles = _texts(name, said), _handles(said)
         if (
-            name in ("write", "pwrite64", "writev", "lseek", "fsync", "fdatasync", "ftruncate", "close")
+            name
+            in ("write", "pwrite64", "writev", "lseek", "fsync", "fdatasync", "ftruncate", "close")
             or not texts
         ):
             handle, path = (int(handles[0][0]), handles[0][1]) if handles else (-1, "")
@@ -269,7 +270,9 @@ class Disk:
             self._set(began, {self._other(paths): node})
         elif name.startswith("rename"):
             other = self._other(paths)
-            self._set(began, {path: self._find(other) if "RENAME_EXCHANGE" in said else None, other: node})
+            self._set(
+                began, {path: self._find(other) if "RENAME_EXCHANGE" in said else None, other: node}
+            )
         else:
             raise ValueError(f"What {name} does to names is not modelled.")
 
@@ -294,7 +297,9 @@ class Disk:
             folders.setdefault(folder, {})[path[-1]] = node
         for folder, names in folders.items():
             folder.changes.append((began, self.time, names))
-            folder.names = {name: node for name, node in (folder.names | names).items() if node is not None}  # type: ignore[assignment]
+            folder.names = {
+                name: node for name, node in (folder.names | names).items() if node is not None
+            }  # type: ignore[assignment]
         self.moments.append(self.time)
 
     def write(self, target: Path, cut: int, names: str, data: str, draw: random.Random) -> None:
@@ -311,7 +316,9 @@ class Disk:
             max(0, cut - draw.choice([3, 30, 300])), cut
         )  # what came before is there, of a "prefix"
         _write_folder(
-            self.tree, target, _Chance(cut, names, data, order, draw.choice(SECTORS), draw.random(), draw)
+            self.tree,
+            target,
+            _Chance(cut, names, data, order, draw.choice(SECTORS), draw.random(), draw),
         )
 
 

@@ -14,7 +14,8 @@ def make_bundle(folder: Path, width: int, scale: float) -> None:
     """Write a bundle whose encoder multiplies features by a number."""
     folder.mkdir()
     given, out = (
-        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", width]) for n in ("input", "vector")
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", width])
+        for n in ("input", "vector")
     )
     nodes = [helper.make_node("Mul", ["input", "scale"], ["vector"])]
     held = [numpy_helper.from_array(np.float32(scale), "scale")]

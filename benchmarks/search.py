@@ -40,7 +40,11 @@ def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
 
     def moved(images: Any) -> Any:
-        down, right, mirrored = (random.integers(-3, 4), random.integers(-3, 4), random.random() < 0.5)
+        down, right, mirrored = (
+            random.integers(-3, 4),
+            random.integers(-3, 4),
+            random.random() < 0.5,
+        )
         images = np.roll(images, (down, right), (1, 2))
         return images[:, :, ::-1] if mirrored else images
 
@@ -101,7 +105,11 @@ def render(rows: list[dict[str, Any]]) -> str:
     """Return the page."""
     names = ["IndexFlatL2", "nearest", "with companion"]
     lines = [
-        [row["shape"], str(row["queries"]), *(f"{row[name]:.2f}" if name in row else "" for name in names)]
+        [
+            row["shape"],
+            str(row["queries"]),
+            *(f"{row[name]:.2f}" if name in row else "" for name in names),
+        ]
         for row in rows
     ]
     return (

@@ -123,7 +123,10 @@ def photos(work: Path) -> Task:
     crops, bundle = work / "crops", work / "lite0"
     if not crops.is_dir():
         crops.mkdir()
-        random, whole = np.random.default_rng(0), list(map(Image.fromarray, load_sample_images().images))
+        random, whole = (
+            np.random.default_rng(0),
+            list(map(Image.fromarray, load_sample_images().images)),
+        )
         for number in range(600):
             left, top, width = (
                 int(random.integers(low, high)) for low, high in ((0, 80), (0, 7), (200, 560))
@@ -132,7 +135,9 @@ def photos(work: Path) -> Task:
             part.resize((640, 480)).save(crops / f"{number:04}.jpg", quality=85)
     paths = sorted(crops.iterdir())
     if not bundle.is_dir():
-        command("export", "--model", "core.efficientnet_lite0", "--output", bundle, "--photos", crops)
+        command(
+            "export", "--model", "core.efficientnet_lite0", "--output", bundle, "--photos", crops
+        )
     return of_images(work / "photos", bundle, paths[QUERIES:], paths[:QUERIES])
 
 
@@ -145,7 +150,9 @@ def vectors(work: Path) -> Task:
     if not (folder / "queries").is_dir():
         rows, asked = vectors_of(50_000, 64, power=0.0)
         make_bundle(work / "identity", 64, 1.0)
-        said = [json.dumps([round(float(one), 6) for one in row]).encode() for row in asked[:QUERIES]]
+        said = [
+            json.dumps([round(float(one), 6) for one in row]).encode() for row in asked[:QUERIES]
+        ]
         prepared(folder, work / "identity", rows, said)
     return Task(folder, None)
 
@@ -170,7 +177,9 @@ def pixels(image: bytes, said: dict[str, Any]) -> Any:
         left, top = round((opened.width - width) / 2), round((opened.height - height) / 2)
         opened = opened.crop((left, top, left + width, top + height))
     array = np.asarray(opened)
-    return np.ascontiguousarray(array[None] if said["channels"] == 1 else array.transpose(2, 0, 1))[None]
+    return np.ascontiguousarray(array[None] if said["channels"] == 1 else array.transpose(2, 0, 1))[
+        None
+    ]
 
 
 def run_by_hand(task: Task) -> None:
@@ -204,7 +213,10 @@ def run_bare() -> None:
     import uvicorn
 
     content = json.dumps({"read": "x" * (ANSWER - 12)}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+    ]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
@@ -279,7 +291,9 @@ def nearest(port: int, request: bytes) -> str:
     return str(json.loads(body)["results"][0]["id"])
 
 
-def measure(name: str, work: Path, seconds: float, rounds: int) -> dict[str, list[dict[str, float]]]:
+def measure(
+    name: str, work: Path, seconds: float, rounds: int
+) -> dict[str, list[dict[str, float]]]:
     """Return what each contestant took, a row for each round."""
     task = TASKS[name](work)
     requests, found = task.requests(), dict[str, list[dict[str, float]]]()
@@ -289,7 +303,14 @@ def measure(name: str, work: Path, seconds: float, rounds: int) -> dict[str, lis
         )
         expected = json.loads(line)
         servers = {
-            "`retrieval serve`": ("-m", "retrieval.cli", "serve", str(task.folder / "index"), "--port", "0"),
+            "`retrieval serve`": (
+                "-m",
+                "retrieval.cli",
+                "serve",
+                str(task.folder / "index"),
+                "--port",
+                "0",
+            ),
             "bare ASGI application": (__file__, "--contestant", "bare"),
         }
         running = {}
@@ -312,9 +333,19 @@ def measure(name: str, work: Path, seconds: float, rounds: int) -> dict[str, lis
                     before = cpu_of(process)
                     took = asyncio.run(ask(port, requests, connections, seconds))
                     cpu = 1000 * (cpu_of(process) - before) / len(took)
-                    row = {"cpu": cpu, "p50": statistics.median(took), "p99": float(np.quantile(took, 0.99))}
+                    row = {
+                        "cpu": cpu,
+                        "p50": statistics.median(took),
+                        "p99": float(np.quantile(took, 0.99)),
+                    }
                     found.setdefault(f"{title}, {connections}", []).append(row)
-    print(name, {title: round(statistics.median(r["cpu"] for r in rows), 3) for title, rows in found.items()})
+    print(
+        name,
+        {
+            title: round(statistics.median(r["cpu"] for r in rows), 3)
+            for title, rows in found.items()
+        },
+    )
     return found
 
 
@@ -330,7 +361,9 @@ def render(raw: dict[str, Any]) -> str:
             )
             contestant, _, connections = title.partition(", ")
             cells = [f"{value:.2f}" if value is not None else "" for value in (p50, p99)]
-            lines.append([name, contestant, connections, f"{cpu:.3f}", f"{cpu / hand:.2f} ×", *cells])
+            lines.append(
+                [name, contestant, connections, f"{cpu:.3f}", f"{cpu / hand:.2f} ×", *cells]
+            )
     head = ["query", "contestant", "connections", "CPU ms", "÷ by hand", "p50 ms", "p99 ms"]
     said = [
         "# The server beside the same work by hand",
@@ -347,7 +380,9 @@ def render(raw: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--work", type=Path, default=WORK / "serve", help="folder of indexes and queries")
+    parser.add_argument(
+        "--work", type=Path, default=WORK / "serve", help="folder of indexes and queries"
+    )
     parser.add_argument("--only", help="a word of the task's name; what is measured is not kept")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
@@ -366,7 +401,9 @@ def main() -> None:
             "load": load(),
             "seconds": options.seconds,
             "rounds": options.rounds,
-            "tasks": {name: measure(name, options.work, options.seconds, options.rounds) for name in tasks},
+            "tasks": {
+                name: measure(name, options.work, options.seconds, options.rounds) for name in tasks
+            },
         }
         if options.only:
             print(render(raw))

@@ -54,7 +54,9 @@ class Value:
 
     def numbers(self) -> list[float]:
         """Return the features: whole numbers, so that vectors and distances are exact."""
-        return [float(one) for one in np.random.default_rng(self.features).integers(-99, 100, FEATURES)]
+        return [
+            float(one) for one in np.random.default_rng(self.features).integers(-99, 100, FEATURES)
+        ]
 
 
 @dataclass
@@ -133,7 +135,11 @@ class Worker:
 
     def _relabel(self, client: Client) -> None:
         """Change the label and the metadata of an item that is surely there, and keep its vector."""
-        there = [(id, known[0]) for id, known in self.record.known.items() if len(known) == 1 and known[0]]
+        there = [
+            (id, known[0])
+            for id, known in self.record.known.items()
+            if len(known) == 1 and known[0]
+        ]
         if not there:
             return
         id, before = self._random.choice(there)
@@ -223,11 +229,15 @@ def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: i
     return kills
 
 
-def differences(index: Path, bundle: Bundle, records: list[Record], seed: int) -> tuple[int, list[str]]:
+def differences(
+    index: Path, bundle: Bundle, records: list[Record], seed: int
+) -> tuple[int, list[str]]:
     """Return how many items there are, and what in the index is not as the clients were told."""
     wrong = []
     checked = subprocess.run(
-        [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)], capture_output=True, text=True
+        [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)],
+        capture_output=True,
+        text=True,
     )
     if checked.returncode or "is whole" not in checked.stdout:
         wrong.append(f"check: {checked.stdout}{checked.stderr}")
@@ -243,12 +253,14 @@ def differences(index: Path, bundle: Bundle, records: list[Record], seed: int) -
         features = [Value(there[id].metadata["made"], "").numbers() for id in ids]
         vectors = np.asarray(bundle.encode(np.array(features, np.float32)).vector, np.float64)
         kept = np.array([there[id].arrays["vector"] for id in ids], np.float64)
-        wrong += [f"{ids[at]} has another vector" for at in np.flatnonzero((vectors != kept).any(axis=1))]
+        wrong += [
+            f"{ids[at]} has another vector" for at in np.flatnonzero((vectors != kept).any(axis=1))
+        ]
         drawn = np.random.default_rng(seed)
         for _ in range(100):
-            query = np.float32(features[drawn.integers(len(ids))]) + drawn.integers(-5, 6, FEATURES).astype(
-                np.float32
-            )
+            query = np.float32(features[drawn.integers(len(ids))]) + drawn.integers(
+                -5, 6, FEATURES
+            ).astype(np.float32)
             exact = np.sqrt(((vectors - bundle.encode(query[None]).vector[0]) ** 2).sum(axis=1))
             hits = opened.search(query, K)
             if not np.allclose([hit.distance for hit in hits], np.sort(exact)[:K], rtol=1e-6):
@@ -257,7 +269,9 @@ def differences(index: Path, bundle: Bundle, records: list[Record], seed: int) -
     return len(ids), wrong
 
 
-def soak(folder: Path, seconds: float, clients: int, pause: tuple[float, float], seed: int) -> dict[str, Any]:
+def soak(
+    folder: Path, seconds: float, clients: int, pause: tuple[float, float], seed: int
+) -> dict[str, Any]:
     """Do all of it in a folder; return the counts and the differences."""
     index = folder / "soak.index"
     bundle = make_bundle(folder / "bundle")
@@ -281,8 +295,12 @@ def soak(folder: Path, seconds: float, clients: int, pause: tuple[float, float],
         stop.set()
         if server.process is not None and server.process.poll() is None:
             server.kill()
-    count, wrong = differences(index, Bundle.open(bundle, threads=1), [one.record for one in workers], seed)
-    wrong += [text for worker in workers for text in worker.wrong] + ([f"exit code {code}"] if code else [])
+    count, wrong = differences(
+        index, Bundle.open(bundle, threads=1), [one.record for one in workers], seed
+    )
+    wrong += [text for worker in workers for text in worker.wrong] + (
+        [f"exit code {code}"] if code else []
+    )
     counts = sum((worker.counts for worker in workers), Counter())
     open_ = sum(len(known) > 1 for worker in workers for known in worker.record.known.values())
     system = f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
@@ -319,7 +337,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--pause", type=float, nargs=2, default=(1.0, 6.0), help="seconds between two kills: from, to"
+        "--pause",
+        type=float,
+        nargs=2,
+        default=(1.0, 6.0),
+        help="seconds between two kills: from, to",
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -328,7 +350,9 @@ def main() -> None:
         if made["wrong"]:
             print((Path(folder) / "log").read_text(errors="replace")[-20_000:], file=sys.stderr)
     (given.output / "raw").mkdir(parents=True, exist_ok=True)
-    (given.output / "raw" / "soak.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    (given.output / "raw" / "soak.json").write_text(
+        json.dumps(made, indent=1) + "\n", encoding="utf-8"
+    )
     (given.output / "soak.md").write_text(render(made), encoding="utf-8")
     print(json.dumps({**made, "wrong": len(made["wrong"])}))
     sys.exit(bool(made["wrong"]))

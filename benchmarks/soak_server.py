@@ -32,7 +32,15 @@ class Server:
     def start(self, processes: int) -> None:
         """Start it; its clients wait for it by themselves."""
         self.processes = processes
-        line = [sys.executable, "-m", "retrieval.cli", "serve", str(self._index), "--port", str(self.port)]
+        line = [
+            sys.executable,
+            "-m",
+            "retrieval.cli",
+            "serve",
+            str(self._index),
+            "--port",
+            str(self.port),
+        ]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*line, "--open", "admin", "--workers", "2", "--processes", str(processes)],
@@ -44,7 +52,10 @@ class Server:
     def answers(self, end: float) -> None:
         """Wait until it answers, or a time by `time.monotonic`."""
         while time.monotonic() < end:
-            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/livez", timeout=5):
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/livez", timeout=5),
+            ):
                 return
             time.sleep(0.05)
 

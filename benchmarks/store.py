@@ -313,11 +313,15 @@ def measure(name: str, folder: Path, rows: int, seconds: float) -> dict[str, Any
     found["MB"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
     system = made(folder)
     before = status("VmRSS")
-    found["open and search"] = timed(lambda _: (system.open(), system.search(queries[:1], None)), 0, 1)
+    found["open and search"] = timed(
+        lambda _: (system.open(), system.search(queries[:1], None)), 0, 1
+    )
     found["memory"] = (status("VmRSS") - before) / 2**20
 
     def search(batch: int, below: int | None) -> dict[str, float]:
-        return timed(lambda n: system.search(queries[n * batch % QUERIES :][:batch], below), seconds, QUERIES)
+        return timed(
+            lambda n: system.search(queries[n * batch % QUERIES :][:batch], below), seconds, QUERIES
+        )
 
     system.search(queries[:1], 10)  # reads the fields for the first time
     found["search 1"], found["search 32"] = search(1, None), search(32, None)
@@ -330,9 +334,13 @@ def measure(name: str, folder: Path, rows: int, seconds: float) -> dict[str, Any
     for count in (1, 100):
         start = 10**6 * count
         found[f"add {count}"] = timed(
-            lambda n, c=count, s=start: system.add(np.arange(s + n * c, s + n * c + c), new[:c]), seconds, 50
+            lambda n, c=count, s=start: system.add(np.arange(s + n * c, s + n * c + c), new[:c]),
+            seconds,
+            50,
         )  # type: ignore[misc]
-    found["delete 100"] = timed(lambda n: system.delete(ids[n * 100 :][:100]), seconds, min(10, rows // 200))
+    found["delete 100"] = timed(
+        lambda n: system.delete(ids[n * 100 :][:100]), seconds, min(10, rows // 200)
+    )
     system.close()
     return found
 
@@ -352,7 +360,10 @@ def render(raw: dict[str, Any]) -> str:
         "add 100": lambda f: f"{f['add 100']['wall']:.1f}",
         "delete 100": lambda f: f"{f['delete 100']['wall']:.1f}",
     }
-    lines = [[name, *(show(found) for show in columns.values())] for name, found in raw["systems"].items()]
+    lines = [
+        [name, *(show(found) for show in columns.values())]
+        for name, found in raw["systems"].items()
+    ]
     return "\n".join(
         [
             "# The local store and others that are embedded",
@@ -370,7 +381,9 @@ def render(raw: dict[str, Any]) -> str:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--only", nargs="*", help="systems whose names have these words; nothing is kept")
+    parser.add_argument(
+        "--only", nargs="*", help="systems whose names have these words; nothing is kept"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="of each kind of call, at most")
     parser.add_argument("--system", choices=list(SYSTEMS), help=argparse.SUPPRESS)
     options = parser.parse_args()

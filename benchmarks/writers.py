@@ -108,7 +108,9 @@ def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int
     distances = np.sqrt(np.square(vectors_of(writer, group, state).astype(float) - query).sum(1))
     expected = sorted((float(away), f"{writer}/{group}/{at}") for at, away in enumerate(distances))
     return (
-        None if expected == [(hit.distance, hit.id) for hit in hits] else f"{name}: other distances or order"
+        None
+        if expected == [(hit.distance, hit.id) for hit in hits]
+        else f"{name}: other distances or order"
     )
 
 
@@ -176,7 +178,10 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
             wrong.append(f"a writer ended with {writer.returncode}")
     for collector in collectors:
         collector.join(120)
-    told = [json.loads(outputs[at] or '{"answers": 0, "wrong": ["a reader died"]}') for at in range(READERS)]
+    told = [
+        json.loads(outputs[at] or '{"answers": 0, "wrong": ["a reader died"]}')
+        for at in range(READERS)
+    ]
     wrong += [fault for reader in told for fault in reader["wrong"]]
     query = np.zeros((1, WIDTH), np.float32)
     with Index.open(folder / "index", threads=1) as index:
@@ -184,7 +189,9 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
             for group in range(GROUPS):
                 where = {"group": f"{writer}/{group}"}
                 (hits,) = index.search(Encoded(query, query), SIZE + 5, where=where)
-                first, last = (int(board.states[kind, writer, group]) for kind in (ACKNOWLEDGED, BEGUN))
+                first, last = (
+                    int(board.states[kind, writer, group]) for kind in (ACKNOWLEDGED, BEGUN)
+                )
                 if fault := judged(hits, writer, group, query[0], first, last):
                     wrong.append(f"at the end: {fault}")
     line = [sys.executable, "-m", "retrieval.cli", "index", "check", str(folder / "index")]

@@ -38,8 +38,12 @@ nitpicky = True
 
 # Napoleon and MyST call interfaces that Sphinx deprecates
 warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(sphinx|myst_parser)\.")
-warnings.filterwarnings("ignore", category=PendingDeprecationWarning, module=r"(sphinx|myst_parser)\.")
-standard_logging.getLogger("faiss").setLevel(standard_logging.WARNING)  # it says in which file it was found
+warnings.filterwarnings(
+    "ignore", category=PendingDeprecationWarning, module=r"(sphinx|myst_parser)\."
+)
+standard_logging.getLogger("faiss").setLevel(
+    standard_logging.WARNING
+)  # it says in which file it was found
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 MARK = "<!-- every file of benchmarks/results -->"
@@ -49,7 +53,9 @@ def add_results(app: Any, name: str, source: list[str]) -> None:
     """Put every measured result into benchmarks.md, so that a figure is written in one place only."""
     if name == "benchmarks":
         files = sorted(RESULTS.glob("*.md"))
-        parts = [f"```{{include}} ../benchmarks/results/{f.name}\n:heading-offset: 1\n```" for f in files]
+        parts = [
+            f"```{{include}} ../benchmarks/results/{f.name}\n:heading-offset: 1\n```" for f in files
+        ]
         source[0] = source[0].replace(MARK, "\n\n".join(parts))
 
 

@@ -59,7 +59,9 @@ def purpose(package: Path, name: str) -> str:
     """The first sentence of a floor's docstring."""
     file = package / name / "__init__.py"
     text = (
-        ast.get_docstring(ast.parse((file if file.exists() else package / f"{name}.py").read_text("utf-8")))
+        ast.get_docstring(
+            ast.parse((file if file.exists() else package / f"{name}.py").read_text("utf-8"))
+        )
         or ""
     )
     return text.split("\n")[0].split(". ")[0].rstrip(".")

@@ -58,7 +58,13 @@ def recipe() -> str:
         "A recipe is a TOML file. `retrieval check` reports everything that is wrong in it at once. Any value can be changed "
         "on the command line: `--set head.embedding_size=128`, `--set phase.0.epochs=3`.\n",
         "## Top level\n",
-        *_keys({k: f for k, f in Recipe.model_fields.items() if k not in COMPONENTS and not _section(f)}),
+        *_keys(
+            {
+                k: f
+                for k, f in Recipe.model_fields.items()
+                if k not in COMPONENTS and not _section(f)
+            }
+        ),
     ]
     for name, field in Recipe.model_fields.items():
         if name in COMPONENTS:
@@ -80,7 +86,9 @@ def bundled() -> Plugins:
     """Return the plugins of this repository, whatever else is installed."""
     return load_plugins(
         block=[
-            name for name, origin in installed_plugins().items() if origin.split()[0] != "embedding-retrieval"
+            name
+            for name, origin in installed_plugins().items()
+            if origin.split()[0] != "embedding-retrieval"
         ]
     )
 
@@ -137,7 +145,9 @@ def _factory(factory: Factory, example: str) -> Iterator[str]:
 def _keys(fields: dict[str, Any]) -> Iterator[str]:
     yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
     for name, field in fields.items():
-        annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        annotation = (
+            Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        )
         default = field.get_default(call_default_factory=True)
         shown = (
             "required"
@@ -160,7 +170,11 @@ def _section(field: Any) -> type[BaseModel] | None:
 
 def _link(kind: str) -> str:
     """A link to the kind's page, when the bundled plugins offer any of it."""
-    return f"[the {kind}](plugins/{kind}.md)" if bundled().factories(kind) else f"the {kind} of a plugin"
+    return (
+        f"[the {kind}](plugins/{kind}.md)"
+        if bundled().factories(kind)
+        else f"the {kind} of a plugin"
+    )
 
 
 def _cell(text: str) -> str:
@@ -210,7 +224,9 @@ def write(folder: Path = FOLDER) -> None:
         target = folder / name
         if not target.exists() or target.read_text(encoding="utf-8") != text:
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f".{target.name}.{os.getpid()}")  # two builds may run at once
+            temporary = target.with_name(
+                f".{target.name}.{os.getpid()}"
+            )  # two builds may run at once
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(target)
 

@@ -80,7 +80,11 @@ def printable(text: str) -> str:
     or answer for the user, and marks that turn the direction of writing, as their escapes; line breaks and tabs as they are.
     """
     return "".join(
-        c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
+        c
+        if c.isprintable() or c in "\n\t"
+        else f"\\x{ord(c):02x}"
+        if ord(c) < 256
+        else f"\\u{ord(c):04x}"
         for c in text
     )
 
@@ -95,7 +99,10 @@ def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
     """
     if len(problems) == 1:
         return f"{what}: {problems[0]}"
-    lines = [f"{what} has {len(problems):,} problems:", *(f"  - {problem}" for problem in problems[:shown])]
+    lines = [
+        f"{what} has {len(problems):,} problems:",
+        *(f"  - {problem}" for problem in problems[:shown]),
+    ]
     if len(problems) > shown:
         lines.append(f"  - … and {len(problems) - shown:,} more.")
     return "\n".join(lines)

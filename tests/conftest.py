@@ -43,7 +43,11 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             if "/test_milvus" in file:
                 return "milvus"
-            return "tutorial" if file.endswith(("docs/test_pages.py", "docs/test_indexes.py")) else file
+            return (
+                "tutorial"
+                if file.endswith(("docs/test_pages.py", "docs/test_indexes.py"))
+                else file
+            )
 
     return Together(config, log)
 
@@ -68,7 +72,9 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Outcome]:
     """The command line in this process: `cli("plugins", "list")`."""
 
     def run(*arguments: str | Path) -> Outcome:
@@ -103,11 +109,17 @@ def shown() -> Callable[..., None]:
         if os.environ.get("RETRIEVAL_PICTURES") == "write":
             picture.quantize(64).save(docs / name, optimize=True)
         with Image.open(docs / name) as kept:
-            assert kept.size == picture.size, f"{name}: write it again, with RETRIEVAL_PICTURES=write pytest"
+            assert kept.size == picture.size, (
+                f"{name}: write it again, with RETRIEVAL_PICTURES=write pytest"
+            )
             # small grey pictures: single points, and the digits of a figure, differ from machine to machine
-            small = [np.asarray(p.convert("L").resize((64, 64)), dtype=float) for p in (kept, picture)]
+            small = [
+                np.asarray(p.convert("L").resize((64, 64)), dtype=float) for p in (kept, picture)
+            ]
         apart = np.abs(small[0] - small[1]).mean()
-        assert apart < most, f"{name} shows something else ({apart:.1f} of 255 on average): write it again"
+        assert apart < most, (
+            f"{name} shows something else ({apart:.1f} of 255 on average): write it again"
+        )
         assert (docs / name).stat().st_size < 60_000
 
     return compare
@@ -127,7 +139,9 @@ QUIET = [
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A real Chromium, driven by playwright; skipped where either is not."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if program is None:
         pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -164,9 +178,9 @@ def process() -> Callable[..., Outcome]:
     ) -> Outcome:
         settings = {**os.environ, **env}
         if path is not None:
-            settings["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]).rstrip(
-                os.pathsep
-            )
+            settings["PYTHONPATH"] = os.pathsep.join(
+                [str(path), os.environ.get("PYTHONPATH", "")]
+            ).rstrip(os.pathsep)
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
             capture_output=True,
@@ -190,7 +204,9 @@ def install() -> Callable[..., None]:
     ) -> None:
         info = folder / f"{project.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
+        )
         (info / "entry_points.txt").write_text(f"[retrieval]\n{plugin} = {module}\n")
         (folder / f"{module}.py").write_text(code, encoding="utf-8")
 

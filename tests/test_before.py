@@ -21,10 +21,14 @@ def before(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["run", "learner_run"])
-def test_a_run_has_the_figures_that_it_had(cli: Callable[..., Any], before: Path, name: str) -> None:
+def test_a_run_has_the_figures_that_it_had(
+    cli: Callable[..., Any], before: Path, name: str
+) -> None:
     done = cli("evaluate", before / name)
     assert done.code == 0, done.err
-    found = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))["figures"]
+    found = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))[
+        "figures"
+    ]
     # another processor may swap neighbours that are equally far but for the last digit
     assert found["trained"] == pytest.approx(EXPECTED["figures"][name]["trained"], abs=0.02)
 
@@ -34,7 +38,8 @@ def test_a_run_goes_on(cli: Callable[..., Any], before: Path) -> None:
     done = cli("train", recipe, "phase.0.epochs=2", "--output", before / "run", "--resume")
     assert done.code == 0, done.err
     epochs = [
-        json.loads(line)["epoch"] for line in (before / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)["epoch"]
+        for line in (before / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert epochs == [0, 1]
 
@@ -48,7 +53,9 @@ def test_a_run_is_exported(cli: Callable[..., Any], before: Path, name: str) -> 
 def test_a_bundle_is_indexed_and_answers(cli: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "images" / "3").mkdir(parents=True)
     shutil.copy(BEFORE / "query.png", tmp_path / "images" / "3")
-    done = cli("index", "create", tmp_path / "index", tmp_path / "images", "--bundle", BEFORE / "bundle")
+    done = cli(
+        "index", "create", tmp_path / "index", tmp_path / "images", "--bundle", BEFORE / "bundle"
+    )
     assert done.code == 0, done.err
     done = cli("search", tmp_path / "index", BEFORE / "query.png", "--json")
     assert done.code == 0, done.err

@@ -177,7 +177,9 @@ def test_memory_is_limited():
         "import sys; from retrieval.serving import decoding; decoding._confine(40_000_000); "
         "print(decoding._answer(decoding.Limits(), 'png', sys.stdin.buffer.read(), None, 'it'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=large, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=large, capture_output=True, timeout=60
+    )
     assert b"it needs more memory to be decoded" in done.stdout, done
 
 
@@ -185,7 +187,9 @@ def test_memory_is_limited():
 def test_memory_comes_back_once_large_images_are_done(pool):
     """A process that is idle after uploads of 20 megapixels holds at most 16 MB more than when it was ready."""
     small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
-    content = encoded(small.resize((5000, 4000), Image.Resampling.NEAREST), quality=30) + bytes(15_000_000)
+    content = encoded(small.resize((5000, 4000), Image.Resampling.NEAREST), quality=30) + bytes(
+        15_000_000
+    )
     (pid,) = pool.pids
     before = resident(pid)
     for _ in range(4):
@@ -207,7 +211,10 @@ def test_a_phones_photo_of_48_megapixels_is_decoded_at_a_half_and_keeps_its_size
     assert image.size == (3024, 4032) and full_size(image) == (6048, 8064)
     assert np.array_equal(made.pixels, square(image))
     too_large = encoded(Image.new("L", (12_000, 9_000)), quality=30)
-    for content in (too_large, encoded(Image.new("1", (8064, 6048)), "PNG")):  # only JPEGs come smaller
+    for content in (
+        too_large,
+        encoded(Image.new("1", (8064, 6048)), "PNG"),
+    ):  # only JPEGs come smaller
         with pytest.raises(DataError, match=r"the limit is 25,000,000\..*--max-pixels"):
             pool.decode("pixels", content, PREPROCESSING)
 

@@ -26,15 +26,26 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(
     done = run("demo", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     demo = tmp_path / "demo"
-    for file in ("run/summary.json", "bundle/manifest.json", "bundle/encoder.onnx", "index/index.json"):
+    for file in (
+        "run/summary.json",
+        "bundle/manifest.json",
+        "bundle/encoder.onnx",
+        "index/index.json",
+    ):
         assert (demo / file).is_file(), file
     with Image.open(demo / "neighbours.png") as picture:
-        assert picture.height > picture.width > 800  # ten rows, each a query with its ten neighbours
+        assert (
+            picture.height > picture.width > 800
+        )  # ten rows, each a query with its ten neighbours
     shown(demo / "neighbours.png", "neighbours.png", 30)  # the one in README and on the front page
     left = {folder.name: len(list(folder.iterdir())) for folder in (demo / "queries").iterdir()}
     assert left == {str(digit): 1 for digit in range(10)}
-    assert re.findall(r"^   a (\d) finds (?:\d ?){10}$", done.stdout, re.MULTILINE) == [*"0123456789"]
-    figures = dict(re.findall(r"^ +(recall_at_1|map_at_r) +([\d.]+ +[\d.]+)$", done.stdout, re.MULTILINE))
+    assert re.findall(r"^   a (\d) finds (?:\d ?){10}$", done.stdout, re.MULTILINE) == [
+        *"0123456789"
+    ]
+    figures = dict(
+        re.findall(r"^ +(recall_at_1|map_at_r) +([\d.]+ +[\d.]+)$", done.stdout, re.MULTILINE)
+    )
     trained, raw = map(float, figures["map_at_r"].split())
     assert trained > raw + 0.2
     assert "raw pixels" in done.stdout

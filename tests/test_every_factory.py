@@ -47,7 +47,9 @@ def smallest(annotation: Any) -> Any:
         return [first] if get_origin(kind) is list else first
     if get_origin(kind) is Literal:
         return get_args(kind)[0]
-    least = max([getattr(m, "ge", 0) for m in limits if getattr(m, "ge", None) is not None], default=1)
+    least = max(
+        [getattr(m, "ge", 0) for m in limits if getattr(m, "ge", None) is not None], default=1
+    )
     plain: dict[Any, Any] = {int: max(least, 1), float: float(least or 1), str: "loss", bool: False}
     return plain[kind]
 
@@ -104,12 +106,16 @@ class TestLoss:
         assert embeddings.grad is not None and embeddings.grad.abs().sum() > 0
         for parameter, tensor in loss.named_parameters():
             assert tensor.grad is not None and tensor.grad.isfinite().all(), parameter
-        assert sum(float(p.grad.abs().sum()) for p in loss.parameters()) > 0 or not list(loss.parameters())
+        assert sum(float(p.grad.abs().sum()) for p in loss.parameters()) > 0 or not list(
+            loss.parameters()
+        )
 
     @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
     def test_batch_without_triplets(self, name: str, labels: Any) -> None:
         torch.manual_seed(0)
-        loss = PLUGINS.build("losses", values(PLUGINS, PLUGINS.find("losses", name)), GIVEN | {"classes": 12})
+        loss = PLUGINS.build(
+            "losses", values(PLUGINS, PLUGINS.find("losses", name)), GIVEN | {"classes": 12}
+        )
         embeddings = batch()
         checked_backward(loss(embeddings, torch.tensor(list(labels))), embeddings)
 
@@ -144,7 +150,10 @@ class TestLoss:
         assert value.dtype == dtype
         low = torch.bfloat16 if dtype == torch.float64 else dtype
         with torch.autocast("cpu", dtype=low):  # a scaled loss would overflow half precision
-            assert build(PLUGINS, "losses", name)(embeddings, LABELS).dtype in (torch.float32, torch.float64)
+            assert build(PLUGINS, "losses", name)(embeddings, LABELS).dtype in (
+                torch.float32,
+                torch.float64,
+            )
         value.backward()
         assert embeddings.grad is not None and bool(torch.isfinite(embeddings.grad).all())
 
@@ -220,7 +229,10 @@ class TestMiner:
         assert (indices[0] != indices[1]).all()
 
     def test_reference_set_as_stated(self, name: str) -> None:
-        reference = {"ref_emb": batch(items=20).detach().flip(0), "ref_labels": torch.arange(20) % 4}
+        reference = {
+            "ref_emb": batch(items=20).detach().flip(0),
+            "ref_labels": torch.arange(20) % 4,
+        }
         if PLUGINS.find("miners", name).supports_ref_emb:
             self.check(self.indices(name, **reference), reference["ref_labels"])
         else:

@@ -21,7 +21,9 @@ PLUGINS = load_plugins()
 DIGITS = load_digits()
 VECTORS: NDArray[np.float32] = DIGITS.data[:300].astype(np.float32)
 # Learners fit the sixteen pixels that vary most: some refuse constant columns, and a fit must be quick.
-FEW: NDArray[np.float32] = np.ascontiguousarray(VECTORS[:, np.sort(VECTORS.var(axis=0).argsort()[-16:])])
+FEW: NDArray[np.float32] = np.ascontiguousarray(
+    VECTORS[:, np.sort(VECTORS.var(axis=0).argsort()[-16:])]
+)
 GIVEN = {"features": VECTORS.shape[1], "embedding_size": 16, "classes": 10}
 
 # What a factory is built with where its defaults do not do, or would take long. A factory that needs arguments and has no
@@ -43,8 +45,12 @@ def build(kind: str, name: str, given: dict[str, Any]) -> Any:
     factory: Factory = PLUGINS.find(kind, name)
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{name} needs {NEEDS[name]}")
-    lacking = [p.name for p in factory.parameters if p.required and p.name not in ARGUMENTS.get(name, {})]
-    assert not lacking, f"{name} needs {lacking}: add a line to ARGUMENTS, so that its export is tested"
+    lacking = [
+        p.name for p in factory.parameters if p.required and p.name not in ARGUMENTS.get(name, {})
+    ]
+    assert not lacking, (
+        f"{name} needs {lacking}: add a line to ARGUMENTS, so that its export is tested"
+    )
     torch.manual_seed(0)
     return PLUGINS.build(kind, {"name": name, **ARGUMENTS.get(name, {})}, given)
 
@@ -74,7 +80,9 @@ def exported_agrees(model: Model, items: NDArray[Any], folder: Path) -> Bundle:
         )
         if encoded.code is not None and model.combiner is not None:
             distances = model.combiner.compute_mat(codes, codes).numpy()
-            assert np.allclose(bundle.rescore(encoded.code, encoded.code), distances, rtol=1e-3, atol=1e-3)
+            assert np.allclose(
+                bundle.rescore(encoded.code, encoded.code), distances, rtol=1e-3, atol=1e-3
+            )
     return bundle
 
 

@@ -50,7 +50,9 @@ FACTORIES = {
     if name.partition(".")[0] in ("aml", "anml", "core", "metric_learn", "oahu")
 }
 SEEDED = [
-    name for name in SMALL if FACTORIES[name].parameters and name not in ("core.lda", "metric_learn.lfda")
+    name
+    for name in SMALL
+    if FACTORIES[name].parameters and name not in ("core.lda", "metric_learn.lfda")
 ]
 NOT_LINEAR = ("oahu.oahu", "oahu.oasis")
 each = pytest.mark.parametrize("name", SMALL)
@@ -105,13 +107,17 @@ def by_loops(name: str, learner: Any, x: Any, y: Any) -> float:
     return math.dist(*codes)
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "core.pca"])  # which ignores labels
+@pytest.mark.parametrize(
+    "name", [name for name in SMALL if name != "core.pca"]
+)  # which ignores labels
 def test_a_missing_label_is_no_class_to_learn(name: str, wine: Any) -> None:
     x, y = wine
     text = [f"class {number}" for number in y]
     for gap in (math.nan, None):
         for labels in (text, y.tolist()):
-            with pytest.raises(ValueError, match=r"1 of 178 labels is missing .* in row 3 from 0 on"):
+            with pytest.raises(
+                ValueError, match=r"1 of 178 labels is missing .* in row 3 from 0 on"
+            ):
                 FACTORIES[name].make(**SMALL[name]).fit(x, [*labels[:3], gap, *labels[4:]])
     with pytest.raises(
         ValueError, match=r"labels are of two kinds.* row 0 is 'class 0' .* row 3 is 0 \(int\)"
@@ -150,7 +156,9 @@ def test_mahalanobis_matrix_is_the_metric(name: str, fitted: Any, wine: Any) -> 
     m = learner.get_mahalanobis_matrix()
     pairs = np.stack([x[:12], x[100:112]], axis=1)
     apart = pairs[:, 0] - pairs[:, 1]
-    expected = [math.sqrt(sum(d[i] * m[i, j] * d[j] for i in range(13) for j in range(13))) for d in apart]
+    expected = [
+        math.sqrt(sum(d[i] * m[i, j] * d[j] for i in range(13) for j in range(13))) for d in apart
+    ]
     np.testing.assert_allclose(learner.pair_distance(pairs), expected, rtol=1e-6)
     m += 1  # the caller's own
     np.testing.assert_allclose(learner.pair_distance(pairs), expected, rtol=1e-6)
@@ -196,7 +204,9 @@ def test_pairs_that_cannot_be_compared(name: str, fitted: Any, wine: Any) -> Non
         for wrong in (x, pairs.transpose(1, 0, 2), pairs[0]):
             with pytest.raises(ValueError, match=r"Pairs must have the shape \(P, 2, F\)"):
                 call(wrong)
-        with pytest.raises(ValueError, match=r"The pairs have 12 features, and \w+ was fitted on 13"):
+        with pytest.raises(
+            ValueError, match=r"The pairs have 12 features, and \w+ was fitted on 13"
+        ):
             call(pairs[:, :, 1:])
         with pytest.raises(ValueError, match="NaN"):
             call(np.where(pairs == pairs[0, 0, 0], np.nan, pairs))
@@ -238,7 +248,10 @@ def test_random_state_is_seed(name: str, fitted: Any, wine: Any) -> None:
     np.testing.assert_array_equal(one, distances(random_state=1))
     np.testing.assert_array_equal(one, distances(seed=1, random_state=np.int64(1)))
     np.testing.assert_array_equal(distances(), distances(seed=0))
-    if name not in ("core.pca", "oahu.warm"):  # a full solver, and Euclid until the stream has refuted it
+    if name not in (
+        "core.pca",
+        "oahu.warm",
+    ):  # a full solver, and Euclid until the stream has refuted it
         assert not np.array_equal(one, distances())
 
 
@@ -271,10 +284,16 @@ def test_both_seeds_are_parameters_of_a_recipe(name: str) -> None:
 def test_in_a_search_over_random_states_and_as_a_neighbours_metric(wine: Any) -> None:
     x, y = wine
     make = FACTORIES["core.nca"].make
-    pipeline = make_pipeline(StandardScaler(), make(2, init="random", max_iter=5), KNeighborsClassifier(3))
-    search = GridSearchCV(pipeline, {"nca__random_state": [1, 2]}, cv=2, error_score="raise").fit(x, y)
+    pipeline = make_pipeline(
+        StandardScaler(), make(2, init="random", max_iter=5), KNeighborsClassifier(3)
+    )
+    search = GridSearchCV(pipeline, {"nca__random_state": [1, 2]}, cv=2, error_score="raise").fit(
+        x, y
+    )
     assert search.best_params_["nca__random_state"] in (1, 2)
     learner = make(2, max_iter=5).fit(x[::2], y[::2])
     by_codes = KNeighborsClassifier(3).fit(learner.transform(x[::2]), y[::2])
     by_metric = KNeighborsClassifier(3, metric=learner.get_metric()).fit(x[::2], y[::2])
-    np.testing.assert_array_equal(by_metric.predict(x[1::2]), by_codes.predict(learner.transform(x[1::2])))
+    np.testing.assert_array_equal(
+        by_metric.predict(x[1::2]), by_codes.predict(learner.transform(x[1::2]))
+    )

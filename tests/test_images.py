@@ -18,7 +18,15 @@ from PIL import Image
 from retrieval.client.images import image_bytes
 from retrieval.errors import DataError
 from retrieval.serving.image_files import find_images
-from retrieval.serving.images import Limits, Preprocessing, decode, from_array, thumbnail, to_mode, to_png
+from retrieval.serving.images import (
+    Limits,
+    Preprocessing,
+    decode,
+    from_array,
+    thumbnail,
+    to_mode,
+    to_png,
+)
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
@@ -36,11 +44,15 @@ def png_bomb(side: int) -> bytes:
     """A PNG of side × side black pixels, compressed to almost nothing."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     body = zlib.compress(bytes((side // 8 + 1) * side), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    )
 
 
 def test_a_png_comes_back_as_it_was():
@@ -72,7 +84,9 @@ def test_a_file_beyond_the_limit_is_not_read(tmp_path):
     path = tmp_path / "large.png"
     with path.open("wb") as file:
         file.truncate(50_000_000_000)  # sparse: reading it would take long, and all memory
-    with pytest.raises(DataError, match=r"large\.png has 50,000,000,000 bytes; the limit is 20,000,000"):
+    with pytest.raises(
+        DataError, match=r"large\.png has 50,000,000,000 bytes; the limit is 20,000,000"
+    ):
         decode(path)
     with pytest.raises(DataError, match="the limit is 20,000,000"):
         decode(bytes(Limits.bytes + 1))
@@ -90,8 +104,16 @@ def jpeg() -> bytes:
     [
         ("truncated.jpg", jpeg()[:1500], "is damaged and cannot be decoded"),
         ("empty.png", b"", "is empty"),
-        ("text.png", b"this is not an image at all, but text\n" * 20, "is not an image in a known format"),
-        ("truncated.png", encoded(Image.fromarray(gradient()))[:70], "is damaged and cannot be decoded"),
+        (
+            "text.png",
+            b"this is not an image at all, but text\n" * 20,
+            "is not an image in a known format",
+        ),
+        (
+            "truncated.png",
+            encoded(Image.fromarray(gradient()))[:70],
+            "is damaged and cannot be decoded",
+        ),
         ("header.png", encoded(Image.fromarray(gradient()))[:20], "damaged|known format"),
         (
             "page.eps",
@@ -175,7 +197,9 @@ def test_grey_without_a_fixed_range_is_refused_whatever_its_pixels(top, dtype, t
     for channels in (1, 3):
         with pytest.raises(DataError, match=r"an image is .* grey \(mode [FI]\).*save it as 8-bit"):
             Preprocessing((4, 4), channels)(image)
-    with pytest.raises(DataError, match=r"microscope\.tif is .* grey \(mode [FI]\).*save it as 8-bit"):
+    with pytest.raises(
+        DataError, match=r"microscope\.tif is .* grey \(mode [FI]\).*save it as 8-bit"
+    ):
         decode(path)
 
 
@@ -183,13 +207,21 @@ def png(depth: int, colour: int, rows: np.ndarray, transparent: tuple[int, ...] 
     """A PNG of bytes (H, bytes a row), as Pillow does not write them."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     width = rows.shape[1] * 8 // depth // (3 if colour == 2 else 1)
     header = struct.pack(">IIBBBBB", width, len(rows), depth, colour, 0, 0, 0)
     key = chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent)) if transparent else b""
     body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + key + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + key
+        + chunk(b"IDAT", body)
+        + chunk(b"IEND", b"")
+    )
 
 
 def big(values: list[int]) -> np.ndarray:
@@ -210,17 +242,29 @@ def big(values: list[int]) -> np.ndarray:
 )
 def test_the_transparent_value_of_a_png_is_white_at_every_depth(content, grey):
     for mode in ("L", "RGB"):
-        assert np.asarray(to_mode(decode(content), mode)).reshape(len(grey), -1)[:, 0].tolist() == grey
+        assert (
+            np.asarray(to_mode(decode(content), mode)).reshape(len(grey), -1)[:, 0].tolist() == grey
+        )
 
 
 def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
     values = np.array([[0, 255, 256, 4095], [4096, 22_359, 65_279, 65_535]], np.uint16)
     wanted = (values >> 8).tolist()
     tiff12 = b"II*\0\x14\0\0\0" + bytes.fromhex("0000ff100fff") + bytes(6)
-    tags = [(256, 3, 4), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1)]
+    tags = [
+        (256, 3, 4),
+        (257, 3, 1),
+        (258, 3, 12),
+        (259, 3, 1),
+        (262, 3, 1),
+        (273, 4, 8),
+        (277, 3, 1),
+    ]
     tags += [(278, 3, 1), (279, 4, 6)]
     tiff12 += struct.pack("<H", len(tags))
-    tiff12 += b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags) + bytes(4)
+    tiff12 += b"".join(
+        struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags
+    ) + bytes(4)
     assert np.asarray(to_mode(decode(tiff12), "L")).tolist() == [[0, 0x0F, 0x10, 0xFF]]
     swapped = Image.frombytes("I;16B", (4, 2), values.astype(">u2").tobytes())
     pgm = b"P5 4 2 65535\n" + values.astype(">u2").tobytes()
@@ -241,10 +285,13 @@ def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I;16B", "I;16L"])  # fmt: skip
 def test_every_mode_with_a_range_has_a_rule_that_depends_on_no_other_pixel(mode):
-    images = [Image.new("RGB", (2, 1)) if mode == "LAB" else Image.new(mode, (2, 1)) for _ in range(2)]
+    images = [
+        Image.new("RGB", (2, 1)) if mode == "LAB" else Image.new(mode, (2, 1)) for _ in range(2)
+    ]
     if mode == "LAB":
         images = [
-            Image.frombytes("LAB", (2, 1), bytes([120, 10, 20, *other])) for other in ([0] * 3, [99] * 3)
+            Image.frombytes("LAB", (2, 1), bytes([120, 10, 20, *other]))
+            for other in ([0] * 3, [99] * 3)
         ]
     elif mode == "P":
         for image in images:
@@ -298,7 +345,9 @@ def test_whatever_shows_an_image_shows_what_a_model_gets():
     address = Thumbnails(Sixteen(np.zeros((1, 2, 2), np.uint8), ["a"]), 1)(0)
     shown = [base64.b64decode(address.partition(",")[2]), to_png(image)]
     assert all(np.array_equal(np.asarray(decode(each).convert("RGB")), wanted) for each in shown)
-    assert np.abs(np.asarray(decode(thumbnail(image))).astype(int) - wanted).max() < 90  # a JPEG of 2 × 2
+    assert (
+        np.abs(np.asarray(decode(thumbnail(image))).astype(int) - wanted).max() < 90
+    )  # a JPEG of 2 × 2
 
 
 def test_transparency_lies_on_white():
@@ -340,7 +389,9 @@ def test_exif_orientation_is_applied(orientation):
 
 
 def test_broken_exif_costs_no_image():
-    good = encoded(Image.fromarray(gradient()), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff\x12\x01")
+    good = encoded(
+        Image.fromarray(gradient()), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff\x12\x01"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decode(good).size == (30, 20)
@@ -350,7 +401,9 @@ def test_the_first_frame_of_an_animation():
     frames = [Image.new("RGB", (5, 5), color) for color in ("red", "blue", "green")]
     for format in ("GIF", "WEBP"):
         data = encoded(frames[0], format, save_all=True, append_images=frames[1:], lossless=True)
-        assert Preprocessing((5, 5))(decode(data))[:, 2, 2].tolist() == pytest.approx([255, 0, 0], abs=2)
+        assert Preprocessing((5, 5))(decode(data))[:, 2, 2].tolist() == pytest.approx(
+            [255, 0, 0], abs=2
+        )
 
 
 def test_threads_leave_the_warning_filters_alone():
@@ -384,17 +437,30 @@ def test_resizing_and_cropping_match_a_plain_definition():
 def test_a_crop_of_a_resized_image_is_exact_to_the_last_bit(interpolation, resize):
     rng = np.random.default_rng(resize)
     resample = Image.Resampling[interpolation.upper()]
-    sides = [(640, 480), (480, 640), (300, 256), (61, 64), (40, 90), *rng.integers(60, 240, (8, 2)).tolist()]
+    sides = [
+        (640, 480),
+        (480, 640),
+        (300, 256),
+        (61, 64),
+        (40, 90),
+        *rng.integers(60, 240, (8, 2)).tolist(),
+    ]
     for number, (width, height) in enumerate(sides):
         image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        size = tuple(rng.integers(1, resize * 5 // 4, 2).tolist()) if number % 2 else (resize * 7 // 8,) * 2
+        size = (
+            tuple(rng.integers(1, resize * 5 // 4, 2).tolist())
+            if number % 2
+            else (resize * 7 // 8,) * 2
+        )
         longer = int(resize * max(image.size) / min(image.size))
         whole = image.resize((resize, longer) if width <= height else (longer, resize), resample)
         left, top = (
             round((long - crop) / 2) if long >= crop else -((crop - long) // 2)
             for long, crop in ((whole.width, size[1]), (whole.height, size[0]))
         )
-        expected = np.asarray(whole.crop((left, top, left + size[1], top + size[0]))).transpose(2, 0, 1)
+        expected = np.asarray(whole.crop((left, top, left + size[1], top + size[0]))).transpose(
+            2, 0, 1
+        )
         found = Preprocessing(size, interpolation=interpolation, resize=resize)(image)
         assert np.array_equal(found, expected), (image.size, size)
 

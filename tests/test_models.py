@@ -31,7 +31,8 @@ def test_the_card_has_measured_results_and_the_command_that_made_them(folder: Pa
     assert re.search(r"(?<![\d.])0?\.\d{2,}", card), "no figure"
     commands = re.findall(r"^(?:    )?((?:retrieval|python) .+)$", card, re.MULTILINE)
     assert any(
-        f"models/{folder.name}" in c or "benchmarks/" in c or "retrieval demo" in c for c in commands
+        f"models/{folder.name}" in c or "benchmarks/" in c or "retrieval demo" in c
+        for c in commands
     ), "no command"
 
 

@@ -129,7 +129,9 @@ class AML(PairLearner):
                 ConvergenceWarning,
                 stacklevel=4,
             )
-        return found.half if self.t == 0.5 else _slid(found.half, objective.pull * dissimilar, self.t)
+        return (
+            found.half if self.t == 0.5 else _slid(found.half, objective.pull * dissimilar, self.t)
+        )
 
     def _refuse_parameters(self) -> None:
         super()._refuse_parameters()

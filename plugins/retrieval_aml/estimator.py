@@ -73,7 +73,9 @@ class PairLearner(LinearMap):
                 one kind, or a parameter is out of its range.
         """
         self._refuse_parameters()
-        raw, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
+        raw, labels = validate_data(
+            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+        )
         codes = class_codes(labels, type(self).__name__)
         scale = self._scale(raw)
         x = raw / scale
@@ -102,7 +104,9 @@ class PairLearner(LinearMap):
         both, alike = _checked_pairs(pairs, similar)
         points = validate_data(self, both.reshape(-1, both.shape[2]), dtype=np.float64)
         scale = self._scale(points)
-        return self._fit(moments_of_pairs(both / scale, alike), points / scale, points.mean(axis=0), scale)
+        return self._fit(
+            moments_of_pairs(both / scale, alike), points / scale, points.mean(axis=0), scale
+        )
 
     def _fit(self, moments: Moments, x: Floats, mean: Floats, scale: Floats) -> Self:
         _refuse_missing(moments)
@@ -140,17 +144,24 @@ class PairLearner(LinearMap):
         if isinstance(self.prior, str) and self.prior == "covariance":
             covariance = np.atleast_2d(np.cov(x, rowvar=False))
             unit = np.trace(covariance) / features
-            inverse: Floats = np.linalg.inv(lifted(covariance, unit) if unit > 0 else np.eye(features))
+            inverse: Floats = np.linalg.inv(
+                lifted(covariance, unit) if unit > 0 else np.eye(features)
+            )
             return symmetric(inverse)
         prior = np.asarray(self.prior, dtype=np.float64)
         if prior.shape != (features, features):
             raise ValueError(
                 f"prior has the shape {prior.shape}; for {features} features it must be ({features}, {features})."
             )
-        if not np.isfinite(prior).all() or np.abs(prior - prior.T).max() > 1e-9 * np.abs(prior).max():
+        if (
+            not np.isfinite(prior).all()
+            or np.abs(prior - prior.T).max() > 1e-9 * np.abs(prior).max()
+        ):
             raise ValueError("prior must be a symmetric matrix of finite numbers.")
         if not np.linalg.eigvalsh(prior)[0] > 0:
-            raise ValueError("prior must be positive definite: its smallest eigenvalue is not above 0.")
+            raise ValueError(
+                "prior must be positive definite: its smallest eigenvalue is not above 0."
+            )
         return symmetric(prior)
 
     def _refuse_parameters(self) -> None:
@@ -160,16 +171,22 @@ class PairLearner(LinearMap):
                 f"t is {self.t}; it must lie between 0 (similar pairs only) and 1 (dissimilar pairs only)."
             )
         if not (np.isfinite(self.regularization) and self.regularization >= 0):
-            raise ValueError(f"regularization is {self.regularization}; it must be finite and at least 0.")
+            raise ValueError(
+                f"regularization is {self.regularization}; it must be finite and at least 0."
+            )
         if isinstance(self.prior, str) and self.prior not in ("identity", "covariance"):
             raise ValueError(
                 f"prior is {self.prior!r}; it must be 'identity', 'covariance', a matrix or None."
             )
         if isinstance(self.n_pairs, str):
             if self.n_pairs != "paper":
-                raise ValueError(f"n_pairs is {self.n_pairs!r}; it must be a number, 'paper' or None.")
+                raise ValueError(
+                    f"n_pairs is {self.n_pairs!r}; it must be a number, 'paper' or None."
+                )
         elif self.n_pairs is not None and self.n_pairs < 1:
-            raise ValueError(f"n_pairs is {self.n_pairs}; it must be at least 1, or None for all pairs.")
+            raise ValueError(
+                f"n_pairs is {self.n_pairs}; it must be at least 1, or None for all pairs."
+            )
 
     def _checked_pairs_as_fitted(
         self, pairs: ArrayLike, similar: ArrayLike

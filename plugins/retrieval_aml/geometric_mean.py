@@ -82,7 +82,9 @@ class GeometricMeanLoss(CheckedLoss):
     ) -> Squares:
         """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
         found = (
-            indices_utils.get_all_pairs_indices(labels, None if ref_emb is embeddings else ref_labels)
+            indices_utils.get_all_pairs_indices(
+                labels, None if ref_emb is embeddings else ref_labels
+            )
             if indices_tuple is None
             else listed_pairs(indices_tuple, (len(embeddings), len(ref_emb)), embeddings.device)
         )

@@ -63,7 +63,10 @@ def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
     total = n * (n - 1) // 2
     n_similar = int((counts * (counts - 1) // 2).sum())
     return Moments(
-        similar / max(n_similar, 1), dissimilar / max(total - n_similar, 1), n_similar, total - n_similar
+        similar / max(n_similar, 1),
+        dissimilar / max(total - n_similar, 1),
+        n_similar,
+        total - n_similar,
     )
 
 
@@ -98,7 +101,10 @@ def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, see
     sums = [_sum_of_squares(x, x, first[chosen], second[chosen]) for chosen in (alike, ~alike)]
     n_similar = int(alike.sum())
     return Moments(
-        sums[0] / max(n_similar, 1), sums[1] / max(n_pairs - n_similar, 1), n_similar, n_pairs - n_similar
+        sums[0] / max(n_similar, 1),
+        sums[1] / max(n_pairs - n_similar, 1),
+        n_similar,
+        n_pairs - n_similar,
     )
 
 
@@ -107,7 +113,9 @@ def count_to_draw(n_pairs: int | Literal["paper"], classes: int) -> int:
     return 1000 * classes * (classes - 1) if n_pairs == "paper" else int(n_pairs)
 
 
-def _sum_of_squares(left: Floats, right: Floats, i: NDArray[np.intp], j: NDArray[np.intp]) -> Floats:
+def _sum_of_squares(
+    left: Floats, right: Floats, i: NDArray[np.intp], j: NDArray[np.intp]
+) -> Floats:
     features = left.shape[1]
     total = np.zeros((features, features))
     step = max(1, BLOCK // features)

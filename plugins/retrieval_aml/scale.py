@@ -9,7 +9,9 @@ STEPS = 60
 
 
 @torch.no_grad()
-def best_scale(moments: Tensor, eigenvalues: Tensor, dissimilar: Tensor, alpha: float, beta: float) -> float:
+def best_scale(
+    moments: Tensor, eigenvalues: Tensor, dissimilar: Tensor, alpha: float, beta: float
+) -> float:
     """Return t > 0 that minimises t Σ aᵢ (1 + α sᵢ(t)²) + d/t, with sᵢ(t) = βt²λᵢ² / (2 + βt²λᵢ²).
 
     That is AML's objective at tM (Eq 11). In τ = log t each summand is convex: the logarithm of e^τ s² has the slope g = 5 − 4s
@@ -25,7 +27,9 @@ def best_scale(moments: Tensor, eigenvalues: Tensor, dissimilar: Tensor, alpha: 
     """
     a, squared, d = moments.double(), eigenvalues.double().square(), dissimilar.double()
     high = (d / a.sum()).log() / 2
-    low = high - torch.log1p(torch.as_tensor(1.158 * alpha, dtype=torch.float64, device=a.device)) / 2
+    low = (
+        high - torch.log1p(torch.as_tensor(1.158 * alpha, dtype=torch.float64, device=a.device)) / 2
+    )
     for _ in range(STEPS if alpha else 0):
         middle = (low + high) / 2
         x = beta * (2 * middle).exp() * squared

@@ -104,7 +104,13 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
         np.zeros(len(weight)),
         jac=True,
         method="L-BFGS-B",
-        options={"maxiter": max_iter, "maxfun": 20 * max_iter, "gtol": tol, "ftol": 0.0, "maxcor": 20},
+        options={
+            "maxiter": max_iter,
+            "maxfun": 20 * max_iter,
+            "gtol": tol,
+            "ftol": 0.0,
+            "maxcor": 20,
+        },
     )
     flat, iterations = found.x, int(found.nit)
     value, gradient = loss(flat)

@@ -88,7 +88,9 @@ def _threshold(name: str, value: Threshold) -> float | None:
     if value is None or value == "none":
         return None
     if isinstance(value, str) or not abs(value) < float("inf"):
-        raise ValueError(f'{name} is {value} and must be a finite similarity, or "none" for no threshold')
+        raise ValueError(
+            f'{name} is {value} and must be a finite similarity, or "none" for no threshold'
+        )
     return float(value)
 
 
@@ -112,7 +114,12 @@ class SimilarityLoss(CheckedLoss):
         return CosineSimilarity()  # type: ignore[no-any-return]
 
     def pairs(
-        self, labels: Tensor | None, indices_tuple: Any, embeddings: Tensor, ref_emb: Tensor, ref_labels: Any
+        self,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        embeddings: Tensor,
+        ref_emb: Tensor,
+        ref_labels: Any,
     ) -> Pairs:
         """Return the miner's pairs, or every pair where there is no miner."""
         if indices_tuple is not None:
@@ -120,10 +127,14 @@ class SimilarityLoss(CheckedLoss):
         assert labels is not None
         return LabelPairs(labels, None if ref_emb is embeddings else ref_labels)
 
-    def gap(self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
+    def gap(
+        self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule
+    ) -> tuple[Tensor, Tensor]:
         """Return each anchor's gap (B,), and where it is defined; see `retrieval_anml.gap`."""
         if is_cosine(self.distance):
-            return gap_of_cosines(embeddings, None if ref_emb is embeddings else ref_emb, pairs, rule)
+            return gap_of_cosines(
+                embeddings, None if ref_emb is embeddings else ref_emb, pairs, rule
+            )
         return gap_of_similarities(similarities(self.distance, embeddings, ref_emb), pairs, rule)
 
 

@@ -125,7 +125,11 @@ class MinedDANMLoss(DANMLoss):
             raise ValueError(f"epsilon is {epsilon} and must be at least 0")
         rule = self.rule
         self.rule = Rule(
-            rule.gamma1, rule.gamma2, rule.positive_threshold, rule.negative_threshold, epsilon=epsilon
+            rule.gamma1,
+            rule.gamma2,
+            rule.positive_threshold,
+            rule.negative_threshold,
+            epsilon=epsilon,
         )
 
     def compute_loss(

@@ -45,7 +45,9 @@ class NeighborhoodLearner(LinearMap):
     seed: int | None
     random_state: int | None
 
-    def _neighborhoods(self, x: Floats, codes: NDArray[np.intp], queries: int | None) -> Neighborhoods:
+    def _neighborhoods(
+        self, x: Floats, codes: NDArray[np.intp], queries: int | None
+    ) -> Neighborhoods:
         raise NotImplementedError
 
     def _refuse_parameters(self) -> None:
@@ -102,15 +104,24 @@ class NeighborhoodLearner(LinearMap):
         x, codes = self._checked(X, y, reset=False)
         at = check_array(L, dtype=np.float64)
         if len(at) != x.shape[1]:
-            raise ValueError(f"L has {len(at)} rows and the features {x.shape[1]} columns; they must agree.")
+            raise ValueError(
+                f"L has {len(at)} rows and the features {x.shape[1]} columns; they must agree."
+            )
         return self._neighborhoods(x, codes, None)(at)
 
-    def _checked(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Floats, NDArray[np.intp]]:
+    def _checked(
+        self, X: ArrayLike, y: ArrayLike, *, reset: bool
+    ) -> tuple[Floats, NDArray[np.intp]]:
         self._refuse_parameters()
         if reset:
-            x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
+            x, labels = validate_data(
+                self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+            )
         else:
-            x, labels = check_array(X, dtype=np.float64, ensure_min_samples=2), np.asarray(learner_labels(y))
+            x, labels = (
+                check_array(X, dtype=np.float64, ensure_min_samples=2),
+                np.asarray(learner_labels(y)),
+            )
             if len(labels) != len(x):
                 raise ValueError(f"There are {len(x)} items and {len(labels)} labels.")
         return x, class_codes(labels, type(self).__name__)
@@ -120,7 +131,9 @@ class NeighborhoodLearner(LinearMap):
         features = x.shape[1]
         width = features if self.n_components is None else self.n_components
         if not 1 <= width <= features:
-            raise ValueError(f"n_components is {width}; it must lie between 1 and the {features} features.")
+            raise ValueError(
+                f"n_components is {width}; it must lie between 1 and the {features} features."
+            )
         directions = np.eye(features)
         if width < features:
             centred = x - x.mean(axis=0)

@@ -93,14 +93,22 @@ def soft_maximum(
 
     shift = top.masked_fill(empty, 0.0)
     if average and gamma < SMALL_GAMMA:
-        less = torch.expm1((values - shift[:, None]) * gamma).masked_fill_(values == -math.inf, 0.0).sum(1)
+        less = (
+            torch.expm1((values - shift[:, None]) * gamma)
+            .masked_fill_(values == -math.inf, 0.0)
+            .sum(1)
+        )
         spread = less if threshold is None else less + torch.expm1((limit - shift) * gamma)
         result = shift + torch.log1p(spread / number) / gamma
         share = torch.exp((shift - result) * gamma) / number
         values.sub_(shift[:, None]).mul_(gamma).exp_()
-        return result.masked_fill(empty & (threshold is None), -math.inf), share.masked_fill(empty, 0.0)
+        return result.masked_fill(empty & (threshold is None), -math.inf), share.masked_fill(
+            empty, 0.0
+        )
 
-    values[:, 0].masked_fill_(empty, 0.0)  # softmax of nothing is NaN; these weights are multiplied by 0
+    values[:, 0].masked_fill_(
+        empty, 0.0
+    )  # softmax of nothing is NaN; these weights are multiplied by 0
     torch.softmax(values.mul_(gamma), 1, out=values)
     # the largest weight is 1 / Σ e^{γ (a − top)}
     logarithm = (shift * gamma - values.amax(1).log()).masked_fill(empty, -math.inf)
@@ -144,7 +152,9 @@ def gap_of_rows(block: Tensor, pairs: Pairs, first: int, rule: Rule) -> tuple[Te
     near, share = soft_maximum(
         positive, positives, rule.gamma1, _negated(rule.positive_threshold), rule.average
     )
-    most, push = soft_maximum(negative, negatives, rule.gamma2, rule.negative_threshold, rule.average)
+    most, push = soft_maximum(
+        negative, negatives, rule.gamma2, rule.negative_threshold, rule.average
+    )
     defined = (near > -math.inf) & (most > -math.inf) & (positives + negatives > 0)
 
     negative.mul_((push * defined)[:, None])
@@ -254,7 +264,9 @@ def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
     for i, j in _blocks((len(unit), unit.shape[1])):
         along = torch.einsum("bc,bc->b", gradient[i:j], unit[i:j])[:, None]
         # a row that is too short was divided by a constant
-        gradient[i:j].addcmul_(unit[i:j], along.masked_fill_(lengths[i:j] <= SHORTEST, 0.0), value=-1)
+        gradient[i:j].addcmul_(
+            unit[i:j], along.masked_fill_(lengths[i:j] <= SHORTEST, 0.0), value=-1
+        )
     return gradient.div_(lengths)
 
 

@@ -147,11 +147,17 @@ class LANML(NeighborhoodLearner):
         if self.k2 is not None and self.k2 < 1:
             raise ValueError(f"k2 is {self.k2}; it must be at least 1.")
         if not (np.isfinite(self.regularization) and self.regularization >= 0):
-            raise ValueError(f"regularization is {self.regularization}; it must be finite and at least 0.")
+            raise ValueError(
+                f"regularization is {self.regularization}; it must be finite and at least 0."
+            )
         if self.loss not in ("hinge", "smooth_hinge", "logistic"):
-            raise ValueError(f"loss is {self.loss!r}; it must be 'hinge', 'smooth_hinge' or 'logistic'.")
+            raise ValueError(
+                f"loss is {self.loss!r}; it must be 'hinge', 'smooth_hinge' or 'logistic'."
+            )
         if isinstance(self.neighbors, str):
             if self.neighbors != "all":
-                raise ValueError(f"neighbors is {self.neighbors!r}; it must be a number, 'all' or None.")
+                raise ValueError(
+                    f"neighbors is {self.neighbors!r}; it must be a number, 'all' or None."
+                )
         elif self.neighbors is not None and self.neighbors < 1:
             raise ValueError(f"neighbors is {self.neighbors}; it must be at least 1.")

@@ -51,7 +51,9 @@ class ImprovedLiftedLoss(SimilarityLoss):
         super().__init__(distance, reducer)
         check_gammas(gamma1, gamma2)
         if not gamma1 > 0:
-            raise ValueError(f"gamma1 is {gamma1:g} and must be above 0: equation 25 has no other reading")
+            raise ValueError(
+                f"gamma1 is {gamma1:g} and must be above 0: equation 25 has no other reading"
+            )
         p, q = check_thresholds(positive_threshold, negative_threshold)
         self.rule = Rule(gamma1, gamma2, p, q, average=False)
         self.margin = margin
@@ -86,5 +88,7 @@ class LiftedLoss(ImprovedLiftedLoss):
         reducer: how the anchors' losses become one number; the mean by default.
     """
 
-    def __init__(self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None) -> None:
+    def __init__(
+        self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None
+    ) -> None:
         super().__init__(1.0, 1.0, None, None, margin, distance, reducer)

@@ -49,7 +49,9 @@ def log_exp_mean(a: Any, gamma: float, axis: int = -1) -> Any:
 
 def _refuse_empty(length: int) -> None:
     if not length:
-        raise ValueError("There is no number to average: the log-exp mean of nothing is not defined.")
+        raise ValueError(
+            "There is no number to average: the log-exp mean of nothing is not defined."
+        )
 
 
 def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
@@ -62,7 +64,9 @@ def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
     # log(mean(e^t)) is about var(t)/2 for a small γ; there log1p and expm1 keep digits that log and exp would lose
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         near = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma if gamma else 0 * mean
-        far = (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma if gamma else 0 * mean
+        far = (
+            (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma if gamma else 0 * mean
+        )
         found = mean - np.where(top < 1, near, far)
     found = np.where(np.isfinite(found), found, mean)  # γ so small that 1/γ overflows
     squeezed: NDArray[Any] = found.squeeze(axis)
@@ -81,7 +85,9 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
     top = t.detach().amax(axis, keepdim=True)
     small = top < 1
     # both branches are computed, so each gets numbers that it can take: a masked NaN would still spoil the gradient
-    near = torch.log1p(torch.expm1(torch.where(small, t, torch.zeros_like(t))).mean(axis, keepdim=True))
+    near = torch.log1p(
+        torch.expm1(torch.where(small, t, torch.zeros_like(t))).mean(axis, keepdim=True)
+    )
     far = top + torch.log(torch.exp(t - top).mean(axis, keepdim=True))
     return (mean - torch.where(small, near, far) / gamma).squeeze(axis)
 

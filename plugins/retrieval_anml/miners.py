@@ -27,7 +27,9 @@ class PairMiner(BaseMiner):
         distance: how two embeddings are compared; the cosine by default.
     """
 
-    def __init__(self, epsilon: Annotated[float, Field(ge=0)] = 0.1, distance: Distance = None) -> None:
+    def __init__(
+        self, epsilon: Annotated[float, Field(ge=0)] = 0.1, distance: Distance = None
+    ) -> None:
         super().__init__(distance=distance)
         if not epsilon >= 0:
             raise ValueError(f"epsilon is {epsilon} and must be at least 0")
@@ -48,7 +50,9 @@ class PairMiner(BaseMiner):
         query = full_precision(embeddings)
         reference = None if ref_emb is None or ref_emb is embeddings else full_precision(ref_emb)
         with torch.autocast(device_type=query.device.type, enabled=False):
-            return super().forward(query, labels, reference, None if reference is None else ref_labels)
+            return super().forward(
+                query, labels, reference, None if reference is None else ref_labels
+            )
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor

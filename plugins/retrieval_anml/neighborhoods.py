@@ -115,7 +115,8 @@ class Neighborhoods:
         small = [c for c in self.classes if few(len(c.queries), c.count, len(x))]
         self.large = [c for c in self.classes if not few(len(c.queries), c.count, len(x))]
         self.small = [
-            _together([c for c in small if c.count == count]) for count in sorted({c.count for c in small})
+            _together([c for c in small if c.count == count])
+            for count in sorted({c.count for c in small})
         ]
 
     def _classes(
@@ -126,10 +127,16 @@ class Neighborhoods:
         for count in counts.tolist():
             chosen = np.arange(count)
             if queries is not None and queries < possible:
-                chosen = np.sort(random.permutation(count)[: max(1, round(count * queries / possible))])
+                chosen = np.sort(
+                    random.permutation(count)[: max(1, round(count * queries / possible))]
+                )
             if count > 1:
                 x = self.x[start : start + count]
-                near = None if neighbors is None or neighbors >= count - 1 else _nearest(x, chosen, neighbors)
+                near = (
+                    None
+                    if neighbors is None or neighbors >= count - 1
+                    else _nearest(x, chosen, neighbors)
+                )
                 yield _Class(start, start + count, chosen, near)
             start += count
 
@@ -176,7 +183,9 @@ class Neighborhoods:
     def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
         """Add a class's queries to the gradient in z; return the sum of their ℓ."""
         others = np.concatenate([right[: c.start], right[c.stop :]])
-        pushed = np.zeros((len(others), z.shape[1] + 1))  # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
+        pushed = np.zeros(
+            (len(others), z.shape[1] + 1)
+        )  # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
         own, total = z[c.start : c.stop], 0.0
         offset = self.offset(c.similar, len(others))
         rows = max(1, BLOCK // max(len(others), c.count))
@@ -187,7 +196,9 @@ class Neighborhoods:
             a = left[c.start + query]
             radius, weights = self._similar(own, query, near, a, right[c.start : c.stop])
             sharpness = self.gamma2 if self.k2 is None else 1.0
-            t = np.matmul(-sharpness * a, others.T, out=space[: len(a) * len(others)].reshape(len(a), -1))
+            t = np.matmul(
+                -sharpness * a, others.T, out=space[: len(a) * len(others)].reshape(len(a), -1)
+            )
             np.minimum(t, 0, out=t)
             top = t.max(axis=1)
             least = -top / sharpness
@@ -196,7 +207,13 @@ class Neighborhoods:
             if not alive.any():
                 continue
             if not alive.all():
-                t, top, least, radius, query = t[alive], top[alive], least[alive], radius[alive], query[alive]
+                t, top, least, radius, query = (
+                    t[alive],
+                    top[alive],
+                    least[alive],
+                    radius[alive],
+                    query[alive],
+                )
                 weights = weights[alive]
             reach, e, mass = self._reach(t, top, least, len(others))
             loss, slope = self.outer(radius - reach + offset)
@@ -227,11 +244,15 @@ class Neighborhoods:
         space = np.empty(min(rows, len(s.queries)) * len(z))
         waiting = _Waiting(pushed)
         for i in range(0, len(s.queries), rows):
-            query, near, members = (part[i : i + rows] for part in (s.queries, s.neighbors, s.members))
+            query, near, members = (
+                part[i : i + rows] for part in (s.queries, s.neighbors, s.members)
+            )
             difference = z[query, None] - z[near]
             radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
             t = np.matmul(
-                -sharpness * left[query], right.T, out=space[: len(query) * len(z)].reshape(-1, len(z))
+                -sharpness * left[query],
+                right.T,
+                out=space[: len(query) * len(z)].reshape(-1, len(z)),
             )
             np.minimum(t, 0, out=t)
             np.put_along_axis(t, members, -np.inf, axis=1)
@@ -247,7 +268,9 @@ class Neighborhoods:
             loss, slope = self.outer(radius - reach + offset)
             total += float(loss.sum())
             ends = np.arange(0, near.size + 1, similar)
-            pull = csr_array(((slope[:, None] * weights).ravel(), near.ravel(), ends), shape=t.shape)
+            pull = csr_array(
+                ((slope[:, None] * weights).ravel(), near.ravel(), ends), shape=t.shape
+            )
             push = (
                 e * (slope / mass)[:, None]
                 if isinstance(e, np.ndarray)
@@ -260,7 +283,9 @@ class Neighborhoods:
         waiting.empty()
         return total
 
-    def _reach(self, t: Floats, top: Floats, least: Floats, dissimilar: int) -> tuple[Floats, Any, Floats]:
+    def _reach(
+        self, t: Floats, top: Floats, least: Floats, dissimilar: int
+    ) -> tuple[Floats, Any, Floats]:
         """Return b of each query's D_i (B,), and what W's rows are proportional to (B, K), with their sums (B,); t is overwritten."""
         if self.k2 is not None:
             return largest(t, min(self.k2, dissimilar))
@@ -276,11 +301,15 @@ class Neighborhoods:
             difference = own[query, None] - own[near]
             radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
             ends = np.arange(0, near.size + 1, near.shape[1])
-            return radius, csr_array((weights.ravel(), near.ravel(), ends), shape=(len(query), len(own)))
+            return radius, csr_array(
+                (weights.ravel(), near.ravel(), ends), shape=(len(query), len(own))
+            )
         return self._radius(np.maximum(a @ b.T, 0), skip=query)
 
     def _radius(self, d: Floats, skip: Ints | None = None) -> tuple[Floats, Floats]:
-        return soft_radius(d, self.gamma1, skip) if self.k1 is None else hard_radius(d, self.k1, skip)
+        return (
+            soft_radius(d, self.gamma1, skip) if self.k1 is None else hard_radius(d, self.k1, skip)
+        )
 
 
 class _Waiting:

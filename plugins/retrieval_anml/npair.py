@@ -68,7 +68,9 @@ class ImprovedNPairLoss(SimilarityLoss):
             )
         if len(anchor) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
-        return {"loss": {"losses": losses, "indices": (anchor, positive), "reduction_type": "pos_pair"}}
+        return {
+            "loss": {"losses": losses, "indices": (anchor, positive), "reduction_type": "pos_pair"}
+        }
 
     def _rounds(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor | None
@@ -84,7 +86,9 @@ class ImprovedNPairLoss(SimilarityLoss):
         logits = logits.masked_fill(left_out, torch.finfo(logits.dtype).min)
         return anchor, positive, F.softplus(torch.logsumexp(logits, 1)) / self.gamma
 
-    def _listed(self, embeddings: Tensor, ref_emb: Tensor, indices: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _listed(
+        self, embeddings: Tensor, ref_emb: Tensor, indices: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         pairs = ListedPairs(indices, (len(embeddings), len(ref_emb)), embeddings.device)
         similarity = similarities(self.distance, embeddings, ref_emb)
         columns, member = pairs.positive.rows(0, len(embeddings))

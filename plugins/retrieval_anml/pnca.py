@@ -91,4 +91,6 @@ class PNCA(NeighborhoodLearner):
         if self.form not in ("mean", "sum"):
             raise ValueError(f"form is {self.form!r}; it must be 'mean' or 'sum'.")
         if not (np.isfinite(self.regularization) and self.regularization >= 0):
-            raise ValueError(f"regularization is {self.regularization}; it must be finite and at least 0.")
+            raise ValueError(
+                f"regularization is {self.regularization}; it must be finite and at least 0."
+            )

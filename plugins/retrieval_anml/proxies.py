@@ -87,7 +87,9 @@ class ImprovedProxyNCALoss(SimilarityLoss):
                 "anml.improved_proxy_nca compares items with proxies and takes no indices: remove the miner"
             )
         if ref_emb is not embeddings:
-            raise ValueError("anml.improved_proxy_nca compares items with proxies and takes no ref_emb")
+            raise ValueError(
+                "anml.improved_proxy_nca compares items with proxies and takes no ref_emb"
+            )
         assert labels is not None
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.proxies):
             raise ValueError(

@@ -80,4 +80,6 @@ def exponentials(t: Floats) -> tuple[Any, Floats]:
     places = np.flatnonzero(seen)
     ends = np.concatenate([[0], np.count_nonzero(seen, axis=1).cumsum()])
     values = np.exp(t.ravel()[places])
-    return csr_array((values, places % t.shape[1], ends), shape=t.shape), np.add.reduceat(values, ends[:-1])
+    return csr_array((values, places % t.shape[1], ends), shape=t.shape), np.add.reduceat(
+        values, ends[:-1]
+    )

@@ -59,7 +59,9 @@ class JPEG:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return pixels, uint8 (channels, H, W), 1 or 3 channels."""
         quality = int(torch.randint(self.quality[0], self.quality[1] + 1, ()))
-        image = Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy())
+        image = Image.fromarray(
+            pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
+        )
         file = io.BytesIO()
         image.save(file, "JPEG", quality=quality)
         lossy = torch.from_numpy(np.array(Image.open(file)))
@@ -89,7 +91,9 @@ def affine(
 
 
 def rotation(
-    degrees: float | tuple[float, float], interpolation: Interpolation = "bilinear", fill: float = 0.0
+    degrees: float | tuple[float, float],
+    interpolation: Interpolation = "bilinear",
+    fill: float = 0.0,
 ) -> v2.RandomRotation:
     """Turn the image about its centre.
 
@@ -98,7 +102,9 @@ def rotation(
         interpolation: between pixels.
         fill: what comes in from outside, 0 to 255.
     """
-    return v2.RandomRotation(_angles(degrees), interpolation=InterpolationMode(interpolation), fill=fill)
+    return v2.RandomRotation(
+        _angles(degrees), interpolation=InterpolationMode(interpolation), fill=fill
+    )
 
 
 def _angles(degrees: float | tuple[float, float]) -> float | list[float]:

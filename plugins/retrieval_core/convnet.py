@@ -46,11 +46,15 @@ class ConvNet(Backbone):
     ) -> None:
         super().__init__()
         if -(-size // stem) < 2 ** (depth - 1):
-            after, smaller = (f" after a stem of {stem}", "depth or stem") if stem > 1 else ("", "depth")
+            after, smaller = (
+                (f" after a stem of {stem}", "depth or stem") if stem > 1 else ("", "depth")
+            )
             raise ValueError(
                 f"size {size} cannot be halved {depth - 1} times{after}; make {smaller} smaller or size larger"
             )
-        self.preprocessing = Preprocessing((size, size), channels, (mean,) * channels, (std,) * channels)
+        self.preprocessing = Preprocessing(
+            (size, size), channels, (mean,) * channels, (std,) * channels
+        )
         stages: list[nn.Module] = []
         before = channels
         for stage in range(depth):
@@ -61,7 +65,9 @@ class ConvNet(Backbone):
                 first = 1 if stages else stem
                 kernel = max(3, 2 * first - 1)  # windows overlap
                 stages.append(
-                    nn.Conv2d(before, after, kernel, first, padding=kernel // 2, bias=not batch_norm)
+                    nn.Conv2d(
+                        before, after, kernel, first, padding=kernel // 2, bias=not batch_norm
+                    )
                 )
                 if batch_norm:
                     stages.append(nn.BatchNorm2d(after))

@@ -40,7 +40,9 @@ class _Parts(Dataset):
 
     kind = "image"
 
-    def __init__(self, name: str, parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, name: str, parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]
+    ) -> None:
         self._name, self._parts, self._lock = name, list(parts.values()), threading.Lock()
         self._starts = np.cumsum([0, *(len(labels[side]) for side in parts)])
         self.labels = [label for side in parts for label in labels[side]]
@@ -52,7 +54,9 @@ class _Parts(Dataset):
         with self._lock:  # other libraries' readers need not bear several threads
             image = _first(self._parts[part], index - int(self._starts[part]), self.keys[index])
         if not isinstance(image, Image.Image):
-            raise DataError(f"{self._name}, {self.keys[index]}, is no image but a {type(image).__name__}.")
+            raise DataError(
+                f"{self._name}, {self.keys[index]}, is no image but a {type(image).__name__}."
+            )
         return image
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +101,9 @@ def torchvision_dataset(
             f"[data] dataset: torchvision unpickles a file for {dataset}, which may run any code. {_PICKLED[dataset]}."
         )
     if dataset not in known:
-        raise DataError(f"[data] dataset: torchvision has no '{dataset}'.{did_you_mean(dataset, known)}")
+        raise DataError(
+            f"[data] dataset: torchvision has no '{dataset}'.{did_you_mean(dataset, known)}"
+        )
     make = getattr(datasets, dataset)
     takes = inspect.signature(make).parameters
     given = dict(options or {})
@@ -108,7 +114,11 @@ def torchvision_dataset(
     sides: dict[str, dict[str, Any]] = {"": {}}
     if "train" in takes and "train" not in given:
         sides = {"train": {"train": True}, "test": {"train": False}}
-    elif "split" in takes and "split" not in given and str(takes["split"].default) in ("train", "trainval"):
+    elif (
+        "split" in takes
+        and "split" not in given
+        and str(takes["split"].default) in ("train", "trainval")
+    ):
         sides = {"train": {"split": takes["split"].default}, "test": {"split": "test"}}
     try:
         parts = {side: make(folder, **given, **own) for side, own in sides.items()}
@@ -129,7 +139,9 @@ def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) ->
         array = None if data is None or not len(part) else np.asarray(data)
         if array is None or array.dtype != np.uint8 or len(array) != len(part):
             return None
-        if not np.array_equal(array[0], np.asarray(part[0][0])):  # as they lie is not as they are shown
+        if not np.array_equal(
+            array[0], np.asarray(part[0][0])
+        ):  # as they lie is not as they are shown
             return None
         arrays.append(array)
     return ArrayDataset(
@@ -142,7 +154,9 @@ def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) ->
 
 def _labels(part: Any, name: str) -> list[str]:
     """Return the labels' texts, without decoding an image where the class lists them."""
-    values: Any = next((v for t in _TARGETS if _is_list(v := getattr(part, t, None), len(part))), None)
+    values: Any = next(
+        (v for t in _TARGETS if _is_list(v := getattr(part, t, None), len(part))), None
+    )
     for listed in ("samples", "_samples", "imgs"):
         if values is None and _is_list(pairs := getattr(part, listed, None), len(part)):
             values = [pair[1] for pair in pairs or ()]
@@ -160,7 +174,9 @@ def _text(value: Any, classes: Sequence[Any], name: str) -> str:
     """Return a label as text: its class's name where that is known."""
     plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
     if isinstance(plain, bool) or not isinstance(plain, int | str):
-        raise DataError(f"torchvision's {name} has no class for each image, but {str(plain)[:60]!r}.")
+        raise DataError(
+            f"torchvision's {name} has no class for each image, but {str(plain)[:60]!r}."
+        )
     named = classes[plain] if isinstance(plain, int) and 0 <= plain < len(classes) else plain
     return named if isinstance(named, str) else str(plain)
 
@@ -205,7 +221,9 @@ def huggingface(
         else:
             found = datasets.load_dataset(source, config)
     except Exception as error:
-        raise DataError(f"Hugging Face's datasets cannot load {source!r}: {_reason(error)}.") from error
+        raise DataError(
+            f"Hugging Face's datasets cannot load {source!r}: {_reason(error)}."
+        ) from error
     whole = found if isinstance(found, Mapping) else {train: found}
     wanted = [train] if test is None or not isinstance(found, Mapping) else [train, test]
     problems = [
@@ -289,7 +307,9 @@ def shards(path: Path) -> Dataset:
         DataError: there is no shard, one is compressed or damaged, or an item has no label.
     """
     if not path.exists():
-        raise DataError(f"[data] path: {path} does not exist. Relative paths start at {Path.cwd()}.")
+        raise DataError(
+            f"[data] path: {path} does not exist. Relative paths start at {Path.cwd()}."
+        )
     files = sorted(path.glob("*.tar*")) + sorted(path.glob("*.tgz")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path} holds no .tar file.")

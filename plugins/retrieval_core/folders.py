@@ -29,7 +29,9 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
         DataError: the folder does not exist, holds no image, or holds images outside the classes' folders.
     """
     if not folder.is_dir():
-        raise DataError(f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}.")
+        raise DataError(
+            f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
+        )
     top = _folders(folder)
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
     depth = 2 if split else 1  # folders above an image, its class the last of them

@@ -83,7 +83,9 @@ class LDA(LinearMap):
         ).fit(x, labels)
         width = fitted._max_components
         self.components_ = np.ascontiguousarray(fitted.scalings_[:, :width].T)
-        self.mean_ = x.mean(axis=0)  # no distance depends on it, and float32 codes near zero are more precise
+        self.mean_ = x.mean(
+            axis=0
+        )  # no distance depends on it, and float32 codes near zero are more precise
         return self
 
 
@@ -120,7 +122,9 @@ class NCA(LinearMap):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
-        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
+        x, labels = validate_data(
+            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+        )
         fitted = NeighborhoodComponentsAnalysis(
             self.n_components,
             init=self.init,
@@ -129,5 +133,7 @@ class NCA(LinearMap):
             random_state=self._chosen_seed(),
         ).fit(x, labels)
         self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
-        self.mean_ = x.mean(axis=0)  # no distance depends on it, and float32 codes near zero are more precise
+        self.mean_ = x.mean(
+            axis=0
+        )  # no distance depends on it, and float32 codes near zero are more precise
         return self

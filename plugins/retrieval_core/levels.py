@@ -35,7 +35,9 @@ class Levels(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, network: nn.Module, preprocessing: Preprocessing, levels: Mapping[Level, int]) -> None:
+    def __init__(
+        self, network: nn.Module, preprocessing: Preprocessing, levels: Mapping[Level, int]
+    ) -> None:
         super().__init__()
         if not levels:
             raise ValueError("levels: name at least one, such as {last = 1}")
@@ -45,7 +47,9 @@ class Levels(nn.Module):
         self.register_buffer(
             "mean", torch.tensor(preprocessing.mean).view(1, channels, 1, 1), persistent=False
         )
-        self.register_buffer("std", torch.tensor(preprocessing.std).view(1, channels, 1, 1), persistent=False)
+        self.register_buffer(
+            "std", torch.tensor(preprocessing.std).view(1, channels, 1, 1), persistent=False
+        )
         training = network.training
         network.eval()
         with torch.no_grad():

@@ -51,7 +51,9 @@ def lfw_people(
             are not those of the lists, someone on both sides.
     """
     if not folder.is_dir():
-        raise DataError(f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}.")
+        raise DataError(
+            f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
+        )
     found = find_images(folder)
     found.left_out.pop(NO_IMAGE, None)  # the lists, and what else comes with the archive
     files, notes = found.images, report_left_out(found, folder, skip_bad)
@@ -63,7 +65,13 @@ def lfw_people(
             problems.append("restricted = true needs the lists of a view; view is 'none'.")
     else:
         sides = _sides(
-            folder if lists is None else lists, lists is None, view, fold, restricted, keys, problems
+            folder if lists is None else lists,
+            lists is None,
+            view,
+            fold,
+            restricted,
+            keys,
+            problems,
         )
     if problems:
         refuse(str(folder), problems)
@@ -92,12 +100,20 @@ def _name_problems(keys: list[str]) -> list[str]:
     stems = Counter(key.rpartition(".")[0] for key in keys)
     twice = sorted(one for one, count in stems.items() if count > 1)
     if twice:
-        problems.append(f"there are several files of {some(twice)}; which of them is meant cannot be told.")
+        problems.append(
+            f"there are several files of {some(twice)}; which of them is meant cannot be told."
+        )
     return problems
 
 
 def _sides(
-    folder: Path, around: bool, view: str, fold: int, restricted: bool, keys: list[str], problems: list[str]
+    folder: Path,
+    around: bool,
+    view: str,
+    fold: int,
+    restricted: bool,
+    keys: list[str],
+    problems: list[str],
 ) -> Sides:
     """Return the side of each item that a view has; what is wrong with the lists is added to `problems`."""
     word = "pairs" if restricted else "people"
@@ -141,7 +157,9 @@ def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set
     if problems:
         return [], problems
     if folds != (pairs.fold is not None):
-        return [], [f"line 1 must state {'folds and pairs in each' if folds else 'one number of pairs'}."]
+        return [], [
+            f"line 1 must state {'folds and pairs in each' if folds else 'one number of pairs'}."
+        ]
     if pairs.fold is None:
         return [{*pairs.first.tolist(), *pairs.second.tolist()}], []
     return [
@@ -170,5 +188,7 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
             group.update(place for place in numbers if place is not None)
         groups.append(group)
     if folds and len(read) < 2 and not problems:
-        problems.append("it has one fold: one tests and the others train, so there must be two at least.")
+        problems.append(
+            "it has one fold: one tests and the others train, so there must be two at least."
+        )
     return groups, problems

@@ -62,7 +62,9 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
         [row["path"] for row in rows],
         splits=[row["split"] for row in rows] if "split" in columns else None,
         roles=[row["role"] for row in rows] if "role" in columns else None,
-        metadata=typed([{name: row[name] for name in further} for row in rows]) if further else None,
+        metadata=typed([{name: row[name] for name in further} for row in rows])
+        if further
+        else None,
         advice=ADVICE,
         notes=notes,
     )
@@ -95,7 +97,9 @@ def _read(path: Path, root: Path) -> CsvTable:
         DataError: the file cannot be read, or its header is wrong.
     """
     if not path.exists():
-        raise DataError(f"[data] manifest: {path} does not exist. Relative paths start at {Path.cwd()}.")
+        raise DataError(
+            f"[data] manifest: {path} does not exist. Relative paths start at {Path.cwd()}."
+        )
     table = CsvTable(str(path), REQUIRED, lambda: path.open("rb"))
     table.files(root)
     if "split" in table.columns:

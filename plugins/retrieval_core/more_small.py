@@ -14,7 +14,18 @@ from retrieval.data.error_lists import refuse
 from retrieval.data.idx import read_idx
 from retrieval.data.records import read_records
 
-CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 CIFAR_COUNTS = {"train": [Count(50_000, 10)], "test": [Count(10_000, 10)]}
 EMNIST_COUNTS = {
     "balanced": ((112_800, 47), (18_800, 47)),
@@ -63,12 +74,18 @@ def emnist(
     if counts == "published":
         sides = zip(("train", "test"), EMNIST_COUNTS[variant], strict=True)
         _check_counts(
-            folder, f"EMNIST {variant}", {side: [Count(*one)] for side, one in sides}, numbers, splits
+            folder,
+            f"EMNIST {variant}",
+            {side: [Count(*one)] for side, one in sides},
+            numbers,
+            splits,
         )
     if images[0].shape[1:] != images[1].shape[1:]:
         raise DataError(f"EMNIST's train and test images in {folder} are of different sizes.")
     characters = _mapping(folder / f"emnist-{variant}-mapping.txt")
-    metadata = None if characters is None else [{"character": characters.get(n, "")} for n in numbers]
+    metadata = (
+        None if characters is None else [{"character": characters.get(n, "")} for n in numbers]
+    )
     return ArrayDataset(
         np.ascontiguousarray(np.concatenate(images)), [str(n) for n in numbers], keys, splits=splits, metadata=metadata
     )  # fmt: skip
@@ -107,11 +124,17 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
         keys += [f"{name.removesuffix('.bin')}/{i}" for i in range(len(labels))]
     if counts == "published":
         _check_counts(folder, "CIFAR-10", CIFAR_COUNTS, numbers, splits)
-    return ArrayDataset(np.concatenate(images), [CIFAR_CLASSES[n] for n in numbers], keys, splits=splits)
+    return ArrayDataset(
+        np.concatenate(images), [CIFAR_CLASSES[n] for n in numbers], keys, splits=splits
+    )
 
 
 def _check_counts(
-    folder: Path, name: str, published: Mapping[str, Sequence[Count]], labels: list[int], splits: list[str]
+    folder: Path,
+    name: str,
+    published: Mapping[str, Sequence[Count]],
+    labels: list[int],
+    splits: list[str],
 ) -> None:
     """Refuse files with other numbers than the published ones."""
     sides: dict[str, list[str]] = {}
@@ -136,4 +159,6 @@ def _mapping(path: Path) -> dict[int, str] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, IndexError, OverflowError) as fault:
-        raise DataError(f"{path} should hold lines of a label and a character's code: {fault}.") from fault
+        raise DataError(
+            f"{path} should hold lines of a label and a character's code: {fault}."
+        ) from fault

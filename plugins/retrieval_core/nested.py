@@ -109,4 +109,6 @@ def matryoshka(
         raise ValueError(
             f"there are {len(weights)} weights for {len(widths)} widths and the whole embedding: give {len(widths) + 1}"
         )
-    return Matryoshka(losses, [*widths, embedding_size], weights or [1.0] * (len(widths) + 1), normalize)
+    return Matryoshka(
+        losses, [*widths, embedding_size], weights or [1.0] * (len(widths) + 1), normalize
+    )

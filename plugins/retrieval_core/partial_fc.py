@@ -107,7 +107,9 @@ class PartialFC(nn.Module):
             cosines = codes @ F.normalize(weight.to(codes.dtype), dim=1).T
             (row,) = torch.where(column >= 0)
             own = cosines[row, column[row]]
-            loss = _CrossEntropy.apply(cosines, self._with_margin(own), row, column[row], self.scale)
+            loss = _CrossEntropy.apply(
+                cosines, self._with_margin(own), row, column[row], self.scale
+            )
         return as_given(loss, embeddings)
 
     def _with_margin(self, cosines: Tensor) -> Tensor:
@@ -132,7 +134,9 @@ class PartialFC(nn.Module):
         order = torch.rand(self.classes, generator=generator)
         batch = torch.unique(labels).cpu()
         order[batch] = 2.0
-        chosen = order.topk(max(len(batch), round(self.sample * self.classes))).indices.sort().values
+        chosen = (
+            order.topk(max(len(batch), round(self.sample * self.classes))).indices.sort().values
+        )
         chosen = chosen[(chosen >= own.start) & (chosen < own.stop)].to(labels.device) - own.start
         column = torch.searchsorted(chosen, place.clamp(min=0))
         return self.weight[chosen], torch.where(here, column, -1)

@@ -21,7 +21,9 @@ class Pixels(Backbone):
 
     def __init__(self, size: Annotated[int, Field(ge=1)] = 28, channels: Literal[1, 3] = 1) -> None:
         super().__init__()
-        self.preprocessing = Preprocessing((size, size), channels, (0.0,) * channels, (1.0,) * channels)
+        self.preprocessing = Preprocessing(
+            (size, size), channels, (0.0,) * channels, (1.0,) * channels
+        )
         self.features = channels * size * size
 
     def forward(self, x: Tensor) -> Tensor:

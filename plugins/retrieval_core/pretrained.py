@@ -60,7 +60,11 @@ class Network(Backbone):
 
 def interpolation(name: str) -> Interpolation:
     """Return an interpolation by its name there; anything that Pillow does not have is taken as bilinear."""
-    known: dict[str, Interpolation] = {"nearest": "nearest", "bicubic": "bicubic", "lanczos": "lanczos"}
+    known: dict[str, Interpolation] = {
+        "nearest": "nearest",
+        "bicubic": "bicubic",
+        "lanczos": "lanczos",
+    }
     return known.get(name.rpartition(".")[2].lower(), "bilinear")
 
 

@@ -35,9 +35,7 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the pixels (N, 64), 0 to 16, and the labels (N,)."""
     found = find_spec("sklearn")
     file = Path(str(found and found.origin)).parent / "datasets" / "data" / "digits.csv.gz"
-    if (
-        file.is_file()
-    ):  # read as it lies: loading scikit-learn, with SciPy and pandas, takes most of a small run's start
+    if file.is_file():  # read as it lies: loading scikit-learn, with SciPy and pandas, takes most of a small run's start
         rows = np.loadtxt(file, delimiter=",")
         return rows[:, :-1], rows[:, -1]
     from sklearn.datasets import load_digits
@@ -103,7 +101,9 @@ def _fashion_folder(folder: Path | None, download: bool) -> Path:
     from torchvision.datasets import FashionMNIST
 
     fetch(
-        "The files of Fashion-MNIST", "set [data] folder", lambda: FashionMNIST(str(downloads), download=True)
+        "The files of Fashion-MNIST",
+        "set [data] folder",
+        lambda: FashionMNIST(str(downloads), download=True),
     )
     return raw
 

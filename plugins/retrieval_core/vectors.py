@@ -37,7 +37,9 @@ def features(file: Path) -> Dataset:
     problems = []
     for name in ("features", "labels"):
         if name not in arrays:
-            problems.append(f"it holds no array '{name}' (it holds: {', '.join(arrays) or 'none'}).")
+            problems.append(
+                f"it holds no array '{name}' (it holds: {', '.join(arrays) or 'none'})."
+            )
     if problems:
         refuse(str(file), problems)
     vectors, faults = _vectors(arrays["features"])

@@ -31,9 +31,13 @@ class Measure:
     def __init__(self, distance: Any, query: Tensor, reference: Tensor) -> None:
         self.distance = distance
         self.query: Tensor = distance.maybe_normalize(query)
-        self.reference: Tensor = self.query if reference is query else distance.maybe_normalize(reference)
+        self.reference: Tensor = (
+            self.query if reference is query else distance.maybe_normalize(reference)
+        )
         self.shape = (len(query), len(reference))
-        self.euclidean = type(distance) is LpDistance and distance.p == 2 and distance.power in (1, 2)
+        self.euclidean = (
+            type(distance) is LpDistance and distance.p == 2 and distance.power in (1, 2)
+        )
         self.matrix: Tensor | None = None
 
     def squared(self, rows: Tensor, columns: Tensor) -> Tensor:
@@ -72,7 +76,9 @@ class Measure:
         """What the distance itself says; squared for the Euclidean one."""
         known = isinstance(self.distance, Combiner | CosineSimilarity | DotProductSimilarity)
         if known and not self._dense(rows):
-            listed: Tensor = self.distance.pairwise_distance(self.query[rows], self.reference[columns])
+            listed: Tensor = self.distance.pairwise_distance(
+                self.query[rows], self.reference[columns]
+            )
             return listed if self.distance.power == 1 else listed.pow(self.distance.power)
         if self.matrix is None:
             self.matrix = self._all()

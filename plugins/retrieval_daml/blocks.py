@@ -20,7 +20,12 @@ DIRECT = 2**22
 
 
 def all_pairs(
-    function: PairFunction, query: Tensor, reference: Tensor, *parameters: Tensor, width: int, tail: int = 0
+    function: PairFunction,
+    query: Tensor,
+    reference: Tensor,
+    *parameters: Tensor,
+    width: int,
+    tail: int = 0,
 ) -> Tensor:
     """Return `function` of all pairs, computed at once where that is small, else in blocks that the gradient computes again.
 
@@ -82,14 +87,20 @@ class _Blocks(torch.autograd.Function):
         (gradient,) = gradients
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
-        sums = [torch.zeros_like(x) if want else None for x, want in zip(saved, wanted, strict=True)]
+        sums = [
+            torch.zeros_like(x) if want else None for x, want in zip(saved, wanted, strict=True)
+        ]
         for rows, columns in _blocks(len(saved[0]), len(saved[1]), ctx.width):
             with torch.enable_grad():
                 parts = [saved[0][rows], saved[1][columns], *saved[2:]]
-                parts = [x.detach().requires_grad_(want) for x, want in zip(parts, wanted, strict=True)]
+                parts = [
+                    x.detach().requires_grad_(want) for x, want in zip(parts, wanted, strict=True)
+                ]
                 value = ctx.function(*parts)
             inputs = [x for x in parts if x.requires_grad]
-            found = iter(torch.autograd.grad(value, inputs, gradient[rows, columns], allow_unused=True))
+            found = iter(
+                torch.autograd.grad(value, inputs, gradient[rows, columns], allow_unused=True)
+            )
             for place, total in enumerate(sums):
                 if total is None or (part := next(found)) is None:
                     continue

@@ -25,12 +25,19 @@ class ContrastiveLoss(PaperLoss):
         reducer: how the losses of either kind of pair become one number; the mean by default.
     """
 
-    def __init__(self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None) -> None:
+    def __init__(
+        self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None
+    ) -> None:
         super().__init__(distance, reducer)
         self.margin = margin
 
     def compute_loss(
-        self, embeddings: Tensor, labels: Tensor | None, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)

@@ -83,7 +83,9 @@ class Discriminator(LocalMetrics):
         super().__init__(embedding_size, metrics, "daml.discriminator", views)
         for name, value in (("mu", mu), ("rho", rho), ("start", start)):
             if not value >= 0:
-                raise RecipeError([f"[combiner] daml.discriminator {name}: must be at least 0, not {value}."])
+                raise RecipeError(
+                    [f"[combiner] daml.discriminator {name}: must be at least 0, not {value}."]
+                )
         self.mu, self.rho, self.hidden = mu, rho, hidden
         self.fixed_candidates = candidates
         if metrics > 1:
@@ -110,7 +112,9 @@ class Discriminator(LocalMetrics):
         query, reference = widened(query_emb, ref_emb)
         if self.metrics == 1:
             return self.plain_mat(query, reference)
-        return all_pairs(self._distances, query, reference, self.out.weight, self.out.bias, width=self.hidden)
+        return all_pairs(
+            self._distances, query, reference, self.out.weight, self.out.bias, width=self.hidden
+        )
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (N,) between codes row by row."""
@@ -128,7 +132,13 @@ class Discriminator(LocalMetrics):
             return query.new_ones(len(query), len(reference), 1)
         width, tail = self.hidden, self.metrics
         return all_pairs(
-            self._weight_mat, query, reference, self.out.weight, self.out.bias, width=width, tail=tail
+            self._weight_mat,
+            query,
+            reference,
+            self.out.weight,
+            self.out.bias,
+            width=width,
+            tail=tail,
         )
 
     def similarities(self, query: Tensor, reference: Tensor) -> Tensor:
@@ -154,7 +164,9 @@ class Discriminator(LocalMetrics):
         local = self.local_distances(query, reference)
         return (self._weight_mat(query, reference, weight, bias) * local).sum(-1)
 
-    def _similarities(self, query: Tensor, reference: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def _similarities(
+        self, query: Tensor, reference: Tensor, weight: Tensor, bias: Tensor
+    ) -> Tensor:
         local = self.local_similarities(query, reference)
         return (self._weight_mat(query, reference, weight, bias) * local).sum(-1)
 

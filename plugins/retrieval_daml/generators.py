@@ -112,10 +112,17 @@ class HardNegativeGenerator(TripletGenerator):
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Return synthetic negatives (T, F)."""
-        return self.change(negative, anchor, anchor if self.form == "contrastive" else positive, negative)
+        return self.change(
+            negative, anchor, anchor if self.form == "contrastive" else positive, negative
+        )
 
     def terms(
-        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Distance
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor,
+        synthetic: Tensor,
+        distance: Distance,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return J_hard, J_reg and J_adv, each without its λ."""
         gap = distance(synthetic, anchor).square() - self.margin
@@ -124,7 +131,12 @@ class HardNegativeGenerator(TripletGenerator):
         return _squared(synthetic, anchor), _squared(synthetic, negative), gap.relu().mean()
 
     def objective(
-        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Distance
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor,
+        synthetic: Tensor,
+        distance: Distance,
     ) -> Tensor:
         """Return J_gen; see `retrieval.Generator`."""
         hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
@@ -175,14 +187,26 @@ class HardPositiveGenerator(TripletGenerator):
         return self.change(positive, anchor, positive, negative)
 
     def terms(
-        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Distance
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor,
+        synthetic: Tensor,
+        distance: Distance,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return J_hard, J_reg and J_adv, each without its λ."""
-        gap = distance(negative, anchor).square() - distance(synthetic, anchor).square() - self.margin
+        gap = (
+            distance(negative, anchor).square() - distance(synthetic, anchor).square() - self.margin
+        )
         return -_squared(synthetic, anchor), _squared(synthetic, positive), gap.relu().mean()
 
     def objective(
-        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Distance
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor,
+        synthetic: Tensor,
+        distance: Distance,
     ) -> Tensor:
         """Return J_gen; see `retrieval.Generator`."""
         hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)

@@ -44,7 +44,12 @@ class LiftedLoss(PaperLoss):
         self.form = form
 
     def compute_loss(
-        self, embeddings: Tensor, labels: Tensor | None, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -53,7 +58,9 @@ class LiftedLoss(PaperLoss):
         measure = Measure(self.distance, embeddings, ref_emb)
         push = self._by_anchor(self.margin - measure.plain(b, n), b, len(embeddings))
         lowest = torch.finfo(push.dtype).min / 4
-        others = torch.where(_is_anchor(embeddings, ref_emb, p), push[p.clamp_max(len(push) - 1)], lowest)
+        others = torch.where(
+            _is_anchor(embeddings, ref_emb, p), push[p.clamp_max(len(push) - 1)], lowest
+        )
         both = torch.stack([push[a], others])
         reach = both.amax(0) if self.form == "printed" else both.logsumexp(0)
         losses = (reach + measure.plain(a, p)).relu()

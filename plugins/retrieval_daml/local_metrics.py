@@ -41,7 +41,9 @@ class ViewMaps(nn.Module):
 
     def __init__(self, features: int, embedding_size: int, views: int) -> None:
         super().__init__()
-        self.maps = nn.ModuleList(nn.Linear(features // views, embedding_size // views) for _ in range(views))
+        self.maps = nn.ModuleList(
+            nn.Linear(features // views, embedding_size // views) for _ in range(views)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, D) of (B, F)."""
@@ -105,7 +107,9 @@ class LocalMetrics(Combiner):
         if exporting():  # the same numbers, by operators that every exporter knows
             apart = x[:, None] - y[None]
             return apart.square().sum(-1).sqrt()
-        apart = torch.cdist(x.transpose(0, 1), y.transpose(0, 1), compute_mode="donot_use_mm_for_euclid_dist")
+        apart = torch.cdist(
+            x.transpose(0, 1), y.transpose(0, 1), compute_mode="donot_use_mm_for_euclid_dist"
+        )
         return apart.movedim(0, -1)
 
     def local_similarities(self, query: Tensor, reference: Tensor) -> Tensor:
@@ -135,4 +139,13 @@ def widened(*codes: Tensor) -> tuple[Tensor, ...]:
     return tuple(full_precision(x) for x in codes)
 
 
-__all__ = ["LocalMetrics", "Metrics", "UnitParts", "ViewMaps", "Weight", "all_pairs", "split", "widened"]
+__all__ = [
+    "LocalMetrics",
+    "Metrics",
+    "UnitParts",
+    "ViewMaps",
+    "Weight",
+    "all_pairs",
+    "split",
+    "widened",
+]

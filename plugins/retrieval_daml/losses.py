@@ -7,4 +7,9 @@ from retrieval_daml.lifted import LiftedLoss
 from retrieval_daml.npair import NPairLoss
 from retrieval_daml.triplet import TripletLoss
 
-LOSSES = {"contrastive": ContrastiveLoss, "lifted": LiftedLoss, "npair": NPairLoss, "triplet": TripletLoss}
+LOSSES = {
+    "contrastive": ContrastiveLoss,
+    "lifted": LiftedLoss,
+    "npair": NPairLoss,
+    "triplet": TripletLoss,
+}

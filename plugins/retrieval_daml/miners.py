@@ -38,7 +38,11 @@ class OnePerClass(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Tensor | None = None
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Any = None,
+        ref_labels: Tensor | None = None,
     ) -> TripletIndices:
         """Return triplets; see `retrieval.Miner`."""
         own = ref_emb is None or ref_labels is None

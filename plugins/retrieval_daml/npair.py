@@ -30,7 +30,9 @@ class NPairLoss(PaperLoss):
         reducer: how the pairs' losses become one number; the mean by default.
     """
 
-    def __init__(self, scale: Positive = 16.0, distance: Distance = None, reducer: Reducer = None) -> None:
+    def __init__(
+        self, scale: Positive = 16.0, distance: Distance = None, reducer: Reducer = None
+    ) -> None:
         super().__init__(distance, reducer)
         if not 0 < scale < float("inf"):
             raise ValueError(f"scale is {scale:g} and must be a number above 0")
@@ -41,7 +43,12 @@ class NPairLoss(PaperLoss):
         return DotProductSimilarity(normalize_embeddings=False)  # type: ignore[no-any-return]
 
     def compute_loss(
-        self, embeddings: Tensor, labels: Tensor | None, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
         if indices_tuple is None:

@@ -67,7 +67,9 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
     """
     run = load_run(path)
     if run.recipe.learner is not None:
-        raise DataError(f"{path} is a learner's run: it has no epochs, batches or synthetic samples to draw.")
+        raise DataError(
+            f"{path} is a learner's run: it has no epochs, batches or synthetic samples to draw."
+        )
     folder = run.path / "report" if output is None else output
     return [_write(folder / f"{name}.svg", draw) for name, draw in drawings(run).items()]
 
@@ -101,7 +103,9 @@ def drawings(run: Run) -> dict[str, Callable[[Any], None]]:
     """Return what draws each panel there is of a run, by name."""
     epochs = read_log(run)
     samples = look(run)
-    panels: dict[str, Callable[[Any], None]] = {"losses": lambda figure: draw_losses(figure, epochs)}
+    panels: dict[str, Callable[[Any], None]] = {
+        "losses": lambda figure: draw_losses(figure, epochs)
+    }
     if any("load_1" in epoch for epoch in epochs):
         panels["gamma"] = lambda figure: draw_gamma(figure, epochs)
     if samples.real is not None:
@@ -143,7 +147,8 @@ def look(run: Run) -> Samples:
         torch.manual_seed(0)
         generator = build_objective(run.recipe, run.model, len(splits.train_classes)).generator
         chunks = [
-            run.model.features(chunk) for chunk in inputs(run.dataset, rows, run.model.preprocessing, 64)
+            run.model.features(chunk)
+            for chunk in inputs(run.dataset, rows, run.model.preprocessing, 64)
         ]
         features = torch.cat(chunks).float()
         codes = run.model.head(features).float()
@@ -225,7 +230,9 @@ def draw_synthetic(figure: Any, epochs: list[dict[str, Any]], samples: Samples) 
     left.set(xlabel="learned distance to the anchor", ylabel="triplets")
     left.legend(loc="upper right")
     known = [epoch for epoch in epochs if "synthetic_shift" in epoch]
-    right.plot([epoch["epoch"] + 1 for epoch in known], [epoch["synthetic_shift"] for epoch in known], "o-")
+    right.plot(
+        [epoch["epoch"] + 1 for epoch in known], [epoch["synthetic_shift"] for epoch in known], "o-"
+    )
     right.set(xlabel="epoch", ylabel="mean feature distance, synthetic to real", ylim=(0, None))
 
 
@@ -239,7 +246,9 @@ def draw_map(figure: Any, run: Run, samples: Samples) -> None:
     distances = np.maximum((distances + distances.T) / 2, 0.0)
     np.fill_diagonal(distances, 0.0)
     perplexity = min(30.0, max(1.0, (len(codes) - 1) / 3))
-    tsne = TSNE(metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1)
+    tsne = TSNE(
+        metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1
+    )
     points = tsne.fit_transform(distances)
     axes = figure.subplots()
     items = points[: len(samples.labels)]

@@ -35,7 +35,9 @@ def adapted(name: str) -> type:
             f"{name} comes from metric-learn, which is not installed. Install it: pip install 'embedding-retrieval[metric-learn]'."
         ) from error
 
-    def hand_back(self: Any, X: Any, y: Any = None, type_of_inputs: str = "classic", **checks: Any) -> Any:
+    def hand_back(
+        self: Any, X: Any, y: Any = None, type_of_inputs: str = "classic", **checks: Any
+    ) -> Any:
         self.preprocessor_ = None
         self.n_features_in_ = X.shape[-1]
         return X if y is None else (X, y)
@@ -79,7 +81,9 @@ class MetricLearnLearner(LinearMap):
             LinAlgError: a ValueError too: a matrix that it has to invert is singular.
             MissingDependency: metric-learn is not installed.
         """
-        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
+        x, labels = validate_data(
+            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+        )
         check_classification_targets(labels)
         names, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         if len(names) < 2:
@@ -96,7 +100,14 @@ class MetricLearnLearner(LinearMap):
                 warnings.filterwarnings("ignore", category=RuntimeWarning, module="metric_learn")
                 fitted.fit(x, codes, **options)
             components = self._components(np.atleast_2d(np.real(fitted.components_)))
-        except (ValueError, RuntimeError, AssertionError, ArithmeticError, TypeError, IndexError) as error:
+        except (
+            ValueError,
+            RuntimeError,
+            AssertionError,
+            ArithmeticError,
+            TypeError,
+            IndexError,
+        ) as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             # LinAlgError is a ValueError: who catches either of metric-learn's finds it here too
             kind = np.linalg.LinAlgError if isinstance(error, np.linalg.LinAlgError) else ValueError

@@ -166,7 +166,9 @@ class SCML(MetricLearnLearner):
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() < 2:
-            raise ValueError("Each class needs 2 members; the smallest has 1. Leave such classes out.")
+            raise ValueError(
+                "Each class needs 2 members; the smallest has 1. Leave such classes out."
+            )
 
 
 class MMC(MetricLearnLearner):

@@ -19,7 +19,15 @@ _AWAY = (
     *(2, 3, 5, 101, 102, 103, 104, 106, 500, 501, 502, 503, 901),  # Milvus's own
 )
 _AWAY_WORDS = (
-    *("unavailable", "fail connecting", "not ready", "not loaded", "no available", "timeout", "timed out"),
+    *(
+        "unavailable",
+        "fail connecting",
+        "not ready",
+        "not loaded",
+        "no available",
+        "timeout",
+        "timed out",
+    ),
     *("deadline", "unhealthy", "initializing", "not serving", "channel not", "rate limit", "retry"),
 )
 
@@ -46,9 +54,7 @@ def sentence(fault: Exception) -> str:
         return f"{_line(getattr(fault, 'message', None) or fault) or type(fault).__name__}."
     text = _line(rpc.details()) or type(fault).__name__
     if rpc.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return (
-            f"{text}. The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password, or an API key."
-        )
+        return f"{text}. The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password, or an API key."
     return f"{text}."
 
 

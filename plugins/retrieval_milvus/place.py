@@ -48,7 +48,9 @@ class MilvusPlace(stores.RemotePlace):
     def store(self) -> stores.RemoteStore:
         """Return a store that is connected; see `RemotePlace`."""
         if find_spec("pymilvus") is None:
-            raise MissingDependency("Milvus needs a package: pip install 'embedding-retrieval[milvus]'.")
+            raise MissingDependency(
+                "Milvus needs a package: pip install 'embedding-retrieval[milvus]'."
+            )
         from retrieval_milvus.store import MilvusStore
 
         host, port = self.address.host or "localhost", self.address.port or 19530

@@ -107,7 +107,9 @@ class MilvusStore(stores.RemoteStore):
         if len(generation.spans) == 1:
             packed -= generation.widths["vector"]
         if packed * 16 / 3 > TEXT_BYTES:
-            raise StoreError(f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers.")
+            raise StoreError(
+                f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers."
+            )
         schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
         schema.add_field("space", DataType.INT64)
@@ -126,7 +128,9 @@ class MilvusStore(stores.RemoteStore):
         params = self._client.prepare_index_params()
         built = _built(structure, options)
         kind = STRUCTURES[structure]
-        params.add_index("vector", index_name="vector", index_type=kind, metric_type="L2", params=built)
+        params.add_index(
+            "vector", index_name="vector", index_type=kind, metric_type="L2", params=built
+        )
         self._ask(self._client.create_index, name, params, sync=wait)
         self._ask(self._client.load_collection, name, _async=True)
 
@@ -186,14 +190,18 @@ class MilvusStore(stores.RemoteStore):
     # The register
 
     def _note(self, notes: Mapping[str, Any]) -> None:
-        self._set(self.collection(0), {NOTE + name: json.dumps(note) for name, note in notes.items()})
+        self._set(
+            self.collection(0), {NOTE + name: json.dumps(note) for name, note in notes.items()}
+        )
 
     def _notes(self) -> dict[str, Any]:
         register = self._described(self.collection(0))
         if register is None:
             raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
         properties = register.get("properties", {}).items()
-        return {key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)}
+        return {
+            key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)
+        }
 
     # Items
 
@@ -244,18 +252,29 @@ class MilvusStore(stores.RemoteStore):
     ) -> list[dict[str, Any]]:
         name = self.collection(generation.number)
         options |= self._level(name)
-        return list(self._ask(self._client.query, name, filter=where, output_fields=fields, **options))
+        return list(
+            self._ask(self._client.query, name, filter=where, output_fields=fields, **options)
+        )
 
-    def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
+    def _rows(
+        self, generation: stores.Generation, ids: Sequence[str], arrays: bool
+    ) -> list[stores.Row]:
         fields = ["record", *(["space", "arrays", "vector"] if arrays else [])]
         return [
             _row(row, generation)
             for some in _chunks(ids)
-            for row in self._query(generation, f"key in {json.dumps(list(map(_key, some)))}", fields)
+            for row in self._query(
+                generation, f"key in {json.dumps(list(map(_key, some)))}", fields
+            )
         ]
 
     def _page(
-        self, generation: stores.Generation, where: Sequence[str], after: str | None, limit: int, arrays: bool
+        self,
+        generation: stores.Generation,
+        where: Sequence[str],
+        after: str | None,
+        limit: int,
+        arrays: bool,
     ) -> list[stores.Row]:
         chosen = ["space <= 0", *where]
         if after is not None:
@@ -270,7 +289,12 @@ class MilvusStore(stores.RemoteStore):
         return int(answer["count(*)"])
 
     def _nearest(
-        self, generation: stores.Generation, space: int, queries: Floats, count: int, where: Sequence[str]
+        self,
+        generation: stores.Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        where: Sequence[str],
     ) -> list[list[str]]:
         name, options = self.collection(generation.number), self._structure()[1]
         answers = self._ask(
@@ -289,7 +313,9 @@ class MilvusStore(stores.RemoteStore):
     def _combined(self, joint: str, parts: Sequence[str]) -> str:
         return f"(not ({parts[0]}))" if joint == "not" else _joined(parts, joint)
 
-    def _condition(self, field: str | tuple[str, ...], op: str, values: Sequence[Any]) -> str | None:
+    def _condition(
+        self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
+    ) -> str | None:
         """Return an expression; what a user writes is a part of it only where it is plain."""
         if field == "id":
             keys = [_key(value) for value in values if isinstance(value, str)]

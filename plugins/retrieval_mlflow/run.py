@@ -68,7 +68,8 @@ class MlflowRun:
         from mlflow.entities import Param
 
         flat = {
-            _allowed(key)[:LONGEST_KEY]: str(value)[:LONGEST_VALUE] for key, value in _flat(configuration)
+            _allowed(key)[:LONGEST_KEY]: str(value)[:LONGEST_VALUE]
+            for key, value in _flat(configuration)
         }
         new = [Param(key, value) for key, value in flat.items() if key not in known]
         for at in range(0, len(new), MOST):

@@ -43,7 +43,9 @@ class Closure:
 
     def dissimilar(self, x: int, y: int) -> bool:
         """Return whether it follows that two items are unlike."""
-        return x in self._group and y in self._group and self._group[y] in self._parted[self._group[x]]
+        return (
+            x in self._group and y in self._group and self._group[y] in self._parted[self._group[x]]
+        )
 
     def add(self, triplet: Triplet) -> bool:
         """Take a triplet in, unless it contradicts what follows already; then nothing of it is taken.

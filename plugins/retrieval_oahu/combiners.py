@@ -43,7 +43,9 @@ class Hedge(Combiner):
         self.embedding, self.depth, self.hidden = embedding, depth, hidden
         self.beta, self.smoothing, self.rule = beta, smoothing, rule
         self.spaces = depth + 1
-        self.register_buffer("alpha", torch.full((self.spaces,), 1 / self.spaces, dtype=torch.float64))
+        self.register_buffer(
+            "alpha", torch.full((self.spaces,), 1 / self.spaces, dtype=torch.float64)
+        )
         # what the codes were multiplied with: 1 where they are trained, √α where a learner's are served
         self.register_buffer("factor", torch.ones(self.spaces, dtype=torch.float64))
 
@@ -92,7 +94,9 @@ class Hedge(Combiner):
         return self.embeddings(codes).flatten(1)
 
     def _weighed(self, codes: Tensor) -> Tensor:
-        weighed: Tensor = (self.embeddings(codes) * self._row("alpha", codes).sqrt()[:, None]).flatten(1)
+        weighed: Tensor = (
+            self.embeddings(codes) * self._row("alpha", codes).sqrt()[:, None]
+        ).flatten(1)
         return weighed
 
     def _row(self, name: str, like: Tensor) -> Tensor:

@@ -30,7 +30,11 @@ def save(learner: Any, path: Path) -> None:
             arrays[name] = np.ascontiguousarray(value)
         elif isinstance(value, bool | int | float | str) or value is None:
             numbers[name] = value
-    about = {"learner": type(learner).__name__, "parameters": learner.get_params(), "fitted": numbers}
+    about = {
+        "learner": type(learner).__name__,
+        "parameters": learner.get_params(),
+        "fitted": numbers,
+    }
     content = to_bytes(arrays, metadata={_KEY: json.dumps(about)})
     write_bytes(path, content, DataError, shared=True)
 
@@ -48,7 +52,9 @@ def load(kind: type[T], path: Path) -> T:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.") from None
     except (OSError, SafetensorError, ValueError) as fault:
-        raise DataError(f"{path} is not a whole safetensors file: {str(fault).rstrip('.')}.") from fault
+        raise DataError(
+            f"{path} is not a whole safetensors file: {str(fault).rstrip('.')}."
+        ) from fault
     if not isinstance(about, dict) or about.get("learner") != kind.__name__:
         held = about.get("learner") if isinstance(about, dict) else None
         raise DataError(f"{path} holds {held or 'no learner of a stream'}, not {kind.__name__}.")

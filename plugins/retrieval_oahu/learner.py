@@ -120,7 +120,9 @@ class OAHU(OnlineLearner):
         x = validate_data(self, X, reset=False, dtype=np.float64)
         return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
 
-    def classify(self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
+    def classify(
+        self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5
+    ) -> NDArray[Any]:
         """Return the label (N,) of each of the features (N, F), from its k nearest references in each space (Eq 23–25).
 
         Args:
@@ -183,7 +185,13 @@ class OAHU(OnlineLearner):
             refuse_range(name, getattr(self, name), 0, 2 if name == "tau" else 1)
         refuse_range("smoothing", self.smoothing, 0, 1, closed=True)
         refuse_range("learning_rate", self.learning_rate, 0, float("inf"))
-        for name, least in (("depth", 0), ("hidden", 1), ("embedding", 1), ("seeds", 0), ("closure", 0)):
+        for name, least in (
+            ("depth", 0),
+            ("hidden", 1),
+            ("embedding", 1),
+            ("seeds", 0),
+            ("closure", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)} and must be at least {least}.")
         for name, known in (
@@ -192,18 +200,26 @@ class OAHU(OnlineLearner):
             ("dtype", ("float32", "float64")),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(known)}.")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; it may be {', '.join(known)}."
+                )
         warn_tau(self.tau)
         network = Network.random(
             features, self.depth, self.hidden, self.embedding, self._chosen_seed(), self.dtype
         )
         self.input_layer_ = network.levels[0]
         self.layers_ = (
-            np.stack(network.levels[1:]) if self.depth else np.empty((0, self.hidden, 0), self.dtype)
+            np.stack(network.levels[1:])
+            if self.depth
+            else np.empty((0, self.hidden, 0), self.dtype)
         )
         self._live: Network | None = None
         self.alpha_ = np.full(self.depth + 1, 1.0 / (self.depth + 1))
-        self.weights_, self.weights_at_, self.stride_ = self.alpha_[None].copy(), np.zeros(1, np.int64), 1
+        self.weights_, self.weights_at_, self.stride_ = (
+            self.alpha_[None].copy(),
+            np.zeros(1, np.int64),
+            1,
+        )
         # what the running mean and deviation of a stream without a sample are made of
         self.seen_, self.mean_, self.squares_ = 0, np.zeros(features), np.zeros(features)
         self.scale_ = np.ones(features)
@@ -219,7 +235,9 @@ class OAHU(OnlineLearner):
             if 0 <= self.seen_ < SETTLE:
                 self._follow(triplet)
             rows = self._standardized(triplet)
-            losses = network.step(rows, self.alpha_.astype(rows.dtype), self.tau, self.learning_rate)
+            losses = network.step(
+                rows, self.alpha_.astype(rows.dtype), self.tau, self.learning_rate
+            )
             self.alpha_ = hedge_update(self.alpha_, losses, self.beta, self.smoothing, self.rule)
             used += bool((losses > 0).any())
             step += 1

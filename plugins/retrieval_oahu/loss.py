@@ -57,7 +57,12 @@ class ABTL(CheckedLoss):
         return AvgNonZeroReducer()  # type: ignore[no-any-return]
 
     def compute_loss(
-        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
     ) -> Any:
         """Return one loss per triplet, as pytorch-metric-learning's reducers read them."""
         indices = indices_utils.convert_to_triplets(

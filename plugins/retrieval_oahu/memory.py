@@ -41,7 +41,13 @@ class Memory:
         parted: NDArray[np.bool_],
         used: Ints,
     ) -> None:
-        self.vectors, self.keys, self.group, self.parted, self.used = vectors, keys, group, parted, used
+        self.vectors, self.keys, self.group, self.parted, self.used = (
+            vectors,
+            keys,
+            group,
+            parted,
+            used,
+        )
         self._clock = int(used.max(initial=0))
         self.size = int((used > 0).sum())  # places are filled in order
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
@@ -92,12 +98,16 @@ class Memory:
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
         near = np.argpartition(distances, window - 1, axis=1)[:, :window]
-        near = np.take_along_axis(near, np.argsort(np.take_along_axis(distances, near, 1), axis=1), 1)
+        near = np.take_along_axis(
+            near, np.argsort(np.take_along_axis(distances, near, 1), axis=1), 1
+        )
         groups, own = self.group[near], self.group[anchors][:, None]
         alike, unlike = groups == own, self.parted[own, groups]
         known = alike | unlike
         first = np.argsort(~known, axis=1, kind="stable")[:, : VOTERS[-1]]
-        groups, alike, unlike = (np.take_along_axis(each, first, 1) for each in (groups, alike, unlike))
+        groups, alike, unlike = (
+            np.take_along_axis(each, first, 1) for each in (groups, alike, unlike)
+        )
         together = groups[:, :, None] == groups[:, None]
         found = np.zeros(len(anchors))
         for number in VOTERS:

@@ -28,10 +28,12 @@ class OverComplete(nn.Module):
     def __init__(self, features: int, depth: int, hidden: int, embedding: int) -> None:
         super().__init__()
         self.hidden = nn.ModuleList(
-            nn.Linear(features if level == 0 else hidden, hidden, bias=False) for level in range(depth)
+            nn.Linear(features if level == 0 else hidden, hidden, bias=False)
+            for level in range(depth)
         )
         self.embedding = nn.ModuleList(
-            nn.Linear(features if level == 0 else hidden, embedding, bias=False) for level in range(depth + 1)
+            nn.Linear(features if level == 0 else hidden, embedding, bias=False)
+            for level in range(depth + 1)
         )
         for layers, variance in ((self.hidden, 2.0), (self.embedding, 1.0)):
             for weight in layers.parameters():
@@ -81,7 +83,9 @@ class OverComplete(nn.Module):
         factor = self.get_buffer("factor")
         found = []
         for level, layer in enumerate(self.embedding):
-            found.append(functional.normalize(full_precision(layer(h)), dim=1, eps=TINY) * factor[level])
+            found.append(
+                functional.normalize(full_precision(layer(h)), dim=1, eps=TINY) * factor[level]
+            )
             if level < len(self.hidden):
                 h = self.hidden[level](h).relu()
         return torch.cat(found, dim=1)

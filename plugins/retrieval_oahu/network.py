@@ -32,7 +32,9 @@ class Network:
     """
 
     def __init__(self, first: Floats, deeper: Floats, hidden: int) -> None:
-        if not (first.flags.c_contiguous and deeper.flags.c_contiguous and first.dtype == deeper.dtype):
+        if not (
+            first.flags.c_contiguous and deeper.flags.c_contiguous and first.dtype == deeper.dtype
+        ):
             raise ValueError("the weights must be C-contiguous arrays of one type")
         self.hidden = hidden
         self.levels = [first, *deeper]
@@ -44,7 +46,9 @@ class Network:
         self._ger = blas.sgemm if first.dtype == np.float32 else blas.dgemm
 
     @classmethod
-    def random(cls, features: int, depth: int, hidden: int, embedding: int, seed: int, dtype: Any) -> Network:
+    def random(
+        cls, features: int, depth: int, hidden: int, embedding: int, seed: int, dtype: Any
+    ) -> Network:
         """Return a network with normal weights: variance 2 / fan-in before a ReLU (He et al. 2015), 1 / fan-in before an embedding."""
         rng = np.random.default_rng(seed)
         first = rng.standard_normal((features, hidden + embedding))

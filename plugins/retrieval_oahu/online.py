@@ -116,10 +116,15 @@ class OnlineLearner(MetricLearner):
         Raises:
             ValueError: features are not finite, there is one class only, or no class has two members.
         """
-        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
+        x, labels = validate_data(
+            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+        )
         self._reset(x.shape[1], x)
         stream = paper_stream(
-            class_codes(labels, type(self).__name__), self.seeds, self.closure, seed=self._chosen_seed()
+            class_codes(labels, type(self).__name__),
+            self.seeds,
+            self.closure,
+            seed=self._chosen_seed(),
         )
         self.learn_from(in_chunks(stream, x, CHUNK))
         return self

@@ -46,7 +46,9 @@ class OPML(MatrixLearner):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Start anew and pass once over labelled vectors (N, F), in a random order."""
-        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
+        x, labels = validate_data(
+            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+        )
         self._reset(x.shape[1], x)
         order = np.random.default_rng(self._chosen_seed()).permutation(len(x))
         triplets = one_pass(class_codes(labels, "OPML"), order)

@@ -168,7 +168,9 @@ class with_closure:
         if triplet in self._seen:
             self.duplicates += 1
             return False
-        if len(self._window) >= self._memory or len(self._seen) > 4 * self._memory * (1 + self._per_seed):
+        if len(self._window) >= self._memory or len(self._seen) > 4 * self._memory * (
+            1 + self._per_seed
+        ):
             self._forget()
         if not self._closure.add(triplet):
             self.contradictions += 1
@@ -184,7 +186,9 @@ class with_closure:
             triplet = self._closure.draw(self._rng)
             if triplet is None:
                 return None
-            if triplet in self._seen or (self._held_out is not None and self._held_out.touches(triplet)):
+            if triplet in self._seen or (
+                self._held_out is not None and self._held_out.touches(triplet)
+            ):
                 continue
             self._seen.add(triplet)
             return triplet

@@ -70,7 +70,9 @@ class Spaces:
 
     def codes(self) -> Floats:
         """Return (N, (L + 1) E), whose squared Euclidean distance is Σ α_l D_l²."""
-        weighted = self.embeddings * np.sqrt(self.alpha).astype(self.embeddings.dtype)[:, None, None]
+        weighted = (
+            self.embeddings * np.sqrt(self.alpha).astype(self.embeddings.dtype)[:, None, None]
+        )
         return np.ascontiguousarray(weighted.transpose(1, 0, 2)).reshape(len(self), -1)
 
     def distances(self, others: Spaces) -> Floats:
@@ -110,7 +112,9 @@ class Spaces:
             )
         return np.asarray(self.alpha @ (self.distances(others) / 2 < threshold), dtype=np.float64)
 
-    def retrieve(self, references: Spaces, k: int = 10) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def retrieve(
+        self, references: Spaces, k: int = 10
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return rows and scores (N, min(k, references)), best first, by Eq 27; see `OAHU.retrieve`.
 
         An item that several spaces propose counts with the best of its scores, not with their sum: the paper keeps "distinct
@@ -130,7 +134,9 @@ class Spaces:
             found[query], best[query] = flat[query, first], value[query, first]
         return found, best
 
-    def _candidates(self, references: Spaces, k: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def _candidates(
+        self, references: Spaces, k: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return rows and scores (L + 1, N, k) of the k nearest references in each space (Eq 23)."""
         if k < 1 or not len(references):
             raise ValueError(
@@ -145,11 +151,15 @@ class Spaces:
         rows, distances = np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
         least, most = distances[..., :1], distances[..., -1:]
         # all at one distance (or k = 1): 0/0 in the paper, counted as nearest
-        spread = np.divide(distances - least, most - least, out=np.zeros_like(distances), where=most > least)
+        spread = np.divide(
+            distances - least, most - least, out=np.zeros_like(distances), where=most > least
+        )
         return rows, np.exp(-spread) * self.alpha[:, None, None]
 
 
-def _nearest(query: Floats, references: Floats, k: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _nearest(
+    query: Floats, references: Floats, k: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return rows and distances (N, k), nearest first, ties by row."""
     size = len(references)
     rows = np.empty((len(query), k), np.int64)

@@ -124,7 +124,11 @@ class Warm(LinearMap, OnlineLearner):
         self.learned_ = self.gathered_ = self.turnover_ = 0
         self.left_ = False
         self.alpha_ = np.eye(number + 1)[0]
-        self.weights_, self.weights_at_, self.stride_ = self.alpha_[None].copy(), np.zeros(1, np.int64), 1
+        self.weights_, self.weights_at_, self.stride_ = (
+            self.alpha_[None].copy(),
+            np.zeros(1, np.int64),
+            1,
+        )
         self.lead_, self.differing_, self.triplets_lead_ = np.zeros((3, number))
         self.proven_ = np.zeros(number, bool)
         self.waiting_ = np.zeros((0, 3, features))
@@ -208,7 +212,9 @@ class Warm(LinearMap, OnlineLearner):
             memory.learn(*places)
             due.update(dict.fromkeys(places[:2]))
         # an item is judged again when the stream is twice as long as it was then
-        return np.array([place for place in due if 2 * self.judged_[place] <= self.learned_], dtype=np.int64)
+        return np.array(
+            [place for place in due if 2 * self.judged_[place] <= self.learned_], dtype=np.int64
+        )
 
     def _judge_neighbours(self, places: NDArray[np.int64]) -> None:
         """Let the neighbours of items (A,) in the memory vote, by Euclid and by each expert."""
@@ -263,7 +269,9 @@ class Warm(LinearMap, OnlineLearner):
         self.components_ = np.eye(features)
         if self.left_:
             turned = self.directions_.T @ self.basis_
-            self.components_ += turned.T @ ((np.sqrt(self.scales_[:, served]) - 1)[:, None] * turned)
+            self.components_ += turned.T @ (
+                (np.sqrt(self.scales_[:, served]) - 1)[:, None] * turned
+            )
         self.weights_, self.weights_at_, self.stride_ = recorded(
             self.weights_, self.weights_at_, self.stride_, self.alpha_, self.learned_
         )
@@ -278,7 +286,9 @@ class Warm(LinearMap, OnlineLearner):
         """Return the working view, whose arrays *are* the fitted ones."""
         known = getattr(self, "_known", None)
         if known is None or known.vectors is not self.held_:
-            known = self._known = Memory(self.held_, self.keys_, self.group_, self.parted_, self.used_)
+            known = self._known = Memory(
+                self.held_, self.keys_, self.group_, self.parted_, self.used_
+            )
         return known
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,7 +323,11 @@ class Warm(LinearMap, OnlineLearner):
 
     def get_metric(self) -> Callable[..., float]:
         """Return a function of two feature vectors (F,) that gives their learned distance; see `MetricLearner.get_metric`."""
-        return MetricLearner.get_metric(self) if getattr(self, "left_", False) else super().get_metric()
+        return (
+            MetricLearner.get_metric(self)
+            if getattr(self, "left_", False)
+            else super().get_metric()
+        )
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
         """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""

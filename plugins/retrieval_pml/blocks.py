@@ -78,7 +78,9 @@ def rows_and_pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `by_rows` does, and the numbers (P,) of listed pairs, of which none comes twice: all by one gradient of the matrix."""
     parts = blocks(*mat.shape) if parts is None else parts
-    found: tuple[Tensor, Tensor, Tensor] = _ByRows.apply(mat, pairs, listed, plain, fused, parts, *others)
+    found: tuple[Tensor, Tensor, Tensor] = _ByRows.apply(
+        mat, pairs, listed, plain, fused, parts, *others
+    )
     return found
 
 
@@ -112,7 +114,10 @@ class _ByRows(torch.autograd.Function):
             empty(x.shape, dtype=x.dtype, device=x.device) if want else None
             for x, want in zip((mat, *others), wanted, strict=True)
         ]
-        losses, counts = mat.new_zeros(len(mat)), torch.zeros(len(mat), dtype=torch.int64, device=mat.device)
+        losses, counts = (
+            mat.new_zeros(len(mat)),
+            torch.zeros(len(mat), dtype=torch.int64, device=mat.device),
+        )
         for part in parts:
             if fused is not None:
                 rows = mat[part]
@@ -149,7 +154,9 @@ class _ByRows(torch.autograd.Function):
         return losses, counts, mat.new_zeros(0) if listed is None else mat[listed]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any, of_listed: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: Tensor, _: Any, of_listed: Tensor
+    ) -> tuple[Tensor | None, ...]:
         pairs, listed, plain, wanted = ctx.made
         saved = ctx.saved_tensors
         given, slopes = saved[: len(wanted)], iter(saved[len(wanted) :])
@@ -170,7 +177,9 @@ class _ByRows(torch.autograd.Function):
         return found[0], None, None, None, None, None, *found[1:]
 
 
-def derivatives(formula: Plain, inputs: Sequence[Tensor | None], gradient: Any) -> list[Tensor | None]:
+def derivatives(
+    formula: Plain, inputs: Sequence[Tensor | None], gradient: Any
+) -> list[Tensor | None]:
     """Return the derivatives of a formula of some tensors, each for itself, in a form that can be differentiated again.
 
     Args:
@@ -182,7 +191,9 @@ def derivatives(formula: Plain, inputs: Sequence[Tensor | None], gradient: Any) 
     given = [None if x is None else x.view_as(x) for x in inputs]
     leaves = [x for x in given if x is not None and x.requires_grad]
     found = iter(
-        torch.autograd.grad(formula(*given), leaves, gradient, create_graph=True, materialize_grads=True)
+        torch.autograd.grad(
+            formula(*given), leaves, gradient, create_graph=True, materialize_grads=True
+        )
     )
     return [next(found) if x is not None and x.requires_grad else None for x in given]
 

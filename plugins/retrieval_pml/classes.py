@@ -105,7 +105,9 @@ def cross_entropy(
         centres: how many each class has.
         rate: logits are a class's number times this.
     """
-    found: Tensor = _CrossEntropy.apply(items, weights, bias, labels, target, (pool, centres, rate), *others)
+    found: Tensor = _CrossEntropy.apply(
+        items, weights, bias, labels, target, (pool, centres, rate), *others
+    )
     return found
 
 
@@ -130,7 +132,10 @@ class _CrossEntropy(torch.autograd.Function):
         own = by_class[row, :, labels]
         near = own.squeeze(1) if pool is None else pool.plain(own.unsqueeze(2)).squeeze(1)
         with torch.enable_grad():
-            leaves = [(x * f).detach().requires_grad_() for x, f in ((near, rate), *((x, 1) for x in others))]
+            leaves = [
+                (x * f).detach().requires_grad_()
+                for x, f in ((near, rate), *((x, 1) for x in others))
+            ]
             at_label = target(*leaves)
             derived = torch.autograd.grad(at_label.sum(), leaves, materialize_grads=True)
         at_label = at_label.detach()
@@ -198,7 +203,9 @@ def _plain(
     logits = logits * rate
     at = labels.unsqueeze(1)
     mine = target(logits.gather(1, at).squeeze(1), *others)
-    return functional.cross_entropy(logits.scatter(1, at, mine.unsqueeze(1)), labels, reduction="none")
+    return functional.cross_entropy(
+        logits.scatter(1, at, mine.unsqueeze(1)), labels, reduction="none"
+    )
 
 
 def squared_errors(items: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
@@ -286,7 +293,11 @@ class _ProxyAnchor(torch.autograd.Function):
         pulled = (pull * of_pull[labels]).unsqueeze(1)
         p = x = None
         if ctx.needs_input_grad[0]:
-            p = (slopes @ items).mul_(of_push.unsqueeze(1)).index_add_(0, labels, items * pulled, alpha=-1)
+            p = (
+                (slopes @ items)
+                .mul_(of_push.unsqueeze(1))
+                .index_add_(0, labels, items * pulled, alpha=-1)
+            )
         if ctx.needs_input_grad[1]:
             x = slopes.T @ (proxies * of_push.unsqueeze(1)) - proxies[labels] * pulled
         return p, x, None, None, None

@@ -32,7 +32,14 @@ Several = Annotated[int, Field(ge=2)]
 PerAnchor = Annotated[int, Field(ge=1)] | Literal["all"]
 
 Init = (
-    Literal["normal", "kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform", "orthogonal"]
+    Literal[
+        "normal",
+        "kaiming_normal",
+        "kaiming_uniform",
+        "xavier_normal",
+        "xavier_uniform",
+        "orthogonal",
+    ]
     | None
 )
 """How proxies or class weights begin; None leaves the choice to the loss."""
@@ -255,7 +262,9 @@ class OfBatch(_Mixin):
         if not self.weighted:
             common_functions.indices_tuple_not_supported(indices_tuple)
         labels = on_labels(labels, embeddings, type(self).__name__)
-        return self.of_batch(similarities(self.distance, embeddings, embeddings), labels, indices_tuple)
+        return self.of_batch(
+            similarities(self.distance, embeddings, embeddings), labels, indices_tuple
+        )
 
     def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
         """Return the losses by name.
@@ -265,7 +274,9 @@ class OfBatch(_Mixin):
             labels: (N,).
             indices_tuple: a miner's, or None.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define of_batch(mat, labels, indices_tuple)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define of_batch(mat, labels, indices_tuple)"
+        )
 
     def weigh(self, losses: Tensor, some: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
         """Return items' losses (N,) by name, those where `some` (N,) is true, times their weights by a miner's indices."""
@@ -273,7 +284,13 @@ class OfBatch(_Mixin):
         if len(kept) == 0:
             return self.zero_losses()
         weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=losses.dtype)
-        return {"loss": {"losses": (losses * weights)[kept], "indices": kept, "reduction_type": "element"}}
+        return {
+            "loss": {
+                "losses": (losses * weights)[kept],
+                "indices": kept,
+                "reduction_type": "element",
+            }
+        }
 
 
 @cache

@@ -52,12 +52,16 @@ class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
             pairs = Pairs(labels, ref_labels)
             a1, p = pairs.positives()
             push, _ = by_rows(
-                mat, pairs, lambda rows, _, other: lse(self.distance.margin(self.neg_margin, rows), other)
+                mat,
+                pairs,
+                lambda rows, _, other: lse(self.distance.margin(self.neg_margin, rows), other),
             )
         else:
             a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
             a1 = a1[: 0 if len(a2) == 0 else None]
-            push = segment_logsumexp(self.distance.margin(self.neg_margin, mat[a2, n]), a2, len(embeddings))
+            push = segment_logsumexp(
+                self.distance.margin(self.neg_margin, mat[a2, n]), a2, len(embeddings)
+            )
         if len(a1) == 0:
             return self.zero_losses()
         around = push[a1] if ref_emb is not embeddings else torch.logaddexp(push[a1], push[p])
@@ -140,7 +144,9 @@ class AgainstNegatives(EveryPair):
             return self.zero_losses()
         if len(a2) == 0:  # other rows of the batch may have negatives, and these count in the mean
             neg_pairs = pos_pairs[:0]
-        others = segment_logsumexp(self.pushed(neg_pairs), a2, int(torch.cat([a1, a2]).max()) + 1)[a1]
+        others = segment_logsumexp(self.pushed(neg_pairs), a2, int(torch.cat([a1, a2]).max()) + 1)[
+            a1
+        ]
         return self._against(others, pos_pairs, (a1, p))
 
     def _against(self, pushed: Tensor, near: Tensor, indices: tuple[Tensor, Tensor]) -> Any:
@@ -203,7 +209,13 @@ class LogNCA:
         kept = torch.where(some)[0]
         if len(kept) == 0:
             return this.zero_losses()
-        return {"loss": {"losses": loss[kept] * weights[kept], "indices": kept, "reduction_type": "element"}}
+        return {
+            "loss": {
+                "losses": loss[kept] * weights[kept],
+                "indices": kept,
+                "reduction_type": "element",
+            }
+        }
 
 
 class NCALoss(PreciseLoss, LogNCA, losses.NCALoss):

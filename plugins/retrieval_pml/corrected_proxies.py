@@ -94,7 +94,9 @@ class MarginAtTarget(ClassWeights):
 
     def of_items(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the items' losses (N,)."""
-        return cross_entropy(unit(embeddings, 1, self.scale), unit(self.W, 0), labels, self._at_target)
+        return cross_entropy(
+            unit(embeddings, 1, self.scale), unit(self.W, 0), labels, self._at_target
+        )
 
     def _at_target(self, logits: Tensor) -> Tensor:
         found: Tensor = self.modify_cosine_of_target_classes(logits / self.scale) * self.scale
@@ -123,7 +125,9 @@ class MultipleAngle(MarginAtTarget):
 
     def lengths_of(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the class weights (C, K) of the logits, and what the items' cosines with their own are multiplied by there (N,)."""
-        raise NotImplementedError(f"{type(self).__name__} must define lengths_of(embeddings, labels)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define lengths_of(embeddings, labels)"
+        )
 
     def _with_lengths(self, logits: Tensor, lengths: Tensor) -> Tensor:
         cosines = logits / (self.scale * lengths).clamp(min=torch.finfo(lengths.dtype).tiny)
@@ -161,7 +165,10 @@ class SubCenterArcFaceLoss(MarginAtTarget, losses.SubCenterArcFaceLoss):
 
     def of_items(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the items' losses (N,)."""
-        items, weights = unit(embeddings, 1, self.scale), _by_centre(unit(self.W, 0), self.sub_centers)
+        items, weights = (
+            unit(embeddings, 1, self.scale),
+            _by_centre(unit(self.W, 0), self.sub_centers),
+        )
         pooled = {"pool": Nearest(), "centres": self.sub_centers}
         return cross_entropy(items, weights, labels, self._at_target, **pooled)
 
@@ -253,7 +260,9 @@ class ProxyAnchorLoss(PreciseLoss, losses.ProxyAnchorLoss):
         self.cast_types(embeddings.dtype, embeddings.device)
         weights = None
         if indices_tuple is not None:
-            weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, embeddings.dtype) - 1
+            weights = (
+                loss_and_miner_utils.convert_to_weights(indices_tuple, labels, embeddings.dtype) - 1
+            )
         both = proxy_anchor(
             at_length(self.distance, self.proxies, 1, self.alpha),
             at_length(self.distance, embeddings, 1),
@@ -283,7 +292,9 @@ class P2SGradLoss(PreciseLoss, losses.P2SGradLoss):
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         no_indices("P2SGradLoss", indices_tuple)
         labels = on_labels(labels, embeddings, "P2SGradLoss")
-        weight = common_functions.to_device(self.weight.data, tensor=embeddings, dtype=embeddings.dtype)
+        weight = common_functions.to_device(
+            self.weight.data, tensor=embeddings, dtype=embeddings.dtype
+        )
         lengths = lengths_of(weight, 0)
         assert bool((lengths > 1e-5).all()), (
             "a class weight of P2SGradLoss is 0 or no number: it has no direction"

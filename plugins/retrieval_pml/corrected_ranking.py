@@ -62,7 +62,9 @@ class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
         none = mat.new_zeros(len(mat), self.num_bins + 1)
         row, column = torch.where(positive)
         near, at = upper[row, column], row * (self.num_bins + 1) + low[row, column]
-        of_positives = none.flatten().index_add(0, at, 1 - near).index_add(0, at + 1, near).view_as(none)
+        of_positives = (
+            none.flatten().index_add(0, at, 1 - near).index_add(0, at + 1, near).view_as(none)
+        )
         kept = (positive | negative).to(mat.dtype)
         upper = upper * kept
         every = none.scatter_add(1, low, kept - upper).scatter_add(1, low + 1, upper).cumsum(1)

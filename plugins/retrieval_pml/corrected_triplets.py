@@ -72,7 +72,9 @@ class AngularLoss(PreciseLoss, losses.AngularLoss):
         if indices_tuple is None:
             anchor, positive = Pairs(labels, ref_labels).positives()
         else:
-            anchor, positive, other, _ = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels)
+            anchor, positive, other, _ = loss_and_miner_utils.convert_to_pairs(
+                indices_tuple, labels
+            )
             anchor = anchor[: 0 if len(other) == 0 else None]
         if len(anchor) == 0:
             return self.zero_losses()
@@ -84,7 +86,9 @@ class AngularLoss(PreciseLoss, losses.AngularLoss):
             near, among = unit @ reference.T, products(reference)
         square = float(torch.tan(self.alpha) ** 2)
         loss = _Angles.apply(near, among, anchor, positive, (labels, ref_labels), square)
-        return {"loss": {"losses": loss, "indices": (anchor, positive), "reduction_type": "pos_pair"}}
+        return {
+            "loss": {"losses": loss, "indices": (anchor, positive), "reduction_type": "pos_pair"}
+        }
 
 
 class _Angles(torch.autograd.Function):

@@ -36,7 +36,9 @@ def dot_product_similarity(
 
 
 @forwards(distances.LpDistance)
-def lp(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1) -> distances.LpDistance:
+def lp(
+    normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1
+) -> distances.LpDistance:
     """The p-norm of the difference, Euclidean by default; on unit vectors from 0 to 2.
 
     Args:
@@ -47,7 +49,9 @@ def lp(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1) 
 
 
 @forwards(SNRDistance)
-def snr(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1) -> distances.SNRDistance:
+def snr(
+    normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1
+) -> distances.SNRDistance:
     """The variance of the difference over that of the first embedding (noise over signal); not symmetric.
 
     Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric Learning, CVPR 2019.

@@ -66,7 +66,10 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "LpDistance": {"is_inverted": "set by the class"},
     "SNRDistance": {"is_inverted": "set by the class"},
     "DotProductSimilarity": {"is_inverted": "set by the class"},
-    "CosineSimilarity": {"is_inverted": "set by the class", "normalize_embeddings": "set by the class"},
+    "CosineSimilarity": {
+        "is_inverted": "set by the class",
+        "normalize_embeddings": "set by the class",
+    },
 }
 """Parameters that are not offered, by class; those under "*" in every class."""
 

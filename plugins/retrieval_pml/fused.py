@@ -37,7 +37,10 @@ def multi_similarity(alpha: float, beta: float, base: float, sign: int) -> Fused
         pull.sub_(highest.index_select(0, row)).exp_()
         total = torch.exp(-highest).index_add_(0, row, pull)
         slopes.view(-1).index_add_(0, place, pull.div_(total.index_select(0, row)), alpha=-sign)
-        return torch.logaddexp(every, torch.zeros_like(every)) / beta + (highest + total.log_()) / alpha
+        return (
+            torch.logaddexp(every, torch.zeros_like(every)) / beta
+            + (highest + total.log_()) / alpha
+        )
 
     return fused
 
@@ -73,7 +76,9 @@ def circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -
         both = every + highest + total.log()
         share = torch.sigmoid(both).masked_fill_(~some, 0)
         torch.hardshrink(shares.mul_(weights).mul_(share.unsqueeze(1)), LEAST, out=slopes)
-        slopes.view(-1).index_add_(0, place, weight.mul_(pull).mul_((share / total).index_select(0, row)))
+        slopes.view(-1).index_add_(
+            0, place, weight.mul_(pull).mul_((share / total).index_select(0, row))
+        )
         return torch.nn.functional.softplus(both).masked_fill_(~some, 0)
 
     return fused

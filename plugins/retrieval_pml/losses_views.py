@@ -44,7 +44,11 @@ def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def places_of_views(
-    embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None, ref_labels: Tensor | None, name: str
+    embeddings: Tensor,
+    labels: Tensor | None,
+    ref_emb: Tensor | None,
+    ref_labels: Tensor | None,
+    name: str,
 ) -> tuple[Tensor, Tensor]:
     """Return where first and where second views are in the batch, each (P,).
 
@@ -52,12 +56,18 @@ def places_of_views(
         ValueError: there is a reference set, or no labels.
     """
     if ref_emb is not None or ref_labels is not None:
-        raise ValueError(f"{name} takes the second views from the batch: it takes no ref_emb beside labels")
+        raise ValueError(
+            f"{name} takes the second views from the batch: it takes no ref_emb beside labels"
+        )
     return pair_views(on_labels(labels, embeddings, name))
 
 
 def two_views(
-    embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None, ref_labels: Tensor | None, name: str
+    embeddings: Tensor,
+    labels: Tensor | None,
+    ref_emb: Tensor | None,
+    ref_labels: Tensor | None,
+    name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return first views, second views (P, C each) and their labels (P,).
 
@@ -101,8 +111,12 @@ class VICRegLoss(PreciseLoss, losses.VICRegLoss):
         if labels is None and ref_emb is not None:
             views = torch.stack([embeddings, ref_emb])
         else:
-            places = torch.cat(places_of_views(embeddings, labels, ref_emb, ref_labels, "VICRegLoss"))
-            views = embeddings.index_select(0, places).view(2, len(places) // 2, embeddings.shape[1])
+            places = torch.cat(
+                places_of_views(embeddings, labels, ref_emb, ref_labels, "VICRegLoss")
+            )
+            views = embeddings.index_select(0, places).view(
+                2, len(places) // 2, embeddings.shape[1]
+            )
         if views.shape[1] < 2:  # a single pair has no variance
             return embeddings.sum() * 0
         self.reset_stats()
@@ -144,7 +158,9 @@ class _VICReg(torch.autograd.Function):
         _, things, width = views.shape
         if torch.is_grad_enabled():  # the gradient will be differentiated
             gradients = of_apart, of_spread, of_covariance
-            return *derivatives(lambda given: _plain_vic_reg(given, ctx.eps), [views], gradients), None
+            return *derivatives(
+                lambda given: _plain_vic_reg(given, ctx.eps), [views], gradients
+            ), None
         slopes = covariances * (of_covariance * (4 / width / (things - 1)))
         kept = of_spread * (deviations < 1)
         # a dimension's variance is on the diagonal, which the covariances leave free
@@ -189,7 +205,9 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
     ) -> Any:
         """Return the loss, a scalar; for the arguments see `VICRegLoss.forward`."""
         no_indices("SelfSupervisedLoss", indices_tuple)
-        first, second, labels = two_views(embeddings, labels, ref_emb, ref_labels, "SelfSupervisedLoss")
+        first, second, labels = two_views(
+            embeddings, labels, ref_emb, ref_labels, "SelfSupervisedLoss"
+        )
         if len(first) == 0:
             return embeddings.sum() * 0
         if self.symmetric:

@@ -35,7 +35,9 @@ class SumsOfPairs(Whole):
         mat = similarities(this.distance, embeddings, ref_emb)
         low, high, mean = limits
 
-        def plain(mat: Tensor, _: Tensor, negative: Tensor, *still: Tensor) -> tuple[Tensor, Tensor]:
+        def plain(
+            mat: Tensor, _: Tensor, negative: Tensor, *still: Tensor
+        ) -> tuple[Tensor, Tensor]:
             loss = self.pushed(mat, *(each.unsqueeze(1) for each in still))
             kept = negative
             if low is not None:
@@ -62,7 +64,11 @@ class SumsOfPairs(Whole):
         found = {name: this.zero_loss() for name in _NAMES}
         if len(anchor):
             pull = self.pulled(near)
-            found["pos_loss"] = {"losses": pull, "indices": (anchor, positive), "reduction_type": "pos_pair"}
+            found["pos_loss"] = {
+                "losses": pull,
+                "indices": (anchor, positive),
+                "reduction_type": "pos_pair",
+            }
         total, counted = each.sum(), counts.sum()
         if isinstance(this.reducer, Sums):
             found["neg_loss"] = summed(total, counted)
@@ -78,7 +84,9 @@ class SumsOfPairs(Whole):
         """Return the losses of negative pairs, of any shape."""
         raise NotImplementedError(f"{type(self).__name__} must define pushed(near, *still)")
 
-    def pushed_(self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor) -> Any:
+    def pushed_(
+        self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor
+    ) -> Any:
         """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by each of `still`; see `blocks.by_rows`.
 
         Args:
@@ -88,7 +96,9 @@ class SumsOfPairs(Whole):
             slopes: (R, M) is filled with the losses' derivatives.
             still: these rows of what `still` gives, each (R,).
         """
-        raise NotImplementedError(f"{type(self).__name__} must define pushed_(mat, pairs, rows, slopes)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define pushed_(mat, pairs, rows, slopes)"
+        )
 
     def still(self, mat: Tensor, pairs: Pairs) -> list[Tensor]:
         """Return what `pushed` needs of all pairs, each (N,)."""
@@ -108,7 +118,9 @@ class ContrastiveLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.ContrastiveLos
         """Return the losses of negative pairs, of any shape."""
         return self.neg_calc(near, self.neg_margin)  # type: ignore[no-any-return]
 
-    def pushed_(self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor) -> Any:
+    def pushed_(
+        self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor
+    ) -> Any:
         """Return the negative pairs' losses (R, M), 0 of others; see `SumsOfPairs`."""
         sign = 1 if self.distance.is_inverted else -1
         over = (mat - self.neg_margin).mul_(sign)
@@ -135,7 +147,9 @@ class IntraPairVarianceLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.IntraPai
         farther = not self.distance.is_inverted
         return F.relu(self.variance_with_eps(near, still[0], self.neg_eps, farther)) ** 2
 
-    def pushed_(self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor) -> Any:
+    def pushed_(
+        self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor
+    ) -> Any:
         """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by the mean (R,); see `SumsOfPairs`."""
         sign = 1 if self.distance.is_inverted else -1
         share = 1 + sign * self.neg_eps

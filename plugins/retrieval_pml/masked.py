@@ -115,7 +115,9 @@ class SupConLoss(PreciseLoss, MaskedPairs, losses.SupConLoss):
         return loss, some + 2 * negative.any(1)
 
 
-class GeneralizedLiftedStructureLoss(PreciseLoss, MaskedPairs, losses.GeneralizedLiftedStructureLoss):
+class GeneralizedLiftedStructureLoss(
+    PreciseLoss, MaskedPairs, losses.GeneralizedLiftedStructureLoss
+):
     """Upstream's, by `MaskedPairs`, except that an anchor without positives or without negatives costs 0.
 
     The sum of none is 0 and its logarithm −∞; upstream puts 0 in its place.
@@ -148,7 +150,9 @@ class Whole:
         parts, classes = None, labels
         if labels is not None:
             classes = common_functions.to_device(labels, embeddings)
-            reference, theirs = common_functions.set_ref_emb(embeddings, classes, ref_emb, ref_labels)
+            reference, theirs = common_functions.set_ref_emb(
+                embeddings, classes, ref_emb, ref_labels
+            )
             if indices_tuple is not None:
                 parts = this.whole_of(indices_tuple, embeddings, classes, reference, theirs)
             elif getattr(this, "triplets_per_anchor", "all") == "all":
@@ -160,7 +164,12 @@ class Whole:
         return this.reducer(parts, embeddings, classes)
 
     def whole_of(
-        self, indices_tuple: Any, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
+        self,
+        indices_tuple: Any,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
     ) -> Any:
         """Return the loss of a miner's pairs or triplets by name, reduced; None where it has to be made of single ones."""
         return None
@@ -210,10 +219,17 @@ class TripletMarginLoss(Whole, corrected_triplets.TripletMarginLoss):
             return self.zero_losses()
         mat = similarities(self.distance, embeddings, ref_emb)
         near = -mat if self.distance.is_inverted else mat  # smaller is closer
-        return self._reduced(_AllTriplets.apply(near, positive, negative, self.margin, low, high), mat)
+        return self._reduced(
+            _AllTriplets.apply(near, positive, negative, self.margin, low, high), mat
+        )
 
     def whole_of(
-        self, indices_tuple: Any, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
+        self,
+        indices_tuple: Any,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
     ) -> Any:
         """Return the loss of a miner's triplets by name, reduced; None where it has to be made of single ones."""
         limits = bounds(self.reducer_of("loss"))
@@ -348,7 +364,9 @@ class MarginLoss(Whole, PreciseLoss, losses.MarginLoss):
         triplets = positives * negatives
         if not bool(triplets.any()):
             return self.zero_losses()
-        beta = common_functions.to_device(self.beta, device=embeddings.device, dtype=embeddings.dtype)
+        beta = common_functions.to_device(
+            self.beta, device=embeddings.device, dtype=embeddings.dtype
+        )
         each = beta.expand(len(embeddings)) if len(beta) == 1 else beta[labels]
         mat = similarities(self.distance, embeddings, ref_emb)
         found, counts = by_rows(mat, pairs, self._plain, each)
@@ -359,7 +377,9 @@ class MarginLoss(Whole, PreciseLoss, losses.MarginLoss):
             penalty = self.compute_reg_loss(beta, None, divisor)
         return {"margin_loss": _over(total, divisor), "beta_reg_loss": penalty}
 
-    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    def _plain(
+        self, mat: Tensor, positive: Tensor, negative: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
         positives, negatives = positive.sum(1), negative.sum(1)
         row, column = torch.where(positive)
         pull = F.relu(self.distance.margin(mat[row, column], beta[row]) + self.margin)

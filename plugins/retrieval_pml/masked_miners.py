@@ -28,10 +28,14 @@ class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
             pairs.own = 0
         found = []
         for rows in blocks(*mat.shape):
-            near = -mat[rows] if self.distance.is_inverted else mat[rows].clone()  # smaller is closer
+            near = (
+                -mat[rows] if self.distance.is_inverted else mat[rows].clone()
+            )  # smaller is closer
             row, p = pairs.positives(rows)
             of_positives = near[row, p]
-            farthest = near.new_full((len(near),), -highest).scatter_reduce_(0, row, of_positives, "amax")
+            farthest = near.new_full((len(near),), -highest).scatter_reduce_(
+                0, row, of_positives, "amax"
+            )
             pairs.leave_negatives(near, rows, highest)
             if pairs.own is not None:
                 near.diagonal(pairs.own + rows.start).fill_(highest)
@@ -65,7 +69,9 @@ class PairMarginMiner(PreciseMiner, miners.PairMarginMiner):
 class TripletMarginMiner(PreciseMiner, miners.TripletMarginMiner):
     """Upstream's triplets, found in blocks of positive pairs: memory of those that are found."""
 
-    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Triplets:
+    def mine(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
+    ) -> Triplets:
         """Return triplets; see `retrieval.Miner`."""
         mat = similarities(self.distance, embeddings, ref_emb)
         pairs = Pairs(labels, ref_labels)
@@ -90,7 +96,9 @@ class TripletMarginMiner(PreciseMiner, miners.TripletMarginMiner):
 class AngularMiner(PreciseMiner, miners.AngularMiner):
     """Upstream's, which requires a normalising distance and then measures embeddings at their own length; in blocks of positive pairs."""
 
-    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Triplets:
+    def mine(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
+    ) -> Triplets:
         """Return triplets; see `retrieval.Miner`."""
         unit = self.distance.normalize(embeddings)
         reference = unit if ref_emb is embeddings else self.distance.normalize(ref_emb)
@@ -106,7 +114,9 @@ class AngularMiner(PreciseMiner, miners.AngularMiner):
         return _triplets(chosen, anchor, positive, labels, ref_labels)
 
 
-def _triplets(chosen: Any, anchor: Tensor, positive: Tensor, labels: Tensor, ref_labels: Tensor) -> Triplets:
+def _triplets(
+    chosen: Any, anchor: Tensor, positive: Tensor, labels: Tensor, ref_labels: Tensor
+) -> Triplets:
     """Return the triplets (T,) of positive pairs (P,) and those of their negatives that `chosen` says, of some pairs, as a mask (K, M)."""
     found: list[tuple[slice, Tensor, Tensor]] = []
     for part in blocks(len(anchor), len(ref_labels)):
@@ -115,7 +125,9 @@ def _triplets(chosen: Any, anchor: Tensor, positive: Tensor, labels: Tensor, ref
         pair, negative = torch.where(kept)
         found.append((part, pair.int(), negative.int()))
     # they are the most of the memory: half of it while they are collected, and no copy of the whole
-    made = torch.empty(3, sum(len(pair) for _, pair, _ in found), dtype=torch.int64, device=labels.device)
+    made = torch.empty(
+        3, sum(len(pair) for _, pair, _ in found), dtype=torch.int64, device=labels.device
+    )
     start = 0
     found.reverse()
     while found:
@@ -149,34 +161,44 @@ class BatchEasyHardMiner(PreciseMiner, miners.BatchEasyHardMiner):
             elif self.pos_strategy != whole:
                 p = self._positives(near, positive)
             if n is None and self.neg_strategy != whole:
-                n = self._negatives(near, negative, p[0] if self.neg_strategy == self.SEMIHARD else None)
+                n = self._negatives(
+                    near, negative, p[0] if self.neg_strategy == self.SEMIHARD else None
+                )
             if p is not None and n is not None:
                 kept = torch.where(p[2] & n[2])[0]
                 both.append((kept + rows.start, p[1][kept], n[1][kept]))
                 continue
             for found, picked, mask in ((of_positives, p, positive), (of_negatives, n, negative)):
                 a, other = (
-                    torch.where(mask) if picked is None else (torch.where(picked[2])[0], picked[1][picked[2]])
+                    torch.where(mask)
+                    if picked is None
+                    else (torch.where(picked[2])[0], picked[1][picked[2]])
                 )
                 found.append((a + rows.start, other))
         if both:
             a, p, n = (torch.cat(each) for each in zip(*both, strict=True))
             return a, p, a, n
         return tuple(
-            torch.cat(each) for found in (of_positives, of_negatives) for each in zip(*found, strict=True)
+            torch.cat(each)
+            for found in (of_positives, of_negatives)
+            for each in zip(*found, strict=True)
         )
 
     def _positives(
         self, near: Tensor, mask: Tensor, limit: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         hard = self.pos_strategy != self.EASY
-        return self._extremes(near, mask, hard != self.distance.is_inverted, self.allowed_pos_range, limit)
+        return self._extremes(
+            near, mask, hard != self.distance.is_inverted, self.allowed_pos_range, limit
+        )
 
     def _negatives(
         self, near: Tensor, mask: Tensor, limit: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         easy = self.neg_strategy == self.EASY
-        return self._extremes(near, mask, easy != self.distance.is_inverted, self.allowed_neg_range, limit)
+        return self._extremes(
+            near, mask, easy != self.distance.is_inverted, self.allowed_neg_range, limit
+        )
 
     @staticmethod
     def _extremes(
@@ -219,7 +241,9 @@ class HDCMiner(PreciseMiner, miners.HDCMiner):
             return super().mine(embeddings, labels, ref_emb, ref_labels)
         mat = similarities(self.distance, embeddings, ref_emb)
         found: list[Tensor] = []
-        for name, mask in zip(("pos", "neg"), Pairs(labels, ref_labels).of(slice(None)), strict=True):
+        for name, mask in zip(
+            ("pos", "neg"), Pairs(labels, ref_labels).of(slice(None)), strict=True
+        ):
             at = mask.flatten().nonzero().squeeze(1)
             near = mat.reshape(-1).index_select(0, at)
             count = math.ceil(self.filter_percentage * len(near))
@@ -269,14 +293,18 @@ def _pairs_at(at: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
     """Upstream's triplets, whose weights are made for one class at a time."""
 
-    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Triplets:
+    def mine(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
+    ) -> Triplets:
         """Return triplets; see `retrieval.Miner`."""
         mat, width = similarities(self.distance, embeddings, ref_emb), float(embeddings.shape[1])
 
         def logarithms(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
             """Return some rows' clipped distances, the logarithms of their weights, and which of these are numbers."""
             near = mat[rows].clamp(min=self.cutoff)
-            found = (2.0 - width) * torch.log(near) - ((width - 3) / 2) * torch.log(1.0 - 0.25 * near**2.0)
+            found = (2.0 - width) * torch.log(near) - ((width - 3) / 2) * torch.log(
+                1.0 - 0.25 * near**2.0
+            )
             finite = torch.isfinite(found)
             other = labels[rows].unsqueeze(1) != ref_labels.unsqueeze(0)
             return near, found * other, finite
@@ -300,11 +328,17 @@ class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
             weights = (weights / weights.sum(1, keepdim=True))[:, negatives]
             drawn.append(_draw(anchors, others, negatives, weights, own))
         empty = torch.zeros(0, dtype=torch.int64, device=labels.device)
-        a, p, n = (torch.cat([empty, *each]) for each in zip(*drawn, strict=True)) if drawn else (empty,) * 3
+        a, p, n = (
+            (torch.cat([empty, *each]) for each in zip(*drawn, strict=True))
+            if drawn
+            else (empty,) * 3
+        )
         return a, p, n
 
 
-def _draw(anchors: Tensor, others: Tensor, negatives: Tensor, weights: Tensor, own: bool) -> Triplets:
+def _draw(
+    anchors: Tensor, others: Tensor, negatives: Tensor, weights: Tensor, own: bool
+) -> Triplets:
     """Return as many random triplets of each anchor as its class has items.
 
     Args:
@@ -317,7 +351,9 @@ def _draw(anchors: Tensor, others: Tensor, negatives: Tensor, weights: Tensor, o
     count = len(others)
     choices = others.expand(len(anchors), count)
     if own:
-        choices = choices[~torch.eye(count, dtype=torch.bool, device=others.device)].view(count, count - 1)
+        choices = choices[~torch.eye(count, dtype=torch.bool, device=others.device)].view(
+            count, count - 1
+        )
     p = torch.randint(0, choices.shape[1], (len(anchors) * count,)).to(others.device)
     a = torch.arange(len(anchors), device=others.device).repeat_interleave(count)
     kept = weights.sum(1)[a] > 0

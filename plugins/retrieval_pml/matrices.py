@@ -67,7 +67,9 @@ def unit(vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
 
 def lengths_of(vectors: Tensor, dim: int) -> Tensor:
     """Return vectors' lengths; torch's own norm is slow along the first of two dimensions."""
-    return torch.linalg.vector_norm(vectors, dim=1) if dim == 1 else vectors.square().sum(dim).sqrt_()
+    return (
+        torch.linalg.vector_norm(vectors, dim=1) if dim == 1 else vectors.square().sum(dim).sqrt_()
+    )
 
 
 class _Unit(torch.autograd.Function):
@@ -116,7 +118,10 @@ def _kind(distance: Any) -> tuple[Any, ...] | None:
     if distance.collect_stats:
         return None
     norm = (distance.normalize_embeddings, distance.p if distance.normalize_embeddings else None)
-    if type(distance) in (distances.CosineSimilarity, distances.DotProductSimilarity) and distance.power == 1:
+    if (
+        type(distance) in (distances.CosineSimilarity, distances.DotProductSimilarity)
+        and distance.power == 1
+    ):
         return ("gram", *norm)
     if type(distance) is distances.LpDistance and distance.p == 2 and distance.power in (1, 2):
         return ("euclidean", *norm, distance.power)

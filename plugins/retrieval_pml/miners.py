@@ -36,7 +36,9 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
         Raises:
             ValueError: the batch is not a multiple of three, or there is a reference set.
         """
-        no_reference("EmbeddingsAlreadyPackagedAsTriplets", None if ref_emb is embeddings else ref_emb)
+        no_reference(
+            "EmbeddingsAlreadyPackagedAsTriplets", None if ref_emb is embeddings else ref_emb
+        )
         if len(embeddings) % 3:
             raise ValueError(
                 f"a batch of anchor, positive, negative, anchor, … needs a multiple of three items, not {len(embeddings)}"
@@ -129,7 +131,9 @@ def hdc(
 
 
 @forwards(masked_miners.MultiSimilarityMiner)
-def multi_similarity(epsilon: float = 0.1, distance: Distance = None) -> miners.MultiSimilarityMiner:
+def multi_similarity(
+    epsilon: float = 0.1, distance: Distance = None
+) -> miners.MultiSimilarityMiner:
     """Negatives more similar than the least similar positive, positives less similar than the most similar negative.
 
     Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning, CVPR
@@ -172,7 +176,10 @@ def triplet_margin(
 
 @forwards(masked_miners.UniformHistogramMiner)
 def uniform_histogram(
-    num_bins: Count = 100, pos_per_bin: Count = 10, neg_per_bin: Count = 10, distance: Distance = None
+    num_bins: Count = 100,
+    pos_per_bin: Count = 10,
+    neg_per_bin: Count = 10,
+    distance: Distance = None,
 ) -> miners.UniformHistogramMiner:
     """Random pairs, equally many from each bin of distances between the smallest and the largest.
 

@@ -75,12 +75,16 @@ class Pairs:
         counts = self._runs[2]
         positives = counts
         if self.own is not None:
-            positives = counts - (self.labels == self.ref_labels[self.own : self.own + len(counts)]).long()
+            positives = (
+                counts - (self.labels == self.ref_labels[self.own : self.own + len(counts)]).long()
+            )
         return positives, len(self.ref_labels) - counts
 
     def leave_negatives(self, values: Tensor, rows: slice, value: float) -> None:
         """Overwrite those of some rows' values (R, M) that belong to no negative pair."""
-        if self.listed is not None or self._ends[-1] * _FEW > len(self.labels) * len(self.ref_labels):
+        if self.listed is not None or self._ends[-1] * _FEW > len(self.labels) * len(
+            self.ref_labels
+        ):
             values.masked_fill_(~self.of(rows)[1], value)
         else:
             values[self._alike(rows)] = value

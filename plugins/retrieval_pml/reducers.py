@@ -73,7 +73,9 @@ def avg_non_zero() -> reducers.AvgNonZeroReducer:
     return reducers.AvgNonZeroReducer()
 
 
-def class_weighted(weights: list[NonNegative], classes: int | None = None) -> reducers.ClassWeightedReducer:
+def class_weighted(
+    weights: list[NonNegative], classes: int | None = None
+) -> reducers.ClassWeightedReducer:
     """The mean of the losses, each times the weight of its item's (pair's or triplet's anchor's) class.
 
     Args:
@@ -111,7 +113,9 @@ def multiple(
         default_reducer: for the parts not named; the mean by default.
     """
     if len(set(names)) != len(reducers) or len(names) != len(reducers):
-        raise ValueError(f"each of the {len(reducers)} reducers needs one name of its own, not {names}")
+        raise ValueError(
+            f"each of the {len(reducers)} reducers needs one name of its own, not {names}"
+        )
     from pytorch_metric_learning.reducers import MultipleReducers
 
     return MultipleReducers(  # type: ignore[no-any-return]

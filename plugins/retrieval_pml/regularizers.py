@@ -23,7 +23,9 @@ def center_invariant(reducer: Reducer = None) -> regularizers.CenterInvariantReg
 
 
 @forwards(regularizers.LpRegularizer)
-def lp(p: Positive = 2.0, power: Positive = 1.0, reducer: Reducer = None) -> regularizers.LpRegularizer:
+def lp(
+    p: Positive = 2.0, power: Positive = 1.0, reducer: Reducer = None
+) -> regularizers.LpRegularizer:
     """The length of each row, by the p-norm, to a power.
 
     Args:
@@ -34,7 +36,9 @@ def lp(p: Positive = 2.0, power: Positive = 1.0, reducer: Reducer = None) -> reg
 
 
 @forwards(regularizers.RegularFaceRegularizer)
-def regular_face(distance: Distance = None, reducer: Reducer = None) -> regularizers.RegularFaceRegularizer:
+def regular_face(
+    distance: Distance = None, reducer: Reducer = None
+) -> regularizers.RegularFaceRegularizer:
     """Drives class weights apart: each row's similarity to its nearest other row.
 
     Zhao, Xu & Cheng, RegularFace: Deep Face Recognition via Exclusive Regularization, CVPR 2019.

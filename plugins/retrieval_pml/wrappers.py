@@ -92,8 +92,12 @@ class MultipleLosses(losses.MultipleLosses):
             ValueError: indices come from outside though a loss has a miner, or a loss takes no reference set.
         """
         if indices_tuple is not None and self.miner_of:
-            raise ValueError("the losses have miners of their own: remove the miner outside, or theirs")
-        reference: dict[str, Any] = {} if ref_emb is None else {"ref_emb": ref_emb, "ref_labels": ref_labels}
+            raise ValueError(
+                "the losses have miners of their own: remove the miner outside, or theirs"
+            )
+        reference: dict[str, Any] = (
+            {} if ref_emb is None else {"ref_emb": ref_emb, "ref_labels": ref_labels}
+        )
         total = embeddings.sum() * 0
         for i, loss in enumerate(self.losses):
             if reference:
@@ -116,10 +120,16 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     """
 
     def __init__(
-        self, loss: nn.Module, embedding_size: int, memory_size: int = 1024, miner: nn.Module | None = None
+        self,
+        loss: nn.Module,
+        embedding_size: int,
+        memory_size: int = 1024,
+        miner: nn.Module | None = None,
     ) -> None:
         check_reference("pml.cross_batch_memory", loss)
-        super().__init__(loss=loss, embedding_size=embedding_size, memory_size=memory_size, miner=miner)
+        super().__init__(
+            loss=loss, embedding_size=embedding_size, memory_size=memory_size, miner=miner
+        )
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:

@@ -22,7 +22,9 @@ def _name(address: stores.Address) -> str:
             f"most, such as {address.scheme}://HOST/photos."
         )
     if find_spec("qdrant_client") is None:
-        raise MissingDependency("Qdrant needs a package: pip install 'embedding-retrieval[qdrant]'.")
+        raise MissingDependency(
+            "Qdrant needs a package: pip install 'embedding-retrieval[qdrant]'."
+        )
     return address.name
 
 
@@ -104,13 +106,17 @@ class _LocalClient:
         with self._lock:
             if folder not in self._clients:
                 try:
-                    self._clients[folder] = QdrantClient(path=folder, force_disable_check_same_thread=True)
+                    self._clients[folder] = QdrantClient(
+                        path=folder, force_disable_check_same_thread=True
+                    )
                 except RuntimeError:
                     raise StoreError(
                         f"Another process has {address} open, and Qdrant's in-process mode takes one. Use a server: qdrant://HOST/NAME."
                     ) from None
                 except OSError as fault:
-                    raise StoreError(f"{address} cannot be opened: {fault.strerror or fault}.") from None
+                    raise StoreError(
+                        f"{address} cannot be opened: {fault.strerror or fault}."
+                    ) from None
             self._users[folder] = self._users.get(folder, 0) + 1
             self._client = self._clients[folder]
 

@@ -64,21 +64,27 @@ class QdrantStore(stores.RemoteStore):
     def _fault(self, error: Exception) -> tuple[bool, str]:
         text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
         status = error.status_code if isinstance(error, UnexpectedResponse) else 503
-        away = isinstance(error, ResponseHandlingException | UnexpectedResponse) and status in PASSING
+        away = (
+            isinstance(error, ResponseHandlingException | UnexpectedResponse) and status in PASSING
+        )
         return away, f"{text}." + " Try again in a moment." * away
 
     # Collections
 
     def _alias(self) -> str | None:
         aliases = self._ask(self._client.get_aliases).aliases
-        return next((alias.collection_name for alias in aliases if alias.alias_name == self.name), None)
+        return next(
+            (alias.collection_name for alias in aliases if alias.alias_name == self.name), None
+        )
 
     def _point(self, number: int | None) -> None:
         if number is None:
             gone = models.DeleteAlias(alias_name=self.name)
             moves: list[Any] = [models.DeleteAliasOperation(delete_alias=gone)]
         else:
-            named = models.CreateAlias(collection_name=self.collection(number), alias_name=self.name)
+            named = models.CreateAlias(
+                collection_name=self.collection(number), alias_name=self.name
+            )
             moves = [models.CreateAliasOperation(create_alias=named)]
         self._ask(self._client.update_collection_aliases, moves)
 
@@ -114,7 +120,9 @@ class QdrantStore(stores.RemoteStore):
     def _upsert(self, number: int, points: list[models.PointStruct]) -> None:
         self._ask(self._client.upsert, self.collection(number), points, wait=True)
 
-    def _retrieve(self, number: int, points: Sequence[str], arrays: bool = False) -> list[models.Record]:
+    def _retrieve(
+        self, number: int, points: Sequence[str], arrays: bool = False
+    ) -> list[models.Record]:
         if not points:
             return []
         records: list[models.Record] = self._ask(
@@ -132,18 +140,30 @@ class QdrantStore(stores.RemoteStore):
             points = []
             for payload, vectors in batch:
                 named = {f"v{space}": vector.tolist() for space, vector in enumerate(vectors)}
-                points.append(models.PointStruct(id=point_of(payload["id"]), vector=named, payload=payload))
+                points.append(
+                    models.PointStruct(id=point_of(payload["id"]), vector=named, payload=payload)
+                )
             self._upsert(generation.number, points)
 
     def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
         points = [point_of(id) for id in ids]
         self._ask(self._client.delete, self.collection(generation.number), points, wait=True)
 
-    def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
-        return [_row(point) for point in self._retrieve(generation.number, list(map(point_of, ids)), arrays)]
+    def _rows(
+        self, generation: stores.Generation, ids: Sequence[str], arrays: bool
+    ) -> list[stores.Row]:
+        return [
+            _row(point)
+            for point in self._retrieve(generation.number, list(map(point_of, ids)), arrays)
+        ]
 
     def _page(
-        self, generation: stores.Generation, where: Sequence[Any], after: str | None, limit: int, arrays: bool
+        self,
+        generation: stores.Generation,
+        where: Sequence[Any],
+        after: str | None,
+        limit: int,
+        arrays: bool,
     ) -> list[stores.Row]:
         start = None if after is None else point_of(after)
         points, _ = self._ask(
@@ -163,7 +183,12 @@ class QdrantStore(stores.RemoteStore):
         return int(self._ask(self._client.count, name, chosen, exact=True).count)
 
     def _nearest(
-        self, generation: stores.Generation, space: int, queries: Floats, count: int, where: Sequence[Any]
+        self,
+        generation: stores.Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        where: Sequence[Any],
     ) -> list[list[str]]:
         requests = [
             models.QueryRequest(

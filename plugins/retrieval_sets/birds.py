@@ -62,7 +62,8 @@ def cub200(
     labels = {
         key: number
         for key, text in _column(root / "image_class_labels.txt", problems).items()
-        if (number := _number(root / "image_class_labels.txt", text, problems, _CLASSES)) is not None
+        if (number := _number(root / "image_class_labels.txt", text, problems, _CLASSES))
+        is not None
     }
     boxes = _boxes(root / "bounding_boxes.txt", problems)
     trains = _column(root / "train_test_split.txt", problems) if official else {}
@@ -77,7 +78,14 @@ def cub200(
         trained = trains.get(key) == "1" if official else number <= _CLASSES // 2
         rows.append(Row(path, names[number], "train" if trained else "test", box=boxes.get(key)))
     return assemble(
-        published, root / "images", rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
+        published,
+        root / "images",
+        rows,
+        problems,
+        counts,
+        where=folder,
+        crop=crop,
+        skip_bad=skip_bad,
     )
 
 

@@ -17,7 +17,9 @@ _HOLDS = (
     "car_ims/ and cars_annos.mat, or cars_train/, cars_test/ and devkit/ with cars_train_annos.mat and "
     "cars_test_annos_withlabels.mat"
 )
-CARS = Published("Cars-196", _HOME, _HOLDS, {"train": [Count(8_054, 98)], "test": [Count(8_131, 98)]})
+CARS = Published(
+    "Cars-196", _HOME, _HOLDS, {"train": [Count(8_054, 98)], "test": [Count(8_131, 98)]}
+)
 CARS_OFFICIAL = Published("Cars-196", _HOME, _HOLDS, {"train": [Count(8_144, 196)], "test": [Count(8_041, 196)]})  # fmt: skip
 _BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
@@ -51,7 +53,11 @@ def cars196(
     found = _whole(folder) if (folder / "cars_annos.mat").is_file() else _divided(published, folder)
     rows = []
     for path, number, trained, box in found:
-        if not isinstance(path, str) or not isinstance(number, int | float) or not 1 <= number <= _CLASSES:
+        if (
+            not isinstance(path, str)
+            or not isinstance(number, int | float)
+            or not 1 <= number <= _CLASSES
+        ):
             problems.append(f"{path} has the class {number}; classes go from 1 to {_CLASSES}.")
             continue
         if crop and any(not isinstance(edge, int | float) for edge in box):
@@ -59,7 +65,9 @@ def cars196(
             box = None
         side = trained if protocol == "official" else number <= _CLASSES // 2
         rows.append(Row(path, f"{int(number):03d}", "train" if side else "test", box=box))
-    return assemble(published, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad)
+    return assemble(
+        published, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
+    )
 
 
 def _whole(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
@@ -71,7 +79,10 @@ def _whole(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
 def _divided(published: Published, folder: Path) -> list[tuple[Any, Any, bool, Any]]:
     """Do as `_whole`, of the layout in two folders."""
     found: list[tuple[Any, Any, bool, Any]] = []
-    for side, name in (("train", "cars_train_annos.mat"), ("test", "cars_test_annos_withlabels.mat")):
+    for side, name in (
+        ("train", "cars_train_annos.mat"),
+        ("test", "cars_test_annos_withlabels.mat"),
+    ):
         path = next((p for p in (folder / "devkit" / name, folder / name) if p.is_file()), None)
         if path is None:
             unlabelled = (folder / "devkit" / "cars_test_annos.mat").is_file() and side == "test"
@@ -80,5 +91,7 @@ def _divided(published: Published, folder: Path) -> list[tuple[Any, Any, bool, A
                 f"{folder} is not {published.title}: {name} is not there{more}. {published.advice}"
             )
         rows = read_annotations(path, ("fname", "class", *_BOX))
-        found += [(f"cars_{side}/{name}", number, side == "train", box) for name, number, *box in rows]
+        found += [
+            (f"cars_{side}/{name}", number, side == "train", box) for name, number, *box in rows
+        ]
     return found

@@ -50,11 +50,16 @@ def cifar100(
     for side in ("train", "test"):
         pixels, codes = read_records(root / f"{side}.bin", (20, 100), "CIFAR-100", grey)
         images.append(pixels)
-        metadata += [{"coarse": names["coarse"][c], "fine": names["fine"][f]} for c, f in codes.tolist()]
+        metadata += [
+            {"coarse": names["coarse"][c], "fine": names["fine"][f]} for c, f in codes.tolist()
+        ]
         splits += [side] * len(pixels)
         keys += [f"{side}/{i}" for i in range(len(pixels))]
     found = [row[labels] for row in metadata]
-    sides = {side: [x for x, s in zip(found, splits, strict=True) if s == side] for side in ("train", "test")}
+    sides = {
+        side: [x for x, s in zip(found, splits, strict=True) if s == side]
+        for side in ("train", "test")
+    }
     if counts == "published" and (problems := differing(published.counts, sides)):
         refuse(f"{folder} ({published.title})", [*problems, published.advice])
     return ArrayDataset(np.concatenate(images), found, keys, splits=splits, metadata=metadata)
@@ -64,7 +69,9 @@ def _names(path: Path, count: int) -> list[str]:
     try:
         names = path.read_text(encoding="ascii").split()
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        raise DataError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from error
     if len(names) != count:
         raise DataError(f"{path} has {len(names):,} names; it should have {count}.")
     return names

@@ -79,8 +79,14 @@ def dtd(
     Raises:
         DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
     """
-    names = {"train": f"train{partition}", "validation": f"val{partition}", "test": f"test{partition}"}
-    root = DTD.root(folder, "images", *(f"labels/{name}.txt" for name in names.values()), inside=["dtd"])
+    names = {
+        "train": f"train{partition}",
+        "validation": f"val{partition}",
+        "test": f"test{partition}",
+    }
+    root = DTD.root(
+        folder, "images", *(f"labels/{name}.txt" for name in names.values()), inside=["dtd"]
+    )
     problems: list[str] = []
     rows = [
         row
@@ -104,7 +110,9 @@ def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     Raises:
         DataError: with every problem: missing files, other numbers than the published ones.
     """
-    return _folders(CALTECH101, "101_ObjectCategories", "BACKGROUND_Google", folder, counts, skip_bad)
+    return _folders(
+        CALTECH101, "101_ObjectCategories", "BACKGROUND_Google", folder, counts, skip_bad
+    )
 
 
 def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
@@ -135,11 +143,15 @@ def _listed(path: Path, side: str, ending: str, problems: list[str]) -> list[Row
 def _folders(published: Published, name: str, left_out: str, folder: Path, counts: Counts, skip_bad: bool) -> Dataset:  # fmt: skip
     """Return the images of a folder with a folder for each class, all but one of these."""
     root = (
-        folder if folder.name == name and folder.is_dir() else published.root(folder, name, inside=[]) / name
+        folder
+        if folder.name == name and folder.is_dir()
+        else published.root(folder, name, inside=[]) / name
     )
     found = find_images(root)
     keys = [path.relative_to(root) for path in found.images]
     dangling = [found.dangling(root)] if found.nowhere else []
     rows = [Row(key.as_posix(), key.parts[0], "") for key in keys if len(key.parts) == 2 and key.parts[0] != left_out]  # fmt: skip
     problems, notes = ([], dangling) if skip_bad else (dangling, [])
-    return assemble(published, root, rows, problems, counts, where=folder, skip_bad=skip_bad, notes=notes)
+    return assemble(
+        published, root, rows, problems, counts, where=folder, skip_bad=skip_bad, notes=notes
+    )

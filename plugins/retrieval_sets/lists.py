@@ -10,7 +10,9 @@ from typing import TextIO
 from retrieval import DataError
 from retrieval.data.error_lists import some
 
-_MOST_BYTES = 2 << 30  # the longest list that is published, Google Landmarks' train.csv, has half a gigabyte
+_MOST_BYTES = (
+    2 << 30
+)  # the longest list that is published, Google Landmarks' train.csv, has half a gigabyte
 _MOST_LINE = 1 << 20
 
 
@@ -38,7 +40,9 @@ class Lines:
         wrong: list[int] = []
         try:
             if (size := self.path.stat().st_size) > _MOST_BYTES:
-                raise DataError(f"{self.path} has {size:,} bytes; a list has {_MOST_BYTES:,} at most.")
+                raise DataError(
+                    f"{self.path} has {size:,} bytes; a list has {_MOST_BYTES:,} at most."
+                )
             with self.path.open(encoding="utf-8-sig", newline="" if self.comma else None) as file:
                 bounded = _bounded(file, self.path)
                 split = csv.reader(bounded) if self.comma else (line.split() for line in bounded)
@@ -76,7 +80,9 @@ def numbers(
     """Return words as whole numbers from `first` to `last`, or None and a problem."""
     found = []
     for word in words:
-        if not (word.isascii() and word.isdigit() and len(word) < 12 and first <= int(word) <= last):
+        if not (
+            word.isascii() and word.isdigit() and len(word) < 12 and first <= int(word) <= last
+        ):
             where = path.name if line is None else f"{path.name}, line {line}"
             problems.append(f"{where}: {word!r} is not a number from {first} to {last:,}.")
             return None

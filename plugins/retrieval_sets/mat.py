@@ -33,13 +33,17 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
         _check(path)
         # opened here, and unpacked with bounds before; objects of MATLAB's are kept as bytes
         with path.open("rb") as file:
-            found = loadmat(file, variable_names=["annotations"], squeeze_me=True, chars_as_strings=True)
+            found = loadmat(
+                file, variable_names=["annotations"], squeeze_me=True, chars_as_strings=True
+            )
     except DataError:
         raise
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # SciPy's reader raises whatever a damaged file leads it to
-        raise DataError(f"{path} is no MATLAB file of format 5, or it is damaged: {error}.") from error
+        raise DataError(
+            f"{path} is no MATLAB file of format 5, or it is damaged: {error}."
+        ) from error
     table = found.get("annotations")
     if not isinstance(table, np.ndarray) or table.dtype.names is None:
         raise DataError(f"{path} holds no structure array 'annotations'.")

@@ -64,11 +64,15 @@ def inaturalist2018(
             *_annotated(root / "train2018.json", "train", problems),
             *_annotated(root / "val2018.json", "test", problems),
         ]
-        return assemble(INAT_OFFICIAL, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+        return assemble(
+            INAT_OFFICIAL, root, rows, problems, counts, where=folder, skip_bad=skip_bad
+        )
     root = INAT.root(folder, "train_val2018")
     rows = []
     for name, side in (("Inat_train_set1.txt", "train"), ("Inat_test_set1.txt", "test")):
-        path = next((p for p in (root / name, root / "Inat_dataset_splits" / name) if p.is_file()), None)
+        path = next(
+            (p for p in (root / name, root / "Inat_dataset_splits" / name) if p.is_file()), None
+        )
         if path is None:
             raise DataError(f"{folder} is not {INAT.title}: {name} is not there. {INAT.advice}")
         lines = Lines(path, 1)
@@ -146,7 +150,9 @@ def google_landmarks_v2(
     published = Published(
         LANDMARKS.title, LANDMARKS.home, LANDMARKS.holds, {k: [v] for k, v in sides.items()}
     )
-    root = published.root(folder, name, "index_image_to_landmark.csv", "retrieval_solution_v2.1.csv")
+    root = published.root(
+        folder, name, "index_image_to_landmark.csv", "retrieval_solution_v2.1.csv"
+    )
     problems: list[str] = []
     rows = []
     lines = Lines(root / name, 2 if train == "clean" else 3, skip=1, comma=True)
@@ -170,10 +176,15 @@ def google_landmarks_v2(
             problems.append(f"{lines.path.name}, line {line}: {some(absent)} is not in the index.")
         if labels:
             first = labels.most_common(1)[0][0]
-            rows.append(Row(_place("test", image), first, "test", "query", metadata={"usage": usage}))
+            rows.append(
+                Row(_place("test", image), first, "test", "query", metadata={"usage": usage})
+            )
     problems += lines.problems
     counted = Published(
-        published.title, published.home, published.holds, {**published.counts, "query": [Count(1_129)]}
+        published.title,
+        published.home,
+        published.holds,
+        {**published.counts, "query": [Count(1_129)]},
     )
     return assemble(counted, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 

@@ -31,7 +31,9 @@ _ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test"
 _MOST = 10**9
 
 
-def stanford_online_products(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
+def stanford_online_products(
+    folder: Path, counts: Counts = "published", skip_bad: bool = False
+) -> Dataset:
     """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay, in twelve categories.
 
     Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016. Nothing is
@@ -84,7 +86,9 @@ def in_shop(
         DataError: with every problem: missing files, wrong lines, other numbers than the published ones, queries that nothing in
             the gallery answers.
     """
-    images = next((folder / place for place in ("", "Img") if (folder / place / "img").is_dir()), folder)
+    images = next(
+        (folder / place for place in ("", "Img") if (folder / place / "img").is_dir()), folder
+    )
     if images == folder:
         IN_SHOP.root(folder, "img")
     listed = _beside(folder, "Eval", "list_eval_partition.txt")
@@ -94,14 +98,23 @@ def in_shop(
     rows = []
     for line, (path, item, status) in lines:
         if status not in _ROLES:
-            problems.append(f"{listed.name}, line {line}: {status!r} is not train, query or gallery.")
+            problems.append(
+                f"{listed.name}, line {line}: {status!r} is not train, query or gallery."
+            )
             continue
         if crop and path not in boxes:
             problems.append(f"{path} has no box in list_bbox_inshop.txt.")
         split, role = _ROLES[status]
         rows.append(Row(path, item, split, role, boxes.get(path)))
     return assemble(
-        IN_SHOP, images, rows, problems + lines.problems, counts, where=folder, crop=crop, skip_bad=skip_bad
+        IN_SHOP,
+        images,
+        rows,
+        problems + lines.problems,
+        counts,
+        where=folder,
+        crop=crop,
+        skip_bad=skip_bad,
     )
 
 

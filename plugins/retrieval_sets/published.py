@@ -49,7 +49,9 @@ class Published:
             if all((place / name).exists() for name in names):
                 return place
         missing = [name for name in names if not (folder / name).exists()]
-        raise DataError(f"{folder} is not {self.title}: {some(missing)} is not there. {self.advice}")
+        raise DataError(
+            f"{folder} is not {self.title}: {some(missing)} is not there. {self.advice}"
+        )
 
 
 class Row(NamedTuple):
@@ -143,7 +145,9 @@ def _files(images: Path, rows: Sequence[Row]) -> list[str]:
     """Return what is wrong with the rows' paths: outside, listed twice, missing; all at once."""
     problems = []
     if outside := [row.path for row in rows if not inside(row.path)]:
-        problems.append(f"{len(outside):,} paths lead out of the folder: {some([repr(p) for p in outside])}.")
+        problems.append(
+            f"{len(outside):,} paths lead out of the folder: {some([repr(p) for p in outside])}."
+        )
     seen: set[str] = set()
     twice = [row.path for row in rows if row.path in seen or seen.add(row.path)]  # type: ignore[func-returns-value]
     if twice:

@@ -60,7 +60,10 @@ def vehicle_id(
         "VehicleID",
         "Peking University, on request (pkuml.org/resources/pku-vehicleid.html)",
         _VEHICLES,
-        {"train": _VEHICLE_TRAIN, "test": [Count(images, _SIZES[size]) for images in _TESTED[size]]},
+        {
+            "train": _VEHICLE_TRAIN,
+            "test": [Count(images, _SIZES[size]) for images in _TESTED[size]],
+        },
     )
     lists = {"train": "train_list.txt", "test": f"test_list_{_SIZES[size]}.txt"}
     root = published.root(folder, "image", *(f"train_test_split/{n}" for n in lists.values()), inside=["VehicleID_V1.0"])  # fmt: skip
@@ -75,7 +78,9 @@ def vehicle_id(
     sides = [{row.label for row in rows if row.split == side} for side in lists]
     if both := sides[0] & sides[1]:
         problems.append(f"{len(both):,} vehicles are on both sides, to train and to test.")
-    return assemble(published, root / "image", rows, problems, counts, where=folder, skip_bad=skip_bad)
+    return assemble(
+        published, root / "image", rows, problems, counts, where=folder, skip_bad=skip_bad
+    )
 
 
 def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
@@ -127,8 +132,12 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     problems: list[str] = []
     rows = list(_seen(root, sides, problems))
     kept = [row for row in rows if row.label != "-1"]
-    notes = [f"{len(rows) - len(kept):,} junk images are left out."] if len(kept) < len(rows) else []
-    return assemble(MARKET, root, kept, problems, counts, where=folder, skip_bad=skip_bad, notes=notes)
+    notes = (
+        [f"{len(rows) - len(kept):,} junk images are left out."] if len(kept) < len(rows) else []
+    )
+    return assemble(
+        MARKET, root, kept, problems, counts, where=folder, skip_bad=skip_bad, notes=notes
+    )
 
 
 def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:

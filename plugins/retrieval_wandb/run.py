@@ -19,7 +19,9 @@ class WandbRun:
         """Load the package, in the thread that calls: see `retrieval.Tracker`."""
         self._offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
         if self._offline:
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its reports of errors use the network
+            os.environ.setdefault(
+                "WANDB_ERROR_REPORTING", "false"
+            )  # its reports of errors use the network
         import wandb
 
         self._wandb: Any = wandb
@@ -50,7 +52,9 @@ class WandbRun:
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Log a table."""
         head, *rest = ([str(cell) for cell in row] for row in rows)
-        self._run.log({title: self._wandb.Table(columns=[cell or "name" for cell in head], data=rest)})
+        self._run.log(
+            {title: self._wandb.Table(columns=[cell or "name" for cell in head], data=rest)}
+        )
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
         """Send what was not sent yet, and end the run."""

@@ -53,12 +53,15 @@ class App(click.Group):
         """Import a command by name."""
         if cmd_name in COMMANDS:
             module, _, name = COMMANDS[cmd_name].partition(":")
-            command: click.Command = getattr(importlib.import_module(f"retrieval.cli.{module}"), name)
+            command: click.Command = getattr(
+                importlib.import_module(f"retrieval.cli.{module}"), name
+            )
             return command
         self._add_plugin_commands()
         if cmd_name not in self.commands:
             raise click.UsageError(
-                f"There is no command '{cmd_name}'.{did_you_mean(cmd_name, [*COMMANDS, *self.commands])}", ctx
+                f"There is no command '{cmd_name}'.{did_you_mean(cmd_name, [*COMMANDS, *self.commands])}",
+                ctx,
             )
         return self.commands[cmd_name]
 
@@ -106,7 +109,9 @@ def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> 
         ctx.exit()
 
 
-@click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
     help="Show the version and exit.",
@@ -155,7 +160,9 @@ def main() -> None:
     except OSError as error:
         if not error.strerror:
             raise
-        what = f"{error.filename} cannot be used" if error.filename else "a file or connection failed"
+        what = (
+            f"{error.filename} cannot be used" if error.filename else "a file or connection failed"
+        )
         _leave(f"Error: {what}: {error.strerror}.", 2)
 
 
@@ -177,6 +184,4 @@ def _how_to_have(module: str) -> str:
         "multipart": "serve",
         "timm": "timm",
     }
-    return (
-        f"which is not installed. Install it: pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."
-    )
+    return f"which is not installed. Install it: pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."

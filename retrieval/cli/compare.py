@@ -13,7 +13,9 @@ from retrieval.cli.train import TRACK_OPTION
 
 
 @click.command()
-@click.argument("recipes", nargs=-1, required=True, metavar="RECIPE...", type=click.Path(path_type=Path))
+@click.argument(
+    "recipes", nargs=-1, required=True, metavar="RECIPE...", type=click.Path(path_type=Path)
+)
 @click.option("--seeds", type=int, default=5, show_default=True, help="Runs of each recipe.")
 @click.option(
     "--search",
@@ -31,7 +33,11 @@ from retrieval.cli.train import TRACK_OPTION
     help="Parts of the training classes, each of which judges the settings once.",
 )
 @click.option(
-    "--workers", type=int, default=1, show_default=True, help="Processes that train at the same time."
+    "--workers",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Processes that train at the same time.",
 )
 @click.option(
     "--ray",
@@ -93,7 +99,9 @@ def compare(
     Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20 --output comparisons/digits
     """
     if cpus is not None and ray is None:
-        raise click.UsageError("--cpus are of a training on a cluster: name the cluster with --ray.")
+        raise click.UsageError(
+            "--cpus are of a training on a cluster: name the cluster with --ray."
+        )
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()

@@ -94,7 +94,10 @@ def show(
     help="The model's distance at which items are the same; by default that of an item to its copy of JPEG quality 70.",
 )
 @click.option(
-    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write all of it as JSON to FILE."
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write all of it as JSON to FILE.",
 )
 @click.option(
     "--show",

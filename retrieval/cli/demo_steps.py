@@ -38,7 +38,9 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     if output.exists() and not output.is_dir():
         raise DataError(f"{output} is a file, and a demo is a folder. Choose another --output.")
     if output.exists():
-        raise DataError(f"{output} exists already. Remove it with --replace, or choose another --output.")
+        raise DataError(
+            f"{output} exists already. Remove it with --replace, or choose another --output."
+        )
     output.mkdir(parents=True)
     began = time.monotonic()
 
@@ -59,13 +61,19 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
     say("\n4. Indexing …")
     query_files = _write_images(run, output)
-    with build_index(output / "bundle", [output / "images"], output / "index", progress=False) as index:
+    with build_index(
+        output / "bundle", [output / "images"], output / "index", progress=False
+    ) as index:
         say(f"   {len(index):,} images")
         say("\n5. Searching …")
         found = index.search(query_files, k=NEIGHBOURS)
-        figure = neighbours(index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files])
+        figure = neighbours(
+            index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files]
+        )
     right = sum(
-        hit.label == file.parent.name for file, hits in zip(query_files, found, strict=True) for hit in hits
+        hit.label == file.parent.name
+        for file, hits in zip(query_files, found, strict=True)
+        for hit in hits
     )
     for file, hits in zip(query_files, found, strict=True):
         say(f"   a {file.parent.name} finds {' '.join(str(hit.label) for hit in hits)}")
@@ -78,7 +86,9 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     )
     say(f"  retrieval serve {output}/index --images {output}/images")
     say(f"  retrieval search {output}/index {query_files[0]}")
-    say(f"  retrieval train {output}/run/recipe.toml --set loss.alpha=4 --output {output}/second-run")
+    say(
+        f"  retrieval train {output}/run/recipe.toml --set loss.alpha=4 --output {output}/second-run"
+    )
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:

@@ -38,7 +38,11 @@ def _text(found: Examination) -> str:
         have = library.installed or "not installed"
         lines.append(f"  {library.name:{wide}}  {have:14}  needs {library.needed}{extras}")
     lines += ["", "Devices", *(f"  {name}" for name in found.driver or ["no CUDA device"])]
-    lines += ["", "What runs where", *(f"  {what:8}  {where}" for what, where in found.runs.items())]
+    lines += [
+        "",
+        "What runs where",
+        *(f"  {what:8}  {where}" for what, where in found.runs.items()),
+    ]
     if not found.runs:
         lines.append("  nothing yet: install the extras cpu (or gpu), and train or serve")
     for title, sentences in (("To mend", found.faults), ("Notes", found.notes)):

@@ -9,7 +9,15 @@ import click
 
 from retrieval.cli import say, say_json
 from retrieval.cli.again import this_command
-from retrieval.cli.index_common import DEVICE, JSON, MAX_BYTES, MAX_PIXELS, VARIANT, command, quiet_threads
+from retrieval.cli.index_common import (
+    DEVICE,
+    JSON,
+    MAX_BYTES,
+    MAX_PIXELS,
+    VARIANT,
+    command,
+    quiet_threads,
+)
 from retrieval.cli.types import Place
 
 
@@ -22,14 +30,22 @@ from retrieval.cli.types import Place
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("sources", nargs=-1, required=True, type=Place())
 @click.option(
-    "--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder of the Parquet files."
+    "--output",
+    "-o",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder of the Parquet files.",
 )
 @click.option(
-    "--ray", metavar="ADDRESS", help="A Ray cluster: HOST:PORT of its head, or auto on one of its nodes."
+    "--ray",
+    metavar="ADDRESS",
+    help="A Ray cluster: HOST:PORT of its head, or auto on one of its nodes.",
 )
 @VARIANT
 @click.option(
-    "--features", is_flag=True, help="Keep the backbone's features too, for bundles of export --split."
+    "--features",
+    is_flag=True,
+    help="Keep the backbone's features too, for bundles of export --split.",
 )
 @click.option("--batch", type=click.IntRange(1), help="Items encoded at once. Measured by default.")
 @click.option(
@@ -76,20 +92,38 @@ def embed_command(
     from retrieval.serving.images import Limits
 
     try:
-        done = embed_sources(bundle, list(sources), limits=Limits(max_pixels, max_bytes), **settings)
+        done = embed_sources(
+            bundle, list(sources), limits=Limits(max_pixels, max_bytes), **settings
+        )
     except KeyboardInterrupt:
-        say(f"Finished parts are kept in {settings['output']}. Go on with: {this_command()}", err=True)
+        say(
+            f"Finished parts are kept in {settings['output']}. Go on with: {this_command()}",
+            err=True,
+        )
         raise
     for note in done.left_out:
         say(note, err=True)
     if as_json:
-        say_json({name: str(value) if name == "output" else value for name, value in vars(done).items()})
+        say_json(
+            {name: str(value) if name == "output" else value for name, value in vars(done).items()}
+        )
         return
-    notes = [f"{done.parts:,} {'file' if done.parts == 1 else 'files'}", f"batches of {done.batch:,}"]
-    for count, what in ((done.resumed, "done before"), (done.repeated, "named twice and taken once")):
+    notes = [
+        f"{done.parts:,} {'file' if done.parts == 1 else 'files'}",
+        f"batches of {done.batch:,}",
+    ]
+    for count, what in (
+        (done.resumed, "done before"),
+        (done.repeated, "named twice and taken once"),
+    ):
         if count:
             notes.append(f"{count:,} {what}")
-    say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {settings['output']}")
+    say(
+        f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {settings['output']}"
+    )
     if done.bad:
         what = "item" if done.bad == 1 else "items"
-        say(f"{done.bad:,} {what} could not be used; {settings['output'] / 'bad.jsonl'} says why.", err=True)
+        say(
+            f"{done.bad:,} {what} could not be used; {settings['output'] / 'bad.jsonl'} says why.",
+            err=True,
+        )

@@ -60,7 +60,9 @@ if TYPE_CHECKING:
     type=int,
     help="Verification: folds of pairs that are drawn, or that come without folds. By default 10.",
 )
-@click.option("--seed", metavar="N", type=int, help="Verification: of the pairs or folds. By default 0.")
+@click.option(
+    "--seed", metavar="N", type=int, help="Verification: of the pairs or folds. By default 0."
+)
 @click.option(
     "--baseline",
     is_flag=True,
@@ -72,7 +74,9 @@ if TYPE_CHECKING:
     help="Also what this bundle gives, searched as a server does.",
 )
 @click.option(
-    "--gallery", type=click.Path(path_type=Path), help="Of a folder of embeddings: another one, to search in."
+    "--gallery",
+    type=click.Path(path_type=Path),
+    help="Of a folder of embeddings: another one, to search in.",
 )
 @click.option(
     "--ray",
@@ -111,9 +115,13 @@ def evaluate(
         _refuse(protocol, "retrieval", searched)
     else:
         given = {"--pairs": pairs, "--draw": draw, "--folds": folds, "--seed": seed}
-        _refuse(protocol, "verification", {name: value is not None for name, value in given.items()})
+        _refuse(
+            protocol, "verification", {name: value is not None for name, value in given.items()}
+        )
     if pairs is not None and draw is not None:
-        raise click.UsageError("Pairs are either read or drawn: --pairs and --draw exclude each other.")
+        raise click.UsageError(
+            "Pairs are either read or drawn: --pairs and --draw exclude each other."
+        )
 
     from retrieval.serving.runtime import quiet_threads
 
@@ -131,9 +139,13 @@ def evaluate(
         _of_vectors(run, gallery, metrics, ray, as_json, others)
         return
     if gallery is not None:
-        raise click.UsageError("--gallery belongs to a folder of embeddings; a run brings its own gallery.")
+        raise click.UsageError(
+            "--gallery belongs to a folder of embeddings; a run brings its own gallery."
+        )
     if ray is not None:
-        raise click.UsageError("--ray belongs to a folder of embeddings; a run is searched on this machine.")
+        raise click.UsageError(
+            "--ray belongs to a folder of embeddings; a run is searched on this machine."
+        )
     if protocol == "verification":
         from retrieval.evaluation.verify_run import verify_run
 

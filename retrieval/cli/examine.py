@@ -150,11 +150,18 @@ def _libraries() -> tuple[Library, ...]:
         marker = str(requirement.marker or "")
         extra = re.search(r'extra == "([^"]+)"', marker)
         name = extra[1] if extra else ""
-        if name in _DEVELOPERS or (requirement.marker and not requirement.marker.evaluate({"extra": name})):
+        if name in _DEVELOPERS or (
+            requirement.marker and not requirement.marker.evaluate({"extra": name})
+        ):
             continue
         asked.setdefault(requirement.name, (requirement, []))[1].append(name)
     return tuple(
-        Library(name, _version(name), str(requirement.specifier), tuple(extra for extra in extras if extra))
+        Library(
+            name,
+            _version(name),
+            str(requirement.specifier),
+            tuple(extra for extra in extras if extra),
+        )
         for name, (requirement, extras) in sorted(asked.items())
     )
 
@@ -192,7 +199,9 @@ def _ask(code: str) -> tuple[dict[str, Any], str | None]:
     except subprocess.TimeoutExpired:
         return {}, f"it does not answer within {_SECONDS} seconds"
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"it ends the process (code {done.returncode})"]
+        last = done.stderr.strip().splitlines()[-1:] or [
+            f"it ends the process (code {done.returncode})"
+        ]
         return {}, last[0].rstrip(".")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer, None
@@ -200,7 +209,9 @@ def _ask(code: str) -> tuple[dict[str, Any], str | None]:
 
 def _driver() -> tuple[str, ...]:
     """Return the devices that NVIDIA's driver names."""
-    return tuple(nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").strip().splitlines())
+    return tuple(
+        nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").strip().splitlines()
+    )
 
 
 def _driver_cuda() -> str | None:
@@ -255,7 +266,9 @@ def _check_device(driver: Sequence[str], found: _Findings) -> None:
         )
 
 
-def _check_cuda(sees: Mapping[str, Mapping[str, Any]], driver: str | None, found: _Findings) -> None:
+def _check_cuda(
+    sees: Mapping[str, Mapping[str, Any]], driver: str | None, found: _Findings
+) -> None:
     """Refuse libraries of different CUDA majors in one process, which load each other's cuBLAS and cuDNN; and those that a driver is too old for."""
     majors: dict[str, str] = {}
     if "torch" in sees and sees["torch"]["cuda"]:
@@ -264,7 +277,9 @@ def _check_cuda(sees: Mapping[str, Mapping[str, Any]], driver: str | None, found
         if major := _cuda_major(name):
             majors[name] = major
     late = {
-        name: major for name, major in majors.items() if driver and int(major) > int(driver.partition(".")[0])
+        name: major
+        for name, major in majors.items()
+        if driver and int(major) > int(driver.partition(".")[0])
     }
     if late:
         listed = ", ".join(f"{name}: CUDA {major}" for name, major in sorted(late.items()))

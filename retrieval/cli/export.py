@@ -20,7 +20,9 @@ _PATH = click.Path(path_type=Path)
 @click.command("export")
 @click.argument("run", type=_PATH, required=False)
 @click.option(
-    "--model", metavar="NAME", help="Instead of a run: a pretrained backbone by its name, nothing trained."
+    "--model",
+    metavar="NAME",
+    help="Instead of a run: a pretrained backbone by its name, nothing trained.",
 )
 @click.option("--output", "-o", type=_PATH, help="Folder to write; by default RUN/bundle.")
 @click.option(
@@ -78,7 +80,9 @@ _PATH = click.Path(path_type=Path)
     type=Number(0, min_open=True),
     help="Largest difference between torch and ONNX Runtime, on vectors of length 1.",
 )
-@click.option("--opset", default=18, show_default=True, type=int, help="Version of ONNX's operators.")
+@click.option(
+    "--opset", default=18, show_default=True, type=int, help="Version of ONNX's operators."
+)
 @click.option(
     "--exporter",
     default="auto",
@@ -115,7 +119,9 @@ def export_command(
         "--set": overrides, "--whiten": whiten, "--photos": photos,
         "--random-weights": random_weights, "--plugin": extra,
     }  # fmt: skip
-    if model is None and (given := next((option for option, value in backbones.items() if value), None)):
+    if model is None and (
+        given := next((option for option, value in backbones.items() if value), None)
+    ):
         raise click.UsageError(f"{given} goes with --model: a run has its own backbone.")
     if model is not None and output is None:
         raise click.UsageError("--model needs --output, the folder to write.")

@@ -22,13 +22,19 @@ _PLUGINS = "retrieval.plugins"
 PLACE = click.argument("path", metavar="INDEX", type=IndexArgument())
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 WHERE = click.option(
-    "--where", metavar="FILTER", help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\"."
+    "--where",
+    metavar="FILTER",
+    help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\".",
 )
-VARIANT = click.option("--variant", help="Encode with this variant of the bundle's encoder, such as int8.")
+VARIANT = click.option(
+    "--variant", help="Encode with this variant of the bundle's encoder, such as int8."
+)
 MAX_PIXELS = click.option(
     "--max-pixels", default="25M", show_default=True, type=Pixels(), help="Largest image."
 )
-MAX_BYTES = click.option("--max-bytes", default="20MB", show_default=True, type=Bytes(), help="Largest file.")
+MAX_BYTES = click.option(
+    "--max-bytes", default="20MB", show_default=True, type=Bytes(), help="Largest file."
+)
 DEVICE = click.option(
     "--device",
     default="auto",
@@ -40,7 +46,11 @@ DEVICE = click.option(
 
 def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
     """Return a decorator that makes a command, whose help ends with these examples."""
-    lines = ["\b", "Examples:" if len(examples) > 1 else "Example:", *(f"  {line}" for line in examples)]
+    lines = [
+        "\b",
+        "Examples:" if len(examples) > 1 else "Example:",
+        *(f"  {line}" for line in examples),
+    ]
     return click.command(name, epilog="\n".join(lines))
 
 
@@ -73,10 +83,16 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
         MAX_BYTES,
         MAX_PIXELS,
         click.option(
-            "--batch", default=32, show_default=True, type=click.IntRange(1), help="Items encoded at once."
+            "--batch",
+            default=32,
+            show_default=True,
+            type=click.IntRange(1),
+            help="Items encoded at once.",
         ),
         click.option(
-            "--skip-bad", is_flag=True, help="Leave out images that cannot be used; each is reported."
+            "--skip-bad",
+            is_flag=True,
+            help="Leave out images that cannot be used; each is reported.",
         ),
     ):
         function = option(function)
@@ -95,7 +111,9 @@ def say_tuned(tuned: Tuned) -> None:
     """Print what tuning measured, as a table; a star marks the structure that was chosen."""
     say(f"{'':2}{'structure':46}{'recall@10':>10}{'ms a query':>12}{'MB':>10}{'built in s':>12}")
     for trial in tuned.trials:
-        name = " ".join([trial.backend, *(f"{key}={value}" for key, value in trial.options.items())])
+        name = " ".join(
+            [trial.backend, *(f"{key}={value}" for key, value in trial.options.items())]
+        )
         mark = "* " if trial is tuned.chosen else "  "
         say(
             f"{mark}{name:46}{trial.recall:10.3f}{trial.milliseconds:12.3f}{trial.bytes / 1e6:10.1f}"

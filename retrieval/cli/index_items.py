@@ -57,7 +57,9 @@ _PAGE = 1000
     help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0.",
 )
 @click.option(
-    "--whiten/--no-whiten", default=False, help="With --model: whiten its features by the photos themselves."
+    "--whiten/--no-whiten",
+    default=False,
+    help="With --model: whiten its features by the photos themselves.",
 )
 @click.option(
     "--backend",
@@ -66,7 +68,11 @@ _PAGE = 1000
     help="auto (by size), flat, hnsw, ivf, sq8, ivfpq, rabitq, or PLUGIN.name.",
 )
 @click.option(
-    "--set", "options", multiple=True, metavar="KEY=VALUE", help="A parameter of the back end; repeatable."
+    "--set",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A parameter of the back end; repeatable.",
 )
 @PLUGIN_OPTION
 @VARIANT
@@ -102,7 +108,9 @@ def create(
     stopped when the command is repeated; at an address 'retrieval index add' goes on.
     """
     if (bundle is None) == (model is None):
-        raise click.UsageError("Name what embeds the images: either --bundle BUNDLE or --model NAME.")
+        raise click.UsageError(
+            "Name what embeds the images: either --bundle BUNDLE or --model NAME."
+        )
     if model is not None and not images:
         raise click.UsageError("A model is verified on photos: name some.")
     structure = _options(options)
@@ -128,7 +136,11 @@ def create(
 
 
 def _exported(
-    model: str, path: IndexPlace, images: tuple[Path | str, ...], whiten: bool, plugins: tuple[str, ...]
+    model: str,
+    path: IndexPlace,
+    images: tuple[Path | str, ...],
+    whiten: bool,
+    plugins: tuple[str, ...],
 ) -> Path:
     """Return a bundle of a pretrained model, which is made where an interrupted run has not left it."""
     # beside the index; of an address in this folder
@@ -146,9 +158,15 @@ def _exported(
         if isinstance(image, Path) and not (is_table(image.name) or is_shard(image.name))
     ]
     if whiten and not photos:
-        raise click.UsageError("Whitening takes image files and folders: name some, or leave out --whiten.")
+        raise click.UsageError(
+            "Whitening takes image files and folders: name some, or leave out --whiten."
+        )
     export_backbone(
-        model, target, whiten=photos if whiten else (), photos=() if whiten else photos, plugins=plugins
+        model,
+        target,
+        whiten=photos if whiten else (),
+        photos=() if whiten else photos,
+        plugins=plugins,
     )
     return target
 
@@ -228,7 +246,9 @@ def add(
     from retrieval.serving.images import Limits
 
     with opened_index(path) as opened:
-        added = opened.add(list(images), sync=sync, limits=Limits(max_pixels, max_bytes), **settings)
+        added = opened.add(
+            list(images), sync=sync, limits=Limits(max_pixels, max_bytes), **settings
+        )
     for note in added.left_out:
         say(note, err=True)
     parts = [f"{added.added:,} added"]
@@ -265,9 +285,13 @@ def delete(path: IndexPlace, ids: tuple[str, ...], where: str | None, as_json: b
 @INDEX
 @WHERE
 @click.option("--after", metavar="ID", help="Begin behind this id.")
-@click.option("--limit", default=100, show_default=True, type=click.IntRange(1), help="How many at most.")
+@click.option(
+    "--limit", default=100, show_default=True, type=click.IntRange(1), help="How many at most."
+)
 @JSON
-def list_items(path: IndexPlace, where: str | None, after: str | None, limit: int, as_json: bool) -> None:
+def list_items(
+    path: IndexPlace, where: str | None, after: str | None, limit: int, as_json: bool
+) -> None:
     """List items of INDEX in the order of their ids."""
     with opened_index(path) as opened:
         items: list[Item] = []
@@ -282,7 +306,9 @@ def list_items(path: IndexPlace, where: str | None, after: str | None, limit: in
         say_json({"index": str(path), "count": total, "items": [_plain(item) for item in items]})
         return
     for item in items:
-        details = f"  {json.dumps(dict(item.metadata), ensure_ascii=False)}" if item.metadata else ""
+        details = (
+            f"  {json.dumps(dict(item.metadata), ensure_ascii=False)}" if item.metadata else ""
+        )
         say(f"{item.id}  {item.label or ''}{details}".rstrip())
     if len(items) < total:
         say(f"{len(items):,} of {total:,} items.", err=True)
@@ -303,7 +329,9 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
             item = opened.get(id, arrays=True).get(id)
             if item is None:
                 raise StoreError(f"{path} has no item '{id}'.")
-            found: dict[str, Any] = _plain(item) | {"vector": item.vector.tolist() if item.arrays else None}
+            found: dict[str, Any] = _plain(item) | {
+                "vector": item.vector.tolist() if item.arrays else None
+            }
         else:
             stats = opened.stats()
             found = {
@@ -341,7 +369,9 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
 
         tuned = Tuned.of(measured)
         memory = "" if tuned.memory is None else f" and {tuned.memory / 1e6:,.1f} MB at most"
-        say(f"tuned {tuned.when} over {tuned.count:,} vectors, for a recall of {tuned.recall}{memory}:")
+        say(
+            f"tuned {tuned.when} over {tuned.count:,} vectors, for a recall of {tuned.recall}{memory}:"
+        )
         say_tuned(tuned)
 
 
@@ -357,4 +387,7 @@ def _shown(value: Any) -> str:
 def _plain(item: Item) -> dict[str, Any]:
     names = ("id", "label", "metadata", "path", "source", "keep", "bytes", "width", "height")
     path = None if item.path is None else str(item.path)
-    return {name: getattr(item, name) for name in names} | {"metadata": dict(item.metadata), "path": path}
+    return {name: getattr(item, name) for name in names} | {
+        "metadata": dict(item.metadata),
+        "path": path,
+    }

@@ -91,9 +91,15 @@ def compact(path: IndexPlace, as_json: bool) -> None:
     type=float,
     help="Share of the ten nearest that must be found.",
 )
-@click.option("--memory", type=Bytes(), help="Of the vectors and the structure together, such as 2GB.")
 @click.option(
-    "--most", default=200_000, show_default=True, type=click.IntRange(2000), help="Vectors that are tried."
+    "--memory", type=Bytes(), help="Of the vectors and the structure together, such as 2GB."
+)
+@click.option(
+    "--most",
+    default=200_000,
+    show_default=True,
+    type=click.IntRange(2000),
+    help="Vectors that are tried.",
 )
 @click.option("--dry-run", is_flag=True, help="Measure only; leave the index as it is.")
 @JSON
@@ -127,7 +133,9 @@ def tune(
     "retrieval index duplicates photos.index --within 0.05",
 )
 @INDEX
-@click.option("--within", required=True, type=click.FloatRange(0), help="The distance, as searches give it.")
+@click.option(
+    "--within", required=True, type=click.FloatRange(0), help="The distance, as searches give it."
+)
 @WHERE
 @JSON
 def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool) -> None:
@@ -169,7 +177,8 @@ def clusters(path: IndexPlace, count: int, where: str | None, as_json: bool) -> 
         return
     for cluster in found:
         labels = ", ".join(
-            f"{'no label' if label is None else label} {number:,}" for label, number in cluster.labels
+            f"{'no label' if label is None else label} {number:,}"
+            for label, number in cluster.labels
         )
         say(f"{cluster.count:,} items ({labels}): {'  '.join(cluster.typical)}")
 
@@ -181,12 +190,18 @@ def clusters(path: IndexPlace, count: int, where: str | None, as_json: bool) -> 
 )
 @INDEX
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@click.option("--skip-bad", is_flag=True, help="Leave out items whose original is gone or cannot be used.")
 @click.option(
-    "--drop-old", is_flag=True, help="Delete generations that are not served; without BUNDLE, only that."
+    "--skip-bad", is_flag=True, help="Leave out items whose original is gone or cannot be used."
+)
+@click.option(
+    "--drop-old",
+    is_flag=True,
+    help="Delete generations that are not served; without BUNDLE, only that.",
 )
 @JSON
-def migrate(path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool) -> None:
+def migrate(
+    path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool
+) -> None:
     """Embed the items of INDEX with another BUNDLE, then serve that.
 
     An index that was created with --keep-features needs no originals where only the head is another, and takes seconds.
@@ -203,14 +218,20 @@ def migrate(path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: boo
         if done is not None:
             for fault in done.skipped:
                 say(f"skipped: {fault}", err=True)
-            kept = f", {done.from_features:,} from features that were kept" if done.from_features else ""
+            kept = (
+                f", {done.from_features:,} from features that were kept"
+                if done.from_features
+                else ""
+            )
             sentences.append(
                 f"{path}: {done.embedded:,} items embedded{kept}; generation {done.generation.number} is served."
             )
             figures = _plain(done)
         if drop_old:
             figures["dropped"] = count = opened.drop_old()
-            sentences.append(f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted.")
+            sentences.append(
+                f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted."
+            )
     tell(path, as_json, "\n".join(sentences), **figures)
 
 
@@ -264,4 +285,10 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
     notes = copy(source, path, plugins=plugins_given())
     for note in notes:
         say(note, err=True)
-    tell(path, as_json, f"Restored {path}", snapshot=str(source), **({"left_behind": notes} if notes else {}))
+    tell(
+        path,
+        as_json,
+        f"Restored {path}",
+        snapshot=str(source),
+        **({"left_behind": notes} if notes else {}),
+    )

@@ -43,7 +43,9 @@ Examples:
     type=Choice(["read", "write", "admin"]),
     help="read: search and look. write: add, change and delete items too. admin: snapshots and figures too.",
 )
-@click.option("--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable.")
+@click.option(
+    "--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable."
+)
 def add(name: str, path: Path, role: Any, indexes: tuple[str, ...]) -> None:
     """Make a key called NAME, keep its hash in a file, and print the key: it is shown this once."""
     from retrieval.serving.http.keys import add_key, new_key

@@ -110,7 +110,9 @@ def show(name: str, extra: tuple[str, ...]) -> None:
     help="What it offers.",
 )
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="Folder to write; by default ./retrieval-NAME."
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder to write; by default ./retrieval-NAME.",
 )
 def new(name: str, kind: str, output: Path | None) -> None:
     """Write a working third-party package NAME with a part of a kind, its test and a recipe, ready to install.
@@ -122,7 +124,9 @@ def new(name: str, kind: str, output: Path | None) -> None:
     folder = write_package(name, output, kind)
     example = EXAMPLES[kind]
     use = (
-        f"retrieval train {folder}/recipe.toml" if example.use == TRAIN else example.use.replace("acme", name)
+        f"retrieval train {folder}/recipe.toml"
+        if example.use == TRAIN
+        else example.use.replace("acme", name)
     )
     say(
         f"Wrote {folder}. Next:\n  pip install -e {folder}\n  retrieval plugins show {name}.{example.part}\n  {use}"

@@ -27,10 +27,18 @@ Examples:
 @click.argument("url")
 @click.option("--index", metavar="NAME", help="Name of the index, where the server has several.")
 @click.option(
-    "--connections", default=4, show_default=True, type=click.IntRange(1, 64), help="Requests at a time."
+    "--connections",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Requests at a time.",
 )
 @click.option(
-    "--batch", default=16, show_default=True, type=click.IntRange(1), help="Most images of a request."
+    "--batch",
+    default=16,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Most images of a request.",
 )
 def push_command(folder: Path, url: str, index: str | None, connections: int, batch: int) -> None:
     """Put the images below FOLDER into the index of the search server at URL.

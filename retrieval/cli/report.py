@@ -20,7 +20,11 @@ from retrieval.cli.types import Choice
     help="The file; one that is there gives way.",
 )
 @click.option(
-    "--queries", type=int, default=2000, show_default=True, help="Test items to search for, at most."
+    "--queries",
+    type=int,
+    default=2000,
+    show_default=True,
+    help="Test items to search for, at most.",
 )
 @click.option(
     "--sample",
@@ -29,7 +33,9 @@ from retrieval.cli.types import Choice
     show_default=True,
     help="Test items whose pairs are measured and that are on the map, at most.",
 )
-@click.option("--thumbnails", type=int, default=800, show_default=True, help="Pictures of items, at most.")
+@click.option(
+    "--thumbnails", type=int, default=800, show_default=True, help="Pictures of items, at most."
+)
 @click.option(
     "--map",
     "method",
@@ -52,4 +58,6 @@ def report(
     quiet_threads()
     from retrieval.evaluation.report.write import report as write
 
-    say(f"Wrote {write(runs, output, queries=queries, sample=sample, thumbnails=thumbnails, map=method)}.")
+    say(
+        f"Wrote {write(runs, output, queries=queries, sample=sample, thumbnails=thumbnails, map=method)}."
+    )

@@ -33,14 +33,22 @@ Examples:
 )
 @click.argument("index", type=IndexArgument())
 @click.argument("queries", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-k", default=10, show_default=True, type=click.IntRange(1), help="How many answers per query.")
-@click.option("--candidates", type=click.IntRange(1), help="How many candidates the rescorer is given.")
 @click.option(
-    "--where", metavar="FILTER", help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\"."
+    "-k", default=10, show_default=True, type=click.IntRange(1), help="How many answers per query."
+)
+@click.option(
+    "--candidates", type=click.IntRange(1), help="How many candidates the rescorer is given."
+)
+@click.option(
+    "--where",
+    metavar="FILTER",
+    help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\".",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @PLUGIN_OPTION
-@click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
+@click.option(
+    "--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs."
+)
 def search_command(
     index: IndexPlace,
     queries: tuple[Path, ...],
@@ -81,9 +89,15 @@ Examples:
 """,
 )
 @click.argument("indexes", metavar="INDEX…", nargs=-1, required=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option(
-    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all."
+)
+@click.option(
+    "--port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="0 picks a free one.",
 )
 @click.option(
     "--health-port",
@@ -91,7 +105,11 @@ Examples:
     help="Another port, for /livez, /readyz and /metrics only; 0 picks a free one.",
 )
 @click.option(
-    "--allow-host", "hosts", multiple=True, metavar="NAME", help="A name that requests may use; repeatable."
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name that requests may use; repeatable.",
 )
 @click.option(
     "--proxy-header-from",
@@ -150,7 +168,11 @@ Examples:
     help="Largest image; a JPEG may have four times as many pixels.",
 )
 @click.option(
-    "--max-bytes", default=Settings.max_bytes, show_default=True, type=Bytes(1), help="Largest image file."
+    "--max-bytes",
+    default=Settings.max_bytes,
+    show_default=True,
+    type=Bytes(1),
+    help="Largest image file.",
 )
 @click.option(
     "--deadline",
@@ -164,7 +186,9 @@ Examples:
     type=Choice(["text", "json"]),
     help="A line for each request in the log, for people or for programs; without it only what goes wrong.",
 )
-def serve_command(indexes: tuple[str, ...], host: str, port: int, workers: int | None, **given: Any) -> None:
+def serve_command(
+    indexes: tuple[str, ...], host: str, port: int, workers: int | None, **given: Any
+) -> None:
     """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same as JSON at POST /v1/search.
 
     Several indexes have names: PATH is called what its folder is, NAME=PATH as you like.
@@ -208,7 +232,10 @@ def _plain(hit: Hit) -> dict[str, Any]:
 def _table(name: str, hits: list[Hit]) -> str:
     """Return one query's answers as aligned columns."""
     head = ("rank", "distance", "label", "id")
-    rows = [(str(rank), f"{hit.distance:.4f}", hit.label or "", hit.id) for rank, hit in enumerate(hits, 1)]
+    rows = [
+        (str(rank), f"{hit.distance:.4f}", hit.label or "", hit.id)
+        for rank, hit in enumerate(hits, 1)
+    ]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
 
     def line(row: tuple[str, ...]) -> str:

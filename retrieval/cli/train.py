@@ -32,7 +32,9 @@ SET_OPTION = click.option(
 @SET_OPTION
 @PLUGIN_OPTION
 @ALLOW_OPTION
-def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], extra: tuple[str, ...]) -> None:
+def check(
+    recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], extra: tuple[str, ...]
+) -> None:
     """Check a recipe: every problem at once; then build it all and run one batch.
 
     Example:  retrieval check models/digits/recipe.toml --set loss.alpha=1.5
@@ -46,7 +48,9 @@ def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], ex
 
         keep_compiler_out()
         made = read_recipe(recipe, (*overrides, *changes), extra)
-        from retrieval.training.check import run_one_batch  # slow to import: a wrong path is said at once
+        from retrieval.training.check import (
+            run_one_batch,
+        )  # slow to import: a wrong path is said at once
 
     with naming(recipe):
         for line in run_one_batch(made):
@@ -74,7 +78,9 @@ TRACK_OPTION = click.option(
     is_flag=True,
     help="Go on from the run's last checkpoint; with --set train.epochs=N also for longer.",
 )
-@click.option("--replace", is_flag=True, help="Put a new run in the place of the one that is there.")
+@click.option(
+    "--replace", is_flag=True, help="Put a new run in the place of the one that is there."
+)
 @click.option(
     "--replace-plugins",
     is_flag=True,
@@ -103,9 +109,13 @@ def train(
     Several CPU processes:  torchrun --nproc-per-node 2 -m retrieval.cli train models/digits/recipe.toml
     """
     if resume and replace:
-        raise click.UsageError("--resume goes on with a run and --replace begins anew: give one of them.")
+        raise click.UsageError(
+            "--resume goes on with a run and --replace begins anew: give one of them."
+        )
     if replace_plugins and not resume:
-        raise click.UsageError("--replace-plugins goes with --resume. To begin anew, use --replace.")
+        raise click.UsageError(
+            "--replace-plugins goes with --resume. To begin anew, use --replace."
+        )
 
     from retrieval.serving.runtime import quiet_threads
 
@@ -125,7 +135,9 @@ def train(
         else:
             made = read_recipe(recipe, overrides, extra)
             folder = output or Path("runs") / made.name
-        from retrieval.training.process import Interrupted  # slow to import: a wrong path is said at once
+        from retrieval.training.process import (
+            Interrupted,
+        )  # slow to import: a wrong path is said at once
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 
@@ -146,7 +158,9 @@ def train(
         go_on = this_command("--resume", without=ONCE) if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {go_on}") from None
     except Interrupted as stopped:
-        raise Interrupted(f"{stopped} Go on with: {this_command('--resume', without=ONCE)}") from None
+        raise Interrupted(
+            f"{stopped} Go on with: {this_command('--resume', without=ONCE)}"
+        ) from None
     say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
 
 

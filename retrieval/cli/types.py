@@ -58,7 +58,9 @@ class Pixels(click.ParamType):  # type: ignore[type-arg]  # older click's is not
         """Return the number."""
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([KMG]I?)?(B)?", str(value).strip().upper())
+        match = re.fullmatch(
+            r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([KMG]I?)?(B)?", str(value).strip().upper()
+        )
         if match is None or (match[3] and not self.unit):
             self.fail(f"'{value}' is not a size: write 20000000 or 20M{self.unit}.", param, ctx)
         number = round(float(re.sub("[_,]", "", match[1])) * _UNITS[match[2] or ""])

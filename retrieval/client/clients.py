@@ -8,7 +8,15 @@ import os
 import ssl
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
@@ -191,7 +199,9 @@ class AsyncClient:
             raise DataError("An item takes an image or a vector, not both.")
         said = [described(item) for item in items]
         content = (
-            form_of(await files_of(images), {"items": dumps(said)}) if images else json_of({"items": said})
+            form_of(await files_of(images), {"items": dumps(said)})
+            if images
+            else json_of({"items": said})
         )
         return await self._send("POST", "/items", answers.read_add, **content)
 
@@ -213,7 +223,9 @@ class AsyncClient:
     ) -> AsyncIterator[Sequence[answers.ItemAnswer]]:
         cursor: str | None = None
         while True:
-            params = texts_of({"filter": filter, "fields": fields, "limit": limit, "cursor": cursor})
+            params = texts_of(
+                {"filter": filter, "fields": fields, "limit": limit, "cursor": cursor}
+            )
             page = await self._send("GET", "/items", answers.read_page, params=params)
             yield page.items
             if (cursor := page.cursor) is None:
@@ -221,12 +233,16 @@ class AsyncClient:
 
     async def delete(self, id: str) -> None:
         """Delete an item; `ServerError` with status 404 where there is none."""
-        await self._send("DELETE", "/item", lambda content: None, gone_is_done=True, **id_parameter(id))
+        await self._send(
+            "DELETE", "/item", lambda content: None, gone_is_done=True, **id_parameter(id)
+        )
 
     async def delete_where(self, filter: Filter) -> int:
         """Delete all items that match, and return how many; never repeated after a fault."""
         content = json_of({"filter": filter})
-        return (await self._send("POST", "/delete", answers.read_deleted, repeats=False, **content)).deleted
+        return (
+            await self._send("POST", "/delete", answers.read_deleted, repeats=False, **content)
+        ).deleted
 
     async def image(self, id: str) -> bytes:
         """Return an item's original, or a PNG of it where browsers do not show its format."""
@@ -243,7 +259,9 @@ class AsyncClient:
     async def snapshot(self, *, seconds: float = 3600.0) -> str:
         """Have the server write a snapshot, wait until it is whole, and return its name."""
         read = answers.read_snapshot
-        return (await self._send("POST", "/snapshots", read, repeats=False, seconds=seconds)).snapshot
+        return (
+            await self._send("POST", "/snapshots", read, repeats=False, seconds=seconds)
+        ).snapshot
 
     async def push(
         self,
@@ -349,12 +367,16 @@ class Client:
         """
         with suppress(RuntimeError):
             asyncio.get_running_loop()
-            raise DataError("An event loop is running here: write `await AsyncClient(url).push(folder)`.")
+            raise DataError(
+                "An event loop is running here: write `await AsyncClient(url).push(folder)`."
+            )
 
         async def run() -> PushReport:
             url, settings = self._settings
             async with AsyncClient(url, **settings) as client:
-                return await client.push(folder, connections=connections, batch=batch, progress=progress)
+                return await client.push(
+                    folder, connections=connections, batch=batch, progress=progress
+                )
 
         return asyncio.run(run())
 
@@ -370,7 +392,9 @@ class Client:
                     )
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
-                    threading.Thread(target=_serve, args=(self._loop,), name="client", daemon=True).start()
+                    threading.Thread(
+                        target=_serve, args=(self._loop,), name="client", daemon=True
+                    ).start()
                     weakref.finalize(self, _stop, self._loop)
         except DataError:
             work.close()

@@ -103,11 +103,17 @@ class _Push:
     """One push: the batches that are left, and what became of the files so far."""
 
     def __init__(
-        self, client: Server, folder: Path, batch: int, progress: Callable[[PushProgress], None] | None
+        self,
+        client: Server,
+        folder: Path,
+        batch: int,
+        progress: Callable[[PushProgress], None] | None,
     ) -> None:
         self._client, self._folder, self._progress, self._batch = client, folder, progress, batch
         self._turn, self._began = asyncio.Lock(), time.monotonic()
-        self._counts = dict.fromkeys(("total", "left_out", "done", "sent", "added", "replaced", "there"), 0)
+        self._counts = dict.fromkeys(
+            ("total", "left_out", "done", "sent", "added", "replaced", "there"), 0
+        )
         self._bad: list[tuple[str, str]] = []
 
     async def run(self, connections: int) -> PushReport:
@@ -116,11 +122,16 @@ class _Push:
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
         limits, counts = index.limits, self._counts
-        self._batch, self._largest = min(self._batch, limits.batch), min(limits.bytes, limits.batch_bytes)
+        self._batch, self._largest = (
+            min(self._batch, limits.batch),
+            min(limits.bytes, limits.batch_bytes),
+        )
         self._most_bytes = min(limits.batch_bytes, _BYTES)
         await asyncio.to_thread(self._count)
         if not counts["total"]:
-            raise DataError(f"{self._folder} holds no image (looked for {', '.join(sorted(EXTENSIONS))}).")
+            raise DataError(
+                f"{self._folder} holds no image (looked for {', '.join(sorted(EXTENSIONS))})."
+            )
         self._batches = self._batched()
         fault: BaseException | None = None
         try:
@@ -182,7 +193,9 @@ class _Push:
                 done, total, sent = (self._counts[name] for name in ("done", "total", "sent"))
                 self._progress(PushProgress(done, total, sent, time.monotonic() - self._began))
 
-    def _read(self, files: Sequence[_File], hashes: Mapping[str, object]) -> tuple[list[NewItem], int]:
+    def _read(
+        self, files: Sequence[_File], hashes: Mapping[str, object]
+    ) -> tuple[list[NewItem], int]:
         """Return the items to send, and their bytes; for a thread."""
         items, size = [], 0
         for file in files:

@@ -77,7 +77,9 @@ def file_bytes(path: Path, largest: int | None = None) -> bytes:
         with path.open("rb") as file:
             content = file.read(-1 if largest is None else largest + 1)
     except (OSError, ValueError) as fault:
-        raise DataError(f"{path} cannot be read: {getattr(fault, 'strerror', None) or fault}.") from None
+        raise DataError(
+            f"{path} cannot be read: {getattr(fault, 'strerror', None) or fault}."
+        ) from None
     if largest is not None and len(content) > largest:
         raise DataError(f"{path} has more than {largest:,} bytes, the server's limit.")
     return content
@@ -123,7 +125,9 @@ def id_parameter(id: str, **others: str) -> dict[str, Any]:
 def texts_of(options: Mapping[str, Any]) -> dict[str, str]:
     """Return options as fields of a form or parameters of an address."""
     given = {name: value for name, value in options.items() if value is not None}
-    return {name: value if isinstance(value, str) else dumps(value) for name, value in given.items()}
+    return {
+        name: value if isinstance(value, str) else dumps(value) for name, value in given.items()
+    }
 
 
 def form_of(images: Sequence[bytes], fields: Mapping[str, str]) -> dict[str, Any]:

@@ -60,7 +60,12 @@ class Retries:
 
     def __post_init__(self) -> None:
         waits = (self.seconds, self.first, self.longest)
-        if self.times < 0 or self.seconds <= 0 or min(waits) < 0 or not all(map(math.isfinite, waits)):
+        if (
+            self.times < 0
+            or self.seconds <= 0
+            or min(waits) < 0
+            or not all(map(math.isfinite, waits))
+        ):
             raise DataError(
                 "Retries: times must be 0 or more, seconds more than 0, first and longest 0 or more."
             )
@@ -110,12 +115,22 @@ class Sender:
                 f"The server's address must be like http://127.0.0.1:8000, not {str(address)[:200]!r}."
             )
         if address.userinfo:
-            raise DataError("The server's address holds a name or password. A key is given as `key`.")
-        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
-            raise DataError("The key holds characters that a header cannot have. Is it copied whole?")
+            raise DataError(
+                "The server's address holds a name or password. A key is given as `key`."
+            )
+        if key is not None and not (
+            key.isascii() and key.isprintable() and key.strip() == key and key
+        ):
+            raise DataError(
+                "The key holds characters that a header cannot have. Is it copied whole?"
+            )
         if not timeout > 0:
             raise DataError(f"timeout must be more than 0 seconds, not {timeout}.")
-        self._url, self._timeout, self._retries = str(address).rstrip("/"), timeout, retries or Retries()
+        self._url, self._timeout, self._retries = (
+            str(address).rstrip("/"),
+            timeout,
+            retries or Retries(),
+        )
         self._path = "/v1" if index is None else f"/v1/indexes/{quote(index, safe='')}"
         headers = {"Accept-Encoding": "identity", "User-Agent": f"retrieval/{installed_version()}"}
         if key is not None:
@@ -175,7 +190,9 @@ class Sender:
             except httpx.TransportError as error:
                 outcome = error
             except UnicodeEncodeError:
-                raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
+                raise DataError(
+                    "Text that is sent must be Unicode without lone surrogates."
+                ) from None
             asked = None
             if isinstance(outcome, _Answer):
                 if 200 <= outcome.status < 300 or (outcome.status == 404 and gone_is_done and done):
@@ -198,7 +215,9 @@ class Sender:
             async for chunk in response.aiter_raw():
                 size += len(chunk)
                 if size > MAX_ANSWER_BYTES:
-                    raise httpx.RemoteProtocolError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
+                    raise httpx.RemoteProtocolError(
+                        f"its answer has more than {MAX_ANSWER_BYTES:,} bytes"
+                    )
                 chunks.append(chunk)
             return _Answer(response.status_code, response.headers, b"".join(chunks))
 
@@ -212,7 +231,9 @@ class Sender:
                 answer.headers.get("x-request-id"),
             ) from None
 
-    def _error(self, outcome: _Answer | httpx.TransportError, done: int, later: float | None) -> ServerError:
+    def _error(
+        self, outcome: _Answer | httpx.TransportError, done: int, later: float | None
+    ) -> ServerError:
         tried = f" It was tried {done + 1} times." if done else ""
         if isinstance(outcome, _Answer):
             sentence, request = _problem(outcome)
@@ -228,14 +249,19 @@ class Sender:
         )
         more = f": {outcome}".rstrip(".") if str(outcome) else ""
         proxies = (
-            f" It was asked through a proxy of the environment: {self._proxies}." if self._proxies else ""
+            f" It was asked through a proxy of the environment: {self._proxies}."
+            if self._proxies
+            else ""
         )
         return ServerError(f"The server at {self._url} {failed}{more}.{proxies}{tried}")
 
 
 def _is_loopback(host: str) -> bool:
     try:
-        return host.lower().rstrip(".") == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        return (
+            host.lower().rstrip(".") == "localhost"
+            or ipaddress.ip_address(host.strip("[]")).is_loopback
+        )
     except ValueError:
         return False
 

@@ -119,7 +119,9 @@ class Changes:
         random = np.random.default_rng([seed % 2**64, epoch, batch, _SEEDS])
         return Draws(draw_changes(seed, epoch, batch, size), random.integers(2**62, size=size))
 
-    def changed(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> NDArray[np.uint8]:
+    def changed(
+        self, image: Image, preprocessing: Preprocessing, draws: Draws
+    ) -> NDArray[np.uint8]:
         """Return pixels (channels, H, W) of a decoded image after its random changes.
 
         A random crop is taken from the whole image, and takes the place of `preprocessing`'s resize and centre crop.
@@ -141,15 +143,23 @@ class Changes:
             # grey or RGB first: a palette cannot be interpolated
             image = to_mode(image, "L" if preprocessing.channels == 1 else "RGB")
             box = crop_box(
-                draws.uniform, image.height, image.width, self.table.crop_scale, self.table.crop_ratio
+                draws.uniform,
+                image.height,
+                image.width,
+                self.table.crop_scale,
+                self.table.crop_ratio,
             )
             mode = InterpolationMode(preprocessing.interpolation)
-            image = functional.resized_crop(image, *box, size=list(preprocessing.size), interpolation=mode)
+            image = functional.resized_crop(
+                image, *box, size=list(preprocessing.size), interpolation=mode
+            )
             pixels = np.asarray(image, dtype=np.uint8)
             pixels = pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
         if draws.uniform[0] < self.table.horizontal_flip:
             pixels = pixels[:, :, ::-1]
-        return self.transformed(np.array(pixels)[None], draws[None])[0] if self.transforms else pixels
+        return (
+            self.transformed(np.array(pixels)[None], draws[None])[0] if self.transforms else pixels
+        )
 
     def mirror(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
         """Mirror some of a batch's images (B, channels, H, W) left to right, in place."""

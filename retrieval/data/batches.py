@@ -47,7 +47,9 @@ class BatchMaker:
         draws = self.changes.draw(self.seed, job.epoch, job.batch, self.size)
         mix = self.mix(job.epoch, job.batch)
         if mix is None:
-            return torch.from_numpy(self.raw.batch(job.items[job.share], self.changes, draws[job.share]))
+            return torch.from_numpy(
+                self.raw.batch(job.items[job.share], self.changes, draws[job.share])
+            )
         rows = np.arange(len(job.items))[job.share]
         needed, place = np.unique(np.concatenate([rows, mix.partner[rows]]), return_inverse=True)
         made = self.raw.batch(job.items[needed], self.changes, draws[needed])[place]

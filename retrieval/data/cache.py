@@ -160,15 +160,21 @@ def _filled(
     with ExitStack() as stack:
         try:
             if place is None:
-                log.warning("The dataset names no files, so its features are computed for this run only.")
-                made = tempfile.TemporaryDirectory(prefix="retrieval-features-", ignore_cleanup_errors=True)
+                log.warning(
+                    "The dataset names no files, so its features are computed for this run only."
+                )
+                made = tempfile.TemporaryDirectory(
+                    prefix="retrieval-features-", ignore_cleanup_errors=True
+                )
                 place = Path(stack.enter_context(made))
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(place / "lock"))
             return _Entry(place, dataset, batch).fill(computed, progress)
         except OSError as error:
-            what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+            what = (
+                "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+            )
             raise DataError(
                 f"Features cannot be kept in {place}: {what}. Make room, or set RETRIEVAL_CACHE to another folder."
             ) from error
@@ -208,7 +214,8 @@ class _Entry:
             or header["features"] < 1
         ):
             log.warning(
-                "The cached features in %s have a damaged journal; computing them again.", self.data.parent
+                "The cached features in %s have a damaged journal; computing them again.",
+                self.data.parent,
             )
             self.journal.unlink()
             return 0, set()
@@ -269,7 +276,9 @@ class _Entry:
     def _check(self, block: int, features: NDArray[np.float32], width: int) -> None:
         expected = (self._rows(block), width or features.shape[-1])
         if features.shape != expected or not features.shape[-1]:
-            raise DataError(f"The backbone gave features of shape {features.shape}, not {expected}.")
+            raise DataError(
+                f"The backbone gave features of shape {features.shape}, not {expected}."
+            )
         bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
         if len(bad):
             name = self.dataset.keys[int(self._items(block)[bad[0]])]
@@ -318,6 +327,8 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.warning("Waiting for another process that computes the same features (%s).", path.parent)
+            log.warning(
+                "Waiting for another process that computes the same features (%s).", path.parent
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

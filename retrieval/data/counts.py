@@ -16,11 +16,17 @@ class Count(NamedTuple):
     classes: int | None = None
 
     def __str__(self) -> str:
-        of = "" if self.classes is None else f" of {self.classes:,} class{'' if self.classes == 1 else 'es'}"
+        of = (
+            ""
+            if self.classes is None
+            else f" of {self.classes:,} class{'' if self.classes == 1 else 'es'}"
+        )
         return f"{self.images:,} image{'' if self.images == 1 else 's'}{of}"
 
 
-def differing(published: Mapping[str, Sequence[Count]], labels: Mapping[str, Sequence[str]]) -> list[str]:
+def differing(
+    published: Mapping[str, Sequence[Count]], labels: Mapping[str, Sequence[str]]
+) -> list[str]:
     """Return a sentence for each side whose numbers are not the published ones, naming both.
 
     Args:
@@ -32,7 +38,9 @@ def differing(published: Mapping[str, Sequence[Count]], labels: Mapping[str, Seq
         there = labels.get(side, ())
         found = Count(len(there), len(set(there)))
         known = published.get(side, ())
-        if any(one.images == found.images and one.classes in (None, found.classes) for one in known):
+        if any(
+            one.images == found.images and one.classes in (None, found.classes) for one in known
+        ):
             continue
         said = " or ".join(str(one) for one in known) or "no image"
         problems.append(

@@ -51,7 +51,11 @@ class ArrayDataset(Dataset):
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         if kind == "features":
-            if arrays.ndim != 2 or arrays.shape[1] < 1 or not np.issubdtype(arrays.dtype, np.floating):
+            if (
+                arrays.ndim != 2
+                or arrays.shape[1] < 1
+                or not np.issubdtype(arrays.dtype, np.floating)
+            ):
                 raise DataError(
                     f"Features must be floats of shape (N, F), not {arrays.dtype} {arrays.shape}."
                 )
@@ -64,7 +68,12 @@ class ArrayDataset(Dataset):
             )
         if arrays.ndim == 4 and arrays.shape[3] == 1:
             arrays = arrays[:, :, :, 0]
-        for name, column in (("labels", labels), ("keys", keys), ("splits", splits), ("roles", roles)):
+        for name, column in (
+            ("labels", labels),
+            ("keys", keys),
+            ("splits", splits),
+            ("roles", roles),
+        ):
             if column is not None and len(column) != len(arrays):
                 raise DataError(f"There are {len(arrays):,} items and {len(column):,} {name}.")
         self.kind = kind

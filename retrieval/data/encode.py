@@ -57,7 +57,9 @@ def encode(
     codes: list[Tensor] = []
     meter = Meter(progress or "", len(indices), "items", show=progress is not None)
     with evaluating(model), _channels_last(model, device), meter:
-        for chunk in inputs(dataset, indices, None if from_features else model.preprocessing, batch, raw=raw):
+        for chunk in inputs(
+            dataset, indices, None if from_features else model.preprocessing, batch, raw=raw
+        ):
             codes.append(_forward(model, chunk.to(device), from_features).float().cpu())
             meter.update(len(chunk))
     return torch.cat(codes) if codes else torch.empty(0, 0)
@@ -87,7 +89,11 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
     return codes
 
 
-def pixels(dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256) -> Tensor:
+def pixels(
+    dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256
+) -> Tensor:
     """Return the raw inputs themselves as vectors (N, P), unit length: the baseline that needs no training."""
-    flat = [chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)]
+    flat = [
+        chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)
+    ]
     return nn.functional.normalize(torch.cat(flat), dim=1)

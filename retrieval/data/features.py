@@ -43,14 +43,20 @@ class FeatureDataset(Dataset):
         return row
 
 
-def backbone_features(model: Model, dataset: Dataset, device: torch.device, batch: int) -> FeatureDataset:
+def backbone_features(
+    model: Model, dataset: Dataset, device: torch.device, batch: int
+) -> FeatureDataset:
     """Return the features of every item under a model's backbone, from the cache or computed now.
 
     Raises:
         PluginError: the backbone fails, or gives features of another width than it says.
     """
     what = f"The backbone {type(model.backbone).__name__}"
-    if dataset.kind == "features" and dataset.arrays is not None and not list(model.backbone.parameters()):
+    if (
+        dataset.kind == "features"
+        and dataset.arrays is not None
+        and not list(model.backbone.parameters())
+    ):
         features = np.asarray(dataset.arrays, dtype=np.float32)
         check_width(features, what, model.backbone.features)
         return FeatureDataset(dataset, features)
@@ -85,7 +91,9 @@ def fingerprint(backbone: Backbone) -> str:
     A module's numbers, strings, tensors, arrays and collections of them count, since its `repr` need not show them. Of any other
     object its class counts alone: an address in memory would give each process a fingerprint of its own.
     """
-    digest = hashlib.sha256(f"{type(backbone).__module__}.{type(backbone).__qualname__} {backbone}".encode())
+    digest = hashlib.sha256(
+        f"{type(backbone).__module__}.{type(backbone).__qualname__} {backbone}".encode()
+    )
     for path, module in backbone.named_modules():
         own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
         for part in _parts({path: dict(sorted(own.items()))}):
@@ -112,7 +120,9 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield from _parts(each)
     elif isinstance(value, set | frozenset):
         yield from _parts(sorted(b"".join(_parts(each)) for each in value))
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+    elif value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | np.generic
+    ):
         yield f"{value!r} ".encode()
     else:
         yield f"{type(value).__module__}.{type(value).__qualname__} ".encode()

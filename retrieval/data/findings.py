@@ -90,7 +90,8 @@ class Findings:
     def across(self, labels: Sequence[str]) -> bool:
         """Return whether labels that are spelt differently are on different sides of the split."""
         sides = [
-            self._sides(i for i, each in enumerate(self.subjects) if each.label == label) for label in labels
+            self._sides(i for i, each in enumerate(self.subjects) if each.label == label)
+            for label in labels
         ]
         return any(one - other for one in sides for other in sides)
 
@@ -115,7 +116,9 @@ class Findings:
             "same": [self._alike(each) for each in self.same],
             "near": [{**self._alike(each), "distance": each.distance} for each in self.near],
             "labels_of_one_item": list(self.lone),
-            "labels_spelt_alike": [{"labels": list(each), "leak": self.across(each)} for each in self.spelt],
+            "labels_spelt_alike": [
+                {"labels": list(each), "leak": self.across(each)} for each in self.spelt
+            ],
         }
 
     def counts(self) -> dict[str, int]:
@@ -148,7 +151,9 @@ class Findings:
         lines += _part(_LONE, self.lone, shown)
         lines += _part(_SPELT, [" / ".join(map(repr, each)) + (", on different sides of the split" if self.across(each) else "") for each in self.spelt], shown)  # fmt: skip
         if not self.complete:
-            lines.append("There are more pairs than can be listed: ask for a smaller distance (--within).")
+            lines.append(
+                "There are more pairs than can be listed: ask for a smaller distance (--within)."
+            )
         return "\n".join([*lines, *(["Nothing was found."] if self.clean else [])])
 
     def _head(self) -> str:
@@ -176,7 +181,9 @@ class Findings:
 
     def _line(self, found: Alike) -> str:
         marks = [
-            word for word, holds in (("LEAK", self.leaks(found)), ("LABEL", self.contradicts(found))) if holds
+            word
+            for word, holds in (("LEAK", self.leaks(found)), ("LABEL", self.contradicts(found)))
+            if holds
         ]
         far = [f"{found.distance:.3f}"] if found.by in self.within else []
         names = []

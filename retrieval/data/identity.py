@@ -28,7 +28,9 @@ def dataset_identity(dataset: Dataset) -> str | None:
     if dataset.arrays is not None:
         array = dataset.arrays
         digest.update(f"{array.dtype.str} {array.shape}\n".encode())
-        rows = max(1, (1 << 24) // max(1, array[:1].nbytes))  # a mapped array need not fit in memory
+        rows = max(
+            1, (1 << 24) // max(1, array[:1].nbytes)
+        )  # a mapped array need not fit in memory
         for start in range(0, len(array), rows):
             digest.update(np.ascontiguousarray(array[start : start + rows]).data.cast("B"))
         return digest.hexdigest()
@@ -37,7 +39,9 @@ def dataset_identity(dataset: Dataset) -> str | None:
         return None
     digest.update(files_identity(files).encode())
     if (boxes := getattr(dataset, "boxes", None)) is not None:
-        digest.update(repr([None if box is None else tuple(map(float, box)) for box in boxes]).encode())
+        digest.update(
+            repr([None if box is None else tuple(map(float, box)) for box in boxes]).encode()
+        )
     return digest.hexdigest()
 
 

@@ -45,7 +45,9 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
             shape = struct.unpack(f">{dimensions}I", lengths)
             size = math.prod(shape)
             if size > _LIMIT:
-                raise DataError(f"{path} says that it holds {size:,} bytes; the limit is {_LIMIT:,}.")
+                raise DataError(
+                    f"{path} says that it holds {size:,} bytes; the limit is {_LIMIT:,}."
+                )
             content = file.read(size + 1)  # one more than there should be shows that there is more
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")

@@ -82,7 +82,9 @@ def read_inputs(path: Path) -> KeptInputs:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             labels = json.loads(metadata["labels"])
-            found = KeptInputs(metadata["kind"], file.get_tensor("inputs"), [str(label) for label in labels])
+            found = KeptInputs(
+                metadata["kind"], file.get_tensor("inputs"), [str(label) for label in labels]
+            )
         if metadata["format"] != FORMAT or not 0 < len(found.labels) == len(found.inputs):
             raise ValueError("it is of another format")
         return found
@@ -97,7 +99,9 @@ def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]
     return indices[np.linspace(0, len(indices) - 1, number).round().astype(np.int64)]
 
 
-def by_class(indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]:
+def by_class(
+    indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS
+) -> NDArray[np.int64]:
     """Return up to `number` of the indices, whole classes where they are small: Recall@1 needs items that have a partner.
 
     Classes are taken evenly spaced; with few large classes, items of each.

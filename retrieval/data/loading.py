@@ -116,11 +116,15 @@ class TrainBatches:
             )
         return self._epoch(number, start, rank, self.batch_size // world)
 
-    def _epoch(self, number: int, start: int, rank: int, size: int) -> Iterator[tuple[Tensor, Labels]]:
+    def _epoch(
+        self, number: int, start: int, rank: int, size: int
+    ) -> Iterator[tuple[Tensor, Labels]]:
         share = slice(rank * size, (rank + 1) * size)
         drawn = draw_epoch(self.labels, self.sampler, self._make.seed, number)[start:]
         drawn = np.repeat(drawn, self.views, axis=1)
-        labels = [self._labels(row, number, start + i, share) for i, row in enumerate(self.labels[drawn])]
+        labels = [
+            self._labels(row, number, start + i, share) for i, row in enumerate(self.labels[drawn])
+        ]
         jobs = [Job(items, number, start + i, share) for i, items in enumerate(self.indices[drawn])]
         if self._workers is not None:
             made = self._workers.run(jobs)
@@ -134,7 +138,9 @@ class TrainBatches:
         """Return a share of a batch's class ids."""
         own, mix = torch.from_numpy(labels[share]), self._make.mix(epoch, batch)
         return (
-            own if mix is None else MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
+            own
+            if mix is None
+            else MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
         )
 
     def __enter__(self) -> Self:
@@ -142,7 +148,10 @@ class TrainBatches:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close."""
         self.close()
@@ -191,5 +200,8 @@ def _ahead(make: Callable[[Any], T], jobs: Iterable[Any]) -> Iterator[T]:
         pending = iter(jobs)
         next_up = [thread.submit(make, job) for job in itertools.islice(pending, 1)]
         while next_up:
-            current, next_up = next_up[0], [thread.submit(make, job) for job in itertools.islice(pending, 1)]
+            current, next_up = (
+                next_up[0],
+                [thread.submit(make, job) for job in itertools.islice(pending, 1)],
+            )
             yield current.result()

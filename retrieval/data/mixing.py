@@ -44,7 +44,10 @@ class Mix:
         if table.mix is None:
             return None
         random = np.random.default_rng([key[0] % 2**64, *key[1:], _MIX])
-        weight, partner = float(random.beta(table.mix_alpha, table.mix_alpha)), random.permutation(size)
+        weight, partner = (
+            float(random.beta(table.mix_alpha, table.mix_alpha)),
+            random.permutation(size),
+        )
         if table.mix == "mixup":
             return cls(partner, weight, None)
         part = (1 - weight) ** 0.5
@@ -59,7 +62,9 @@ class Mix:
     def of(self, own: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return images (B, channels, H, W) with others mixed in."""
         if self.box is None:
-            mean = self.weight * own.astype(np.float32) + (1 - self.weight) * other.astype(np.float32)
+            mean = self.weight * own.astype(np.float32) + (1 - self.weight) * other.astype(
+                np.float32
+            )
             return np.rint(mean).astype(np.uint8)
         mixed = own.copy()
         mixed[:, :, *self.box] = other[:, :, *self.box]

@@ -28,7 +28,9 @@ TRIED = 8
 """Items whose features are compared with torch's."""
 
 
-def way_of(dataset: Dataset, preprocessing: Preprocessing | None, device: torch.device) -> str | None:
+def way_of(
+    dataset: Dataset, preprocessing: Preprocessing | None, device: torch.device
+) -> str | None:
     """Return which ONNX Runtime computes the features of a dataset; None where torch does.
 
     It is known without a look at the clock, so that the same recipe has the same features each time.
@@ -75,7 +77,9 @@ class OnnxBackbone:
     def _run(self, session: Any, pixels: NDArray[Any]) -> NDArray[np.float32]:
         given = pixels
         if len(pixels) < self.rows:
-            given = np.concatenate([pixels, np.zeros((self.rows - len(pixels), *self._shape), pixels.dtype)])
+            given = np.concatenate(
+                [pixels, np.zeros((self.rows - len(pixels), *self._shape), pixels.dtype)]
+            )
         try:
             (features,) = session.run(["features"], {"input": np.ascontiguousarray(given)})
         except Exception as fault:  # ONNX Runtime's errors share no public base class
@@ -99,7 +103,8 @@ class OnnxBackbone:
         check_size(self._model)
         samples = self._samples()
         signature = Signature(
-            {"input": (self.rows, *self._shape)}, {"features": (self.rows, self._model.backbone.features)}
+            {"input": (self.rows, *self._shape)},
+            {"features": (self.rows, self._model.backbone.features)},
         )
         with ready(self._model):
             module = FeatureEncoder(self._model).eval()
@@ -114,6 +119,9 @@ class OnnxBackbone:
             found = np.concatenate(
                 [self._run(opened, samples[i : i + size]) for i in range(0, len(samples), size)]
             )
-            if found.shape != expected.shape or not np.abs(found - expected).max() <= TOLERANCE * scale:
+            if (
+                found.shape != expected.shape
+                or not np.abs(found - expected).max() <= TOLERANCE * scale
+            ):
                 raise BundleError("The graph of the backbone does not agree with torch.")
         return opened

@@ -97,7 +97,9 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
         places = [where.get(name, ()) for name in (row.first, row.second)]
         for name, place in zip((row.first, row.second), places, strict=True):
             if len(place) != 1:
-                fault = "there is no such item" if not place else f"{len(place)} items have that name"
+                fault = (
+                    "there is no such item" if not place else f"{len(place)} items have that name"
+                )
                 if not place and not unknown and len(keys):  # once, where it is sure to be seen
                     fault += f" (the data's have keys such as {keys[0]!r})"
                     unknown = True
@@ -123,10 +125,14 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
     fold = np.fromiter((numbers[row.fold] for row in rows), np.int64, len(rows)) if folded else None
     if fold is not None and not problems:
         problems += fold_problems(same, fold, names)
-    return LabelledPairs(found[:, 0], found[:, 1], same, fold, tuple(names) if folded else ()), problems
+    return LabelledPairs(
+        found[:, 0], found[:, 1], same, fold, tuple(names) if folded else ()
+    ), problems
 
 
-def fold_problems(same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]) -> list[str]:
+def fold_problems(
+    same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]
+) -> list[str]:
     """Return why a threshold cannot be chosen for each fold on the others; empty when it can.
 
     Args:
@@ -165,8 +171,12 @@ def _lines(file: Path) -> list[str]:
         raise DataError(f"{file} does not exist. Relative paths start at {Path.cwd()}.") from None
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
-            raise DataError(f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
-        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+            raise DataError(
+                f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8."
+            ) from error
+        raise DataError(
+            f"{file} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from error
 
 
 def _by_key(keys: Sequence[str]) -> dict[str, list[int]]:
@@ -220,7 +230,13 @@ def _csv(lines: list[str]) -> tuple[list[Row], list[str]]:
                 problems.append(f"line {reader.line_num}: {fault}")
             else:
                 rows.append(
-                    Row(reader.line_num, row["first"], row["second"], row["same"] == "1", row.get("fold", ""))
+                    Row(
+                        reader.line_num,
+                        row["first"],
+                        row["second"],
+                        row["same"] == "1",
+                        row.get("fold", ""),
+                    )
                 )
     except csv.Error as error:
         problems.append(f"line {reader.line_num}: it is not valid CSV: {error}.")
@@ -235,7 +251,9 @@ def _header(header: list[str]) -> list[str]:
         if name not in header
     ]
     problems += [
-        f"the first line names '{n}' twice." for n in dict.fromkeys(header) if n and header.count(n) > 1
+        f"the first line names '{n}' twice."
+        for n in dict.fromkeys(header)
+        if n and header.count(n) > 1
     ]
     if len(problems) == len(COLUMNS):
         return [
@@ -352,7 +370,9 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
                 continue
             where = f"fold {k + 1}" if folds else "the list"
             there = (
-                f"line {line} is '{' '.join(words)[:60]}', not 'NAME images'" if words else "the file ends"
+                f"line {line} is '{' '.join(words)[:60]}', not 'NAME images'"
+                if words
+                else "the file ends"
             )
             problems.append(f"{where} should have {size:,} people; after {len(people):,} {there}.")
             return found, problems

@@ -44,7 +44,9 @@ class RawInputs:
         DataError: images for a backbone of vectors, or the other way round.
     """
 
-    def __init__(self, dataset: Dataset, preprocessing: Preprocessing | None, budget: int = BUDGET) -> None:
+    def __init__(
+        self, dataset: Dataset, preprocessing: Preprocessing | None, budget: int = BUDGET
+    ) -> None:
         if dataset.kind == "features" and preprocessing is not None:
             raise DataError(
                 "The dataset's items are vectors, and the backbone takes images. Use the backbone core.features."
@@ -71,7 +73,9 @@ class RawInputs:
 
     def ready(self, indices: NDArray[np.int64]) -> bool:
         """Whether these items cost no decoding."""
-        return self.array is not None or (self._kept is not None and bool(self._made[indices].all()))
+        return self.array is not None or (
+            self._kept is not None and bool(self._made[indices].all())
+        )
 
     def batch(
         self,
@@ -166,14 +170,19 @@ class RawInputs:
         return {**state, "_kept": None}
 
 
-def _as_inputs(arrays: NDArray[Any] | None, preprocessing: Preprocessing | None) -> NDArray[Any] | None:
+def _as_inputs(
+    arrays: NDArray[Any] | None, preprocessing: Preprocessing | None
+) -> NDArray[Any] | None:
     """Return the dataset's array as inputs, without a copy; None where items need work first."""
     if arrays is None:
         return None
     if preprocessing is None:
         return arrays if arrays.dtype == np.float32 else None
     height, width = preprocessing.size
-    if arrays.shape[1:3] != (height, width) or preprocessing.resize not in (None, min(height, width)):
+    if arrays.shape[1:3] != (height, width) or preprocessing.resize not in (
+        None,
+        min(height, width),
+    ):
         return None
     if arrays.ndim == 3 and preprocessing.channels == 1:
         return arrays[:, None]

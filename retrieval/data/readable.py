@@ -56,7 +56,9 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
             listed,
             more,
         )
-    return [i for i in range(len(files)) if i not in bad], [f"left out: {text}" for text in bad.values()]
+    return [i for i in range(len(files)) if i not in bad], [
+        f"left out: {text}" for text in bad.values()
+    ]
 
 
 def report_left_out(found: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:
@@ -115,5 +117,7 @@ def _remember(path: Path, bad: dict[int, str]) -> None:
         write_bytes(path, json.dumps(bad).encode(), shared=True)
     except OSError as error:  # the next run checks again: no reason to stop this one
         log.warning(
-            "What was found about the images cannot be kept in %s: %s.", path, error.strerror or error
+            "What was found about the images cannot be kept in %s: %s.",
+            path,
+            error.strerror or error,
         )

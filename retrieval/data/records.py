@@ -45,7 +45,9 @@ def read_records(
             raise DataError(
                 f"{path}: record {int(column.argmax())} has the label {int(column.max())}; labels go from 0 to {count - 1}."
             )
-    pixels = np.ascontiguousarray(records[:, first:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1))
+    pixels = np.ascontiguousarray(
+        records[:, first:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
+    )
     if grey:
         pixels = np.rint(pixels @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
     return pixels, records[:, :first]

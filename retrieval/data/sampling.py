@@ -32,7 +32,9 @@ def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
         )
 
 
-def draw_epoch(labels: NDArray[np.int64], sampler: Sampler, seed: int, epoch: int) -> NDArray[np.int64]:
+def draw_epoch(
+    labels: NDArray[np.int64], sampler: Sampler, seed: int, epoch: int
+) -> NDArray[np.int64]:
     """Return the batches of an epoch, (batches, P × M) positions in `labels`; the same for the same seed and epoch.
 
     The draw is pytorch-metric-learning's `MPerClassSampler`'s, to the last item: P classes at random for each batch, of each M items

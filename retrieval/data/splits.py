@@ -149,7 +149,9 @@ def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
     return np.fromiter((numbers[text] for text in texts), np.int64, len(texts)), classes
 
 
-def _sides(dataset: Dataset, split: Split, labels: Items, classes: list[str]) -> tuple[Items, Items, Items]:
+def _sides(
+    dataset: Dataset, split: Split, labels: Items, classes: list[str]
+) -> tuple[Items, Items, Items]:
     """Return the items that train (and validate), that validate by the dataset's own word, and that test."""
     none = np.empty(0, np.int64)
     if split.by == "given":
@@ -158,7 +160,10 @@ def _sides(dataset: Dataset, split: Split, labels: Items, classes: list[str]) ->
         held = np.isin(labels, _held_out(split.test, classes))
         return np.flatnonzero(~held), none, np.flatnonzero(held)
     if not isinstance(split.test, float | int):
-        refuse("[split] test", ['with by = "item" it is the fraction of each class\'s items, not a list.'])
+        refuse(
+            "[split] test",
+            ['with by = "item" it is the fraction of each class\'s items, not a list.'],
+        )
     train, test = _part_of_each(np.arange(len(labels)), labels, split.test, split.seed, "test")
     return train, none, test
 
@@ -166,7 +171,10 @@ def _sides(dataset: Dataset, split: Split, labels: Items, classes: list[str]) ->
 def _given(dataset: Dataset) -> tuple[Items, Items, Items]:
     own, roles = dataset.splits, dataset.roles
     if own is None and (roles is None or not any(roles)):
-        refuse("The dataset", ['it comes with no split of its own. Set [split] by = "class" or by = "item".'])
+        refuse(
+            "The dataset",
+            ['it comes with no split of its own. Set [split] by = "class" or by = "item".'],
+        )
     if own is None:
         assert roles is not None
         own = ["test" if role else "train" for role in roles]
@@ -192,7 +200,9 @@ def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int
     return [classes.index(name) for name in dict.fromkeys(names)]
 
 
-def _part_of_each(items: Items, labels: Items, part: float, seed: int, purpose: str) -> tuple[Items, Items]:
+def _part_of_each(
+    items: Items, labels: Items, part: float, seed: int, purpose: str
+) -> tuple[Items, Items]:
     """Divide items so that `part` of every class is on the second side; both sides ascend."""
     random = _generator(seed, purpose)
     taken = []
@@ -253,7 +263,9 @@ def _check(found: Splits) -> None:
             f"only the class '{found.classes[present[0]]}' is left to train on; there must be two at least."
         )
     elif counts.max() < 2:
-        problems.append("no class has two items to train on, so there is no pair of one class to learn from.")
+        problems.append(
+            "no class has two items to train on, so there is no pair of one class to learn from."
+        )
     single = [found.classes[i] for i in present if counts[i] == 1]
     if single and not problems:
         found.notes.append(
@@ -268,7 +280,9 @@ def _check(found: Splits) -> None:
     elif found.gallery is not None:
         alone = int((~np.isin(labels[found.query], labels[found.gallery])).sum())
         if alone == len(found.query):
-            problems.append("no query has an item of its class in the gallery, so none can find anything.")
+            problems.append(
+                "no query has an item of its class in the gallery, so none can find anything."
+            )
         elif alone:
             found.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
     elif np.bincount(labels[found.query]).max() < 2:

@@ -68,7 +68,10 @@ class OfSources(Subjects):
     def __init__(self, sources: Sequence[Sources], named: Sequence[str]) -> None:
         self._items = [item for each in sources for item in each.items]
         self._rows = [
-            each.features[item.row] for each in sources if each.features is not None for item in each.items
+            each.features[item.row]
+            for each in sources
+            if each.features is not None
+            for item in each.items
         ]
         self.kind = "features" if self._rows else "image"
         self.notes = [note for each in sources for note in each.left_out]
@@ -108,7 +111,12 @@ class OfDataset(Subjects):
         sides = [""] * len(dataset)
         test = ("test", splits.query) if splits.gallery is None else ("query", splits.query)
         gallery = () if splits.gallery is None else (("gallery", splits.gallery),)
-        for side, items in (("train", splits.train), ("validation", splits.validation), test, *gallery):
+        for side, items in (
+            ("train", splits.train),
+            ("validation", splits.validation),
+            test,
+            *gallery,
+        ):
             for item in items.tolist():
                 sides[item] = side
         self._dataset, self.kind = dataset, dataset.kind
@@ -117,7 +125,9 @@ class OfDataset(Subjects):
             for key, label, side in zip(dataset.keys, splits.labels.tolist(), sides, strict=True)
         ]
         self.notes = [*splits.notes, *getattr(dataset, "notes", ())]
-        whole = getattr(dataset, "boxes", None) is None  # of several items in one file the bytes say nothing
+        whole = (
+            getattr(dataset, "boxes", None) is None
+        )  # of several items in one file the bytes say nothing
         self._files: Sequence[Path] | None = getattr(dataset, "files", None) if whole else None
 
     def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
@@ -138,15 +148,25 @@ class OfDataset(Subjects):
 def _subjects(found: Sources, named: Path, side: str) -> list[Subject]:
     inside = [_inside(item, named) for item in found.items]
     tops = {parts[0].lower() for parts in inside if len(parts) > 1}
-    sided = not side and bool(tops) and tops <= SIDES.keys() and all(len(parts) > 2 for parts in inside)
+    sided = (
+        not side and bool(tops) and tops <= SIDES.keys() and all(len(parts) > 2 for parts in inside)
+    )
     made = []
     for item, parts in zip(found.items, inside, strict=True):
-        name = str(named.joinpath(*parts)) if parts else item.key if item.row is not None else item.name
+        name = (
+            str(named.joinpath(*parts))
+            if parts
+            else item.key
+            if item.row is not None
+            else item.name
+        )
         if sided:
             split, role = SIDES[parts[0].lower()]
             made.append(Subject(name, parts[1], role or split))
         else:
-            split, role = (str(item.metadata.get(column) or "").lower() for column in ("split", "role"))
+            split, role = (
+                str(item.metadata.get(column) or "").lower() for column in ("split", "role")
+            )
             own, known = SIDES.get(split, (split, ""))
             made.append(Subject(name, item.label, side or role or known or own))
     return made

@@ -26,7 +26,9 @@ class _Work(TorchDataset[Any]):
     def __getitem__(self, job: Job) -> Tensor | str:
         try:
             return self.make(job)
-        except DataError as error:  # raised over there it would come back as a traceback in a string
+        except (
+            DataError
+        ) as error:  # raised over there it would come back as a traceback in a string
             return str(error)
 
 

@@ -29,7 +29,9 @@ from retrieval.serving.runtime import load_faiss
 ROUNDS = 100
 
 
-def cluster_figures(codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0) -> dict[str, float]:
+def cluster_figures(
+    codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0
+) -> dict[str, float]:
     """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,); see the module.
 
     Raises:

@@ -23,7 +23,12 @@ ENOUGH = 30
 
 
 def draw_pairs(
-    items: Items, labels: Items, *, count: int | None = None, folds: int | None = None, seed: int = 0
+    items: Items,
+    labels: Items,
+    *,
+    count: int | None = None,
+    folds: int | None = None,
+    seed: int = 0,
 ) -> LabelledPairs:
     """Draw pairs of items, as many of one class as of two, the same number of each in every fold.
 
@@ -51,7 +56,10 @@ def draw_pairs(
             f"{count:,} pairs cannot be drawn, half of them same, in {wanted} equal folds: take a multiple of {2 * wanted}."
         )
     most = [_same_capacity(labels), _different_capacity(labels)]
-    words = ("no class has two items, so no two are the same", "they are of one class, so no two differ")
+    words = (
+        "no class has two items, so no two are the same",
+        "they are of one class, so no two differ",
+    )
     problems += [f"{word}." for number, word in zip(most, words, strict=True) if not number]
     if not problems and folds is None and count is None:
         wanted = min(wanted, *most)
@@ -128,7 +136,11 @@ def _undivided(
     order = np.argsort(fold, kind="stable")
     same = np.repeat([True, False], each * folds)
     return LabelledPairs(
-        items[rows[order, 0]], items[rows[order, 1]], same[order], fold[order].astype(np.int64), _names(folds)
+        items[rows[order, 0]],
+        items[rows[order, 1]],
+        same[order],
+        fold[order].astype(np.int64),
+        _names(folds),
     )
 
 
@@ -197,7 +209,9 @@ def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
         j += j * (j + 1) // 2 <= chosen
         i = chosen - j * (j - 1) // 2
         flip = random.random(len(chosen)) < 0.5
-        parts.append(order[starts[c] + np.stack([np.where(flip, j, i), np.where(flip, i, j)], axis=1)])
+        parts.append(
+            order[starts[c] + np.stack([np.where(flip, j, i), np.where(flip, i, j)], axis=1)]
+        )
     return np.concatenate(parts).astype(np.int64)
 
 

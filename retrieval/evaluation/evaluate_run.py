@@ -112,7 +112,9 @@ class RunEvaluation:
             kept = ", ".join(
                 f"{value:.3f} at {count}" for count, value in self.candidates.overlap_at_10.items()
             )
-            lines.append(f"first ten shared with the exhaustive ranking, by number of candidates: {kept}")
+            lines.append(
+                f"first ten shared with the exhaustive ranking, by number of candidates: {kept}"
+            )
         return "\n".join(lines)
 
 
@@ -187,7 +189,9 @@ def evaluate_run(
     """
     refuse_side(side)
     run = run if isinstance(run, Run) else load_run(run)
-    names = ([metrics] if isinstance(metrics, str) else list(metrics)) or run.recipe.evaluate.metrics
+    names = (
+        [metrics] if isinstance(metrics, str) else list(metrics)
+    ) or run.recipe.evaluate.metrics
     chosen = resolve_metrics(names, run.plugins)
     clusters = clusters or run.recipe.evaluate.clusters
     query, gallery = (
@@ -195,7 +199,9 @@ def evaluate_run(
     )
     if not len(query):
         raise DataError(f"{run.path} has no {side} items: its [split] keeps none.")
-    device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu"
+    )
     model = run.model.to(device)
 
     protocol = Protocol(run, query, gallery)
@@ -210,9 +216,14 @@ def evaluate_run(
         rows.update((name + change, row) for change, row in measured)
         return rows[name].first
 
-    trained = measure("trained", codes(query), None if gallery is None else codes(gallery), distance)
+    trained = measure(
+        "trained", codes(query), None if gallery is None else codes(gallery), distance
+    )
     if baseline:
-        raw = [None if items is None else pixels(run.dataset, items, model) for items in (query, gallery)]
+        raw = [
+            None if items is None else pixels(run.dataset, items, model)
+            for items in (query, gallery)
+        ]
         measure("raw vectors" if run.dataset.kind == "features" else "raw pixels", *raw)
     figures = {name: row.values for name, row in rows.items()}
     candidates = None
@@ -247,7 +258,9 @@ def _served(
     theirs = labels[query if gallery is None else gallery]
     exclude = np.arange(len(query)) if gallery is None else None
     rescorer = bundle.manifest.rescorer
-    deepest = max((m.depth for m in metrics.values() if isinstance(m.depth, int)), default=OVERLAP_AT)
+    deepest = max(
+        (m.depth for m in metrics.values() if isinstance(m.depth, int)), default=OVERLAP_AT
+    )
     k = min(len(theirs) - (exclude is not None), max(deepest, OVERLAP_AT))
     step = None
     if rescorer is None:
@@ -255,7 +268,9 @@ def _served(
     else:
         rows, overlaps = _rescored(bundle, ours, others, exclude, k, rescorer.candidates)
         step = CandidateStep(overlaps, rescorer.candidates)
-    relevant = np.bincount(theirs, minlength=int(labels.max()) + 1)[labels[query]] - int(gallery is None)
+    relevant = np.bincount(theirs, minlength=int(labels.max()) + 1)[labels[query]] - int(
+        gallery is None
+    )
     asked = relevant > 0
     matches = (theirs[rows] == labels[query][:, None]) & (rows >= 0)
     figures = {
@@ -269,13 +284,18 @@ def _served(
 def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
     """Return a bundle's "vector", "query" and "code" (None without a rescorer) of items of a run, (N, P) and (N, C)."""
     parts = [
-        bundle.encode(chunk.numpy()) for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
+        bundle.encode(chunk.numpy())
+        for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
     ]
     vectors = np.concatenate([p.vector for p in parts])
     return {
         "vector": vectors,
-        "query": np.concatenate([p.query for p in parts]) if parts[0].query is not None else vectors,
-        "code": np.concatenate([p.code for p in parts if p.code is not None]) if bundle.has_code else None,
+        "query": np.concatenate([p.query for p in parts])
+        if parts[0].query is not None
+        else vectors,
+        "code": np.concatenate([p.code for p in parts if p.code is not None])
+        if bundle.has_code
+        else None,
     }
 
 
@@ -294,7 +314,9 @@ def _rescored(
     size, asked = len(others["vector"]), len(ours["query"])
     counts = sorted({min(c, size) for c in (50, 200, 500, candidates)})
     deepest = min(counts[-1], size - (exclude is not None))
-    proposed = nearest_in_each(ours["query"], others["vector"], deepest, bundle.manifest.subspaces, exclude)
+    proposed = nearest_in_each(
+        ours["query"], others["vector"], deepest, bundle.manifest.subspaces, exclude
+    )
     rows = np.full((asked, k), -1, dtype=np.int64)
     kept = dict.fromkeys(counts, 0.0)
     sampled = np.linspace(0, asked - 1, min(asked, OVERLAP_QUERIES)).round().astype(np.int64)
@@ -320,7 +342,11 @@ def _rescored(
 
 
 def nearest_in_each(
-    query: Floats, vector: Floats, k: int, subspaces: Sequence[SubspaceEntry], exclude: Rows | None = None
+    query: Floats,
+    vector: Floats,
+    k: int,
+    subspaces: Sequence[SubspaceEntry],
+    exclude: Rows | None = None,
 ) -> Rows:
     """Return each sub-space's exact k nearest rows (S, Q, k); without sub-spaces the whole vector is the one.
 

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 
 _TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
-DEFAULT_METRICS = ("recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r")
+DEFAULT_METRICS = (
+    "recall_at_1",
+    "recall_at_2",
+    "recall_at_4",
+    "recall_at_8",
+    "r_precision",
+    "map_at_r",
+)
 
 
 @dataclass(frozen=True)
@@ -105,19 +112,27 @@ def evaluate(
             not finite.
         RetrievalError: a metric that does not exist.
     """
-    chosen = dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
+    chosen = (
+        dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
+    )
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together: one of them is missing.")
     searched = codes if gallery is None else gallery
     for what, rows in (("codes", codes), ("gallery codes", searched)):
-        if len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2:  # the code of one item, most often
-            raise DataError(f"The {what} have shape {shape}: codes must be a matrix, one row per item.")
+        if (
+            len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2
+        ):  # the code of one item, most often
+            raise DataError(
+                f"The {what} have shape {shape}: codes must be a matrix, one row per item."
+            )
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     hidden = None if exclude is None else exclude.hidden(query_class, item_class)
     if by is not None:
         if len(by) != len(codes):
             raise DataError(f"There are {len(codes):,} queries and {len(by):,} values to group by.")
-        by = read_values(by, "values to group by", "Leave those queries out, or give them a value.").tolist()
+        by = read_values(
+            by, "values to group by", "Leave those queries out, or give them a value."
+        ).tolist()
     search = Search(codes, gallery, hidden, distance, block, device)
     if relevance is not None:
         with Meter("searching", len(codes), "queries") as meter:
@@ -183,7 +198,9 @@ def matching(
             codes = codes.float()  # exactly, of half precision
         place = np.empty(len(query_class), np.int64)
         place[asked] = np.arange(len(asked))
-        for rows, matches, failed in Ranking(codes.numpy(), item_class, asked[:ranked], depths[:ranked]):
+        for rows, matches, failed in Ranking(
+            codes.numpy(), item_class, asked[:ranked], depths[:ranked]
+        ):
             yield rows[~failed], matches[~failed]
             left.append(place[rows[failed]])
     rest = np.sort(np.concatenate(left))
@@ -208,7 +225,10 @@ def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
 
 def means(values: Mapping[str, NDArray[np.float64]], asked: Ints) -> dict[str, float]:
     """Return the means over some queries, ascending: a mean's rounding depends on the order."""
-    return {name: float(each[asked].mean()) if len(asked) else float("nan") for name, each in values.items()}
+    return {
+        name: float(each[asked].mean()) if len(asked) else float("nan")
+        for name, each in values.items()
+    }
 
 
 def metric_title(metric: str) -> str:
@@ -268,5 +288,7 @@ def class_numbers(
 def _one_each(labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: str) -> NDArray[Any]:
     array = read_labels(labels, what)
     if len(array) != count:
-        raise DataError(f"There are {count:,} {of} and {len(array):,} {what}: one label per item is needed.")
+        raise DataError(
+            f"There are {count:,} {of} and {len(array):,} {what}: one label per item is needed."
+        )
     return array

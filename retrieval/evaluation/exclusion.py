@@ -48,7 +48,9 @@ class Exclusion:
             (theirs, len(item_class), "gallery items"),
         ):
             if len(values) != count:
-                raise DataError(f"There are {count:,} {what} and {len(values):,} values to exclude by.")
+                raise DataError(
+                    f"There are {count:,} {what} and {len(values):,} values to exclude by."
+                )
         groups = group_numbers(ours, theirs)
         return Hidden(groups[0], groups[1], query_class, item_class, self.same_label, itself)
 
@@ -59,7 +61,10 @@ def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Int
 
     def numbered(values: Sequence[Any], missing: int) -> Ints:
         return np.array(
-            [missing if is_missing(v) or v == "" else known.setdefault(v, len(known)) for v in values],
+            [
+                missing if is_missing(v) or v == "" else known.setdefault(v, len(known))
+                for v in values
+            ],
             np.int64,
         )
 
@@ -101,8 +106,12 @@ class Hidden:
         if self.same_label:
             return self.matching()
         # one count at least: where no query has a value, the first one is looked up and not used
-        counts = np.bincount(self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=0)) + 1)
-        return np.where(self.query < 0, int(self.itself), counts[np.maximum(self.query, 0)]).astype(np.int64)
+        counts = np.bincount(
+            self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=0)) + 1
+        )
+        return np.where(self.query < 0, int(self.itself), counts[np.maximum(self.query, 0)]).astype(
+            np.int64
+        )
 
     def visible(self, rows: Ints, found: Ints) -> Bools:
         """Return which of the items (B, k) that were found for some queries (B,) they may see; −1 is none."""
@@ -148,7 +157,9 @@ class Search:
         """
         search, hidden = self._neighbors, self.hidden
         # Hidden items take ranks of the search: so many more are asked for.
-        reach = depths if hidden is None else np.minimum(depths + hidden.every()[asked], search.size)
+        reach = (
+            depths if hidden is None else np.minimum(depths + hidden.every()[asked], search.size)
+        )
         done = 0
         while done < len(asked):
             part = slice(done, done + search.block(int(reach[done : done + 1024].max())))
@@ -171,7 +182,9 @@ class Search:
         items = np.full((len(asked), k), -1, np.int64)
         distances = np.full((len(asked), k), np.inf, np.float32)
         # queries with few hidden items first: a block is searched as deep as its deepest query
-        hidden = np.zeros(len(asked), np.int64) if self.hidden is None else self.hidden.every()[asked]
+        hidden = (
+            np.zeros(len(asked), np.int64) if self.hidden is None else self.hidden.every()[asked]
+        )
         order, done = np.argsort(hidden, kind="stable"), 0
         for rows, near, far in self.blocks(asked[order], np.full(len(asked), k)):
             part = order[done : done + len(rows)]

@@ -196,7 +196,9 @@ class Neighbors:
             )
         return values
 
-    def _euclidean(self, queries: Tensor, k: int, left_out: Rows | None) -> tuple[Rows, NDArray[np.float64]]:
+    def _euclidean(
+        self, queries: Tensor, k: int, left_out: Rows | None
+    ) -> tuple[Rows, NDArray[np.float64]]:
         """Return columns and distances (B, k)."""
         scaled = self._scaled(queries)
         if float(scaled.abs().max() if scaled.numel() else 0) > 2.0**60:
@@ -220,7 +222,12 @@ class Neighbors:
 
     def _shallow(self, k: int) -> bool:
         """Return whether `nearest` searches for so many neighbours."""
-        few = self.distance is None and self.device.type == "cpu" and self.width and k * _DEEP <= self.size
+        few = (
+            self.distance is None
+            and self.device.type == "cpu"
+            and self.width
+            and k * _DEEP <= self.size
+        )
         return bool(few) and self._singles is not None
 
     def _scaled(self, codes: Tensor) -> Tensor:
@@ -252,7 +259,9 @@ class Neighbors:
         columns, squared = _parts(keys[:, :k])
         return columns, squared, (squared[:, -1] >= beyond) & (wide < self.size)
 
-    def _full(self, queries: Tensor, k: int, left_out: Rows | None) -> tuple[Rows, NDArray[np.float64]]:
+    def _full(
+        self, queries: Tensor, k: int, left_out: Rows | None
+    ) -> tuple[Rows, NDArray[np.float64]]:
         """Measure all pairs; return columns and squared distances (B, k)."""
         codes, factors = self._doubles
         norms = queries.square().sum(1)
@@ -262,18 +271,24 @@ class Neighbors:
         floor = norms * _CANCELLED
         crowded = ((squared < floor[:, None]).sum(1) > k).nonzero().ravel()
         if len(crowded):  # a collapsed embedding: nearly all its pairs are measured again
-            apart = torch.cdist(queries[crowded], codes, compute_mode="donot_use_mm_for_euclid_dist")
+            apart = torch.cdist(
+                queries[crowded], codes, compute_mode="donot_use_mm_for_euclid_dist"
+            )
             squared[crowded] = apart.square_()
             floor[crowded] = 0
         columns, values = self._selected(squared, k, left_out)
         for query, place in _pairs(values < floor.cpu().numpy()[:, None], max(self.width, 1)):
-            row, column = (torch.from_numpy(each).to(self.device) for each in (query, columns[query, place]))
+            row, column = (
+                torch.from_numpy(each).to(self.device) for each in (query, columns[query, place])
+            )
             values[query, place] = (queries[row] - codes[column]).square_().sum(1).cpu().numpy()
         keys = rounded_keys(values, columns)
         keys.sort(axis=1)
         return _parts(keys)
 
-    def _selected(self, values: Tensor, k: int, left_out: Rows | None) -> tuple[Rows, NDArray[np.float64]]:
+    def _selected(
+        self, values: Tensor, k: int, left_out: Rows | None
+    ) -> tuple[Rows, NDArray[np.float64]]:
         """Return columns and rounded values (B, k) of the k smallest of each row, smallest first."""
         if left_out is not None:
             chosen = np.flatnonzero(left_out >= 0)
@@ -342,7 +357,9 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
         if array.dtype.kind not in "fiub":
             raise DataError(f"The {what} are of type {array.dtype}: codes must be numbers.")
         codes = torch.from_numpy(
-            np.ascontiguousarray(array, dtype=array.dtype if array.dtype.kind == "f" else np.float64)
+            np.ascontiguousarray(
+                array, dtype=array.dtype if array.dtype.kind == "f" else np.float64
+            )
         )
     codes = codes.detach()
     if codes.ndim != 2:

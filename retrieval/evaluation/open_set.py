@@ -60,4 +60,6 @@ def open_set(
     thresholds = np.unique(apart[rows[:, 0] >= 0, 0])  # one that may see nothing is never accepted
     accepted = np.searchsorted(strangers, thresholds, side="right") / len(strangers)
     identified = np.searchsorted(ours, thresholds, side="right") / int(known.sum())
-    return {f"dir_at_far_{far:g}": float(identified[accepted <= far].max(initial=0.0)) for far in fars}
+    return {
+        f"dir_at_far_{far:g}": float(identified[accepted <= far].max(initial=0.0)) for far in fars
+    }

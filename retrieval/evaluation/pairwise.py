@@ -161,7 +161,9 @@ def pairwise(
                     values[name][rows[some]] = measure(matches[some], relevant[rows[some]])
             meter.update()
     asked = np.flatnonzero(relevant > 0)
-    return Evaluation(means(values, asked), len(asked), len(searched), len(query_class) - len(asked))
+    return Evaluation(
+        means(values, asked), len(asked), len(searched), len(query_class) - len(asked)
+    )
 
 
 def _blocks(

@@ -78,12 +78,18 @@ def neighbours(
             "Neighbours are drawn of an opened index, then the queries: neighbours(retrieval.open_index(path), queries)."
         )
     images = (
-        list(queries) if isinstance(queries, Sequence) and not isinstance(queries, str | bytes) else [queries]
+        list(queries)
+        if isinstance(queries, Sequence) and not isinstance(queries, str | bytes)
+        else [queries]
     )
     if not images or len(images) > MOST_QUERIES:
-        raise DataError(f"A picture of neighbours shows 1 to {MOST_QUERIES} queries, not {len(images)}.")
+        raise DataError(
+            f"A picture of neighbours shows 1 to {MOST_QUERIES} queries, not {len(images)}."
+        )
     if labels is not None and len(labels) != len(images):
-        raise DataError(f"There are {len(labels)} labels for {len(images)} queries; give each query one.")
+        raise DataError(
+            f"There are {len(labels)} labels for {len(images)} queries; give each query one."
+        )
     names = None if labels is None else read_labels(labels)
     if names is not None and names.dtype.kind != "U":
         raise DataError(
@@ -103,14 +109,18 @@ def neighbours(
         for cell in cells[1 + len(hits) :]:
             cell.set_visible(False)
     marks = "" if names is None else ": ✓ right, ✗ wrong"
-    figure.suptitle(f"Queries with their {columns - 1} nearest{marks}, and the distance", fontsize=10)
+    figure.suptitle(
+        f"Queries with their {columns - 1} nearest{marks}, and the distance", fontsize=10
+    )
     return figure
 
 
 def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
     """Draw one answer; a file that is gone is an empty cell with its name."""
     right = hit.label == label
-    mark, colour = ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
+    mark, colour = (
+        ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
+    )
     title = f"{hit.id if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
     try:
         pixels = None if hit.path is None else _pixels(hit.path)
@@ -118,10 +128,14 @@ def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
         pixels = None
     _cell(cell, pixels, title, colour, 2.5)
     if pixels is None:
-        cell.text(0.5, 0.5, f"cannot read\n{Path(hit.id).name}", ha="center", va="center", fontsize=6)
+        cell.text(
+            0.5, 0.5, f"cannot read\n{Path(hit.id).name}", ha="center", va="center", fontsize=6
+        )
 
 
-def _cell(cell: Axes, pixels: np.ndarray[Any, Any] | None, title: str, colour: str, width: float) -> None:
+def _cell(
+    cell: Axes, pixels: np.ndarray[Any, Any] | None, title: str, colour: str, width: float
+) -> None:
     if pixels is not None:
         top = 1 if pixels.dtype == np.bool_ else 255
         cell.imshow(pixels, cmap="gray", vmin=0, vmax=top, interpolation="nearest")
@@ -162,7 +176,9 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
     for panel, keys, name in zip(panels, (losses, validated), ("loss", "validation"), strict=False):
         for key in keys:
             points = [
-                (epoch, r[key]) for epoch, r in enumerate(records, 1) if isinstance(r.get(key), int | float)
+                (epoch, r[key])
+                for epoch, r in enumerate(records, 1)
+                if isinstance(r.get(key), int | float)
             ]
             label = key.removeprefix("validation_").replace("_", " ")
             panel.plot(*zip(*points, strict=True), marker=".", label=label)
@@ -171,7 +187,9 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
         panel.spines[["top", "right"]].set_visible(False)
     _mark_phases(list(panels), records)
     best = [
-        (r["validation_map_at_r"], -epoch) for epoch, r in enumerate(records, 1) if "validation_map_at_r" in r
+        (r["validation_map_at_r"], -epoch)
+        for epoch, r in enumerate(records, 1)
+        if "validation_map_at_r" in r
     ]
     if best:
         panels[1].axvline(-max(best)[1], color="black", linestyle=":", linewidth=1)
@@ -182,12 +200,17 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
 
 def _mark_phases(panels: Sequence[Axes], records: Sequence[dict[str, Any]]) -> None:
     """Part the phases by lines, and name each; nothing for one phase."""
-    phases = [(name, len(list(group))) for name, group in groupby(str(r.get("phase", "")) for r in records)]
+    phases = [
+        (name, len(list(group)))
+        for name, group in groupby(str(r.get("phase", "")) for r in records)
+    ]
     begin = 1
     for name, epochs in phases if len(phases) > 1 else []:
         for panel in panels if begin > 1 else []:
             panel.axvline(begin - 0.5, color="0.75", linewidth=1)
-        panels[0].text(begin, 1.02, name, transform=panels[0].get_xaxis_transform(), fontsize=8, color="0.4")
+        panels[0].text(
+            begin, 1.02, name, transform=panels[0].get_xaxis_transform(), fontsize=8, color="0.4"
+        )
         begin += epochs
 
 
@@ -231,9 +254,13 @@ def map(
     """
     points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:
-        raise DataError(f"A map is drawn of codes (N, C), N and C at least 2, not of shape {points.shape}.")
+        raise DataError(
+            f"A map is drawn of codes (N, C), N and C at least 2, not of shape {points.shape}."
+        )
     if not np.isfinite(points).all():
-        raise DataError("The codes hold NaN or infinity; there is no place for those items on a map.")
+        raise DataError(
+            "The codes hold NaN or infinity; there is no place for those items on a map."
+        )
     if names.shape != points.shape[:1]:
         raise DataError(
             f"There are {len(points)} codes, and labels of shape {names.shape}; give each code one label."
@@ -246,15 +273,21 @@ def map(
         for number, name in enumerate(classes):
             own = plane[numbers == number]
             panel.scatter(own[:, 0], own[:, 1], s=8, color=f"C{number}", label=str(name))
-        panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="class")
+        panel.legend(
+            frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="class"
+        )
     else:
         panel.scatter(plane[:, 0], plane[:, 1], s=8, c=numbers, cmap="turbo")
-    panel.set(title=f"{title}, {len(points):,} items of {len(classes):,} classes", xticks=[], yticks=[])
+    panel.set(
+        title=f"{title}, {len(points):,} items of {len(classes):,} classes", xticks=[], yticks=[]
+    )
     panel.set_aspect("equal", adjustable="datalim")
     return figure
 
 
-def _plane(points: np.ndarray[Any, Any], method: str, seed: int) -> tuple[np.ndarray[Any, Any], str]:
+def _plane(
+    points: np.ndarray[Any, Any], method: str, seed: int
+) -> tuple[np.ndarray[Any, Any], str]:
     """Return the items' places (N, 2), and what the map is."""
     if method == "pca":
         from sklearn.decomposition import PCA
@@ -270,5 +303,7 @@ def _plane(points: np.ndarray[Any, Any], method: str, seed: int) -> tuple[np.nda
         from sklearn.manifold import TSNE
 
         perplexity = min(30.0, (len(points) - 1) / 3)
-        return TSNE(2, perplexity=perplexity, init="random", random_state=seed).fit_transform(points), "t-SNE"
+        return TSNE(2, perplexity=perplexity, init="random", random_state=seed).fit_transform(
+            points
+        ), "t-SNE"
     raise DataError(f"A map's method is 'pca' or 'tsne', not {method!r}.")

@@ -65,7 +65,9 @@ class Protocol:
     @property
     def said(self) -> list[str]:
         """The keys of `[evaluate]` that are set."""
-        return [key for key in KEYS if getattr(self.run.recipe.evaluate, key) not in (None, [], False)]
+        return [
+            key for key in KEYS if getattr(self.run.recipe.evaluate, key) not in (None, [], False)
+        ]
 
     def refuse_bundle(self) -> None:
         """Refuse to measure a bundle where a key is set that its search does not know.
@@ -98,9 +100,13 @@ class Protocol:
         if (rerank := table.rerank) is not None:
             further[" re-ranked"] = lambda a, b, hidden: reranked(a, b, **rerank.model_dump())
         if (expand := table.expand) is not None:
-            further[" expanded"] = lambda a, b, hidden: expanded(a, b, hidden=hidden, **expand.model_dump())
+            further[" expanded"] = lambda a, b, hidden: expanded(
+                a, b, hidden=hidden, **expand.model_dump()
+            )
         if (augment := table.augment) is not None:
-            further[" augmented"] = lambda a, b, hidden: expanded(a, b, queries=False, **augment.model_dump())
+            further[" augmented"] = lambda a, b, hidden: expanded(
+                a, b, queries=False, **augment.model_dump()
+            )
         if distance is not None and further:
             raise DataError(
                 "[evaluate] rerank, expand and augment go by Euclidean distance, and the [combiner] has its own. "
@@ -110,7 +116,9 @@ class Protocol:
         for name, change in further.items():
             yield name, self._row(query, gallery, None, change, given)
 
-    def _row(self, query: Any, gallery: Any, distance: Any, change: Any, given: dict[str, Any]) -> Measured:
+    def _row(
+        self, query: Any, gallery: Any, distance: Any, change: Any, given: dict[str, Any]
+    ) -> Measured:
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
         found, figures, began = [], [], time.perf_counter()
         for ours, theirs in self.rounds():
@@ -121,7 +129,9 @@ class Protocol:
             arguments = self.arguments(items, others)
             exclude: Exclusion | None = arguments.get("exclude")
             named = None if others is None else labels[others]
-            numbers = class_numbers(labels[items], len(left), named, len(left if right is None else right))
+            numbers = class_numbers(
+                labels[items], len(left), named, len(left if right is None else right)
+            )
             if change is not None:
                 # a search knows its query's camera, and not its label: who is hidden by both is dropped from the answers alone
                 known = None if exclude is None or exclude.same_label else exclude.hidden(*numbers)
@@ -132,7 +142,13 @@ class Protocol:
             figures.append(dict(found[-1].values))
             if rates:
                 figures[-1] |= open_set(
-                    left, numbers[0], right, numbers[1], fars=rates, distance=distance, exclude=exclude
+                    left,
+                    numbers[0],
+                    right,
+                    numbers[1],
+                    fars=rates,
+                    distance=distance,
+                    exclude=exclude,
                 )
         seconds = time.perf_counter() - began
         drawn = len(found) > 1
@@ -151,7 +167,9 @@ class Protocol:
             yield None, None
             return
         if self.gallery is not None:
-            raise DataError("[evaluate] gallery_items: the data have a gallery of their own. Leave it out.")
+            raise DataError(
+                "[evaluate] gallery_items: the data have a gallery of their own. Leave it out."
+            )
         labels = self.run.splits.labels[self.query]
         if np.bincount(labels).max() <= table.gallery_items:
             raise DataError(f"[evaluate] gallery_items = {table.gallery_items}: no class has so many test items and one more.")  # fmt: skip
@@ -216,17 +234,23 @@ class Protocol:
             there = f"they have: {', '.join(known)}" if known else "they have none"
             refuse(
                 f"[evaluate] {key}",
-                [f"the data have no column '{name}' of metadata ({there}).{did_you_mean(name, known)}"],
+                [
+                    f"the data have no column '{name}' of metadata ({there}).{did_you_mean(name, known)}"
+                ],
             )
         return [row.get(name) for row in rows]
 
 
-def _taken(values: Sequence[Any], query: Items, gallery: Items | None) -> tuple[list[Any], list[Any] | None]:
+def _taken(
+    values: Sequence[Any], query: Items, gallery: Items | None
+) -> tuple[list[Any], list[Any] | None]:
     """Return a column's values of the queries, and of the gallery where there is one."""
     return [values[i] for i in query], None if gallery is None else [values[i] for i in gallery]
 
 
 def _tags(value: Any) -> list[str]:
     """Return the labels of a value: a list, or text with ";" between them."""
-    parts = value if isinstance(value, list | tuple) else [] if value is None else str(value).split(";")
+    parts = (
+        value if isinstance(value, list | tuple) else [] if value is None else str(value).split(";")
+    )
     return [text for part in parts if (text := str(part).strip())]

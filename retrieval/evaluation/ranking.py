@@ -215,7 +215,9 @@ class Ranking:
             matches[some], failed[some] = self._settled(panel, some, near, item)
         return matches, failed
 
-    def _settled(self, panel: _Panel, chosen: Ints, near: Floats, item: Ints) -> tuple[Bools, Bools]:
+    def _settled(
+        self, panel: _Panel, chosen: Ints, near: Floats, item: Ints
+    ) -> tuple[Bools, Bools]:
         """Return matches (B, k) in the true order, and which queries are left to full search (B,).
 
         Args:

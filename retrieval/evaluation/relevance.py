@@ -61,7 +61,9 @@ class Levels:
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N); see `Relevance`."""
         grades = np.zeros((len(rows), self.sizes[1]), np.float32)
-        for place in reversed(range(len(self._levels))):  # coarse first: a finer level overwrites it
+        for place in reversed(
+            range(len(self._levels))
+        ):  # coarse first: a finer level overwrites it
             ours, theirs = self._levels[place]
             grades[ours[rows, None] == theirs] = len(self._levels) - place
         return grades
@@ -153,7 +155,9 @@ def graded_values(
         kept = np.flatnonzero(relevant[rows] > 0)
         if len(kept) and metrics:
             rows, grades = rows[kept], grades[kept]
-            for name, of_rows in _graded(search, relevance, metrics, rows, grades, relevant[rows]).items():
+            for name, of_rows in _graded(
+                search, relevance, metrics, rows, grades, relevant[rows]
+            ).items():
                 values[name][rows] = of_rows
         progress(count)
     return values, relevant
@@ -195,5 +199,7 @@ def _graded(
 def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
     """Return how many neighbours the metrics look at, of so many relevant ones and so many items."""
     depths = {"relevant": relevant, "all": size}
-    wanted = (one.depth if isinstance(one.depth, int) else depths[one.depth] for one in chosen.values())
+    wanted = (
+        one.depth if isinstance(one.depth, int) else depths[one.depth] for one in chosen.values()
+    )
     return max(wanted, default=1)

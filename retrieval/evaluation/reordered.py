@@ -111,7 +111,9 @@ def reranked(
         raise DataError(f"[evaluate] rerank: there are {len(every):,} queries and gallery items; {MOST:,} can be re-ranked.")  # fmt: skip
     k1, k2 = min(k1, len(every) - 1), min(k2, len(every))
     others, _ = Search(every, None).nearest(k1)
-    near = np.concatenate([np.arange(len(every))[:, None], others], axis=1)  # first each item itself
+    near = np.concatenate(
+        [np.arange(len(every))[:, None], others], axis=1
+    )  # first each item itself
     codes = torch.from_numpy(every)
     largest = np.array([float(_squared(part, codes).max()) for part in codes[:, None]])
     encoded = _encoded(every, near, largest, k1)
@@ -119,7 +121,9 @@ def reranked(
         rows = np.repeat(np.arange(len(every)), k2)
         from scipy.sparse import csr_array
 
-        mean = csr_array((np.full(len(rows), 1 / k2), (rows, near[:, :k2].ravel())), shape=(len(every),) * 2)
+        mean = csr_array(
+            (np.full(len(rows), 1 / k2), (rows, near[:, :k2].ravel())), shape=(len(every),) * 2
+        )
         encoded = (mean @ encoded).tocsr()
     start = 0 if gallery is None else len(ours)
 
@@ -160,7 +164,9 @@ def _encoded(every: Floats, near: NDArray[np.int64], largest: Floats, k1: int) -
         columns.append(grown)
         weights.append(weight / weight.sum())
         ends.append(ends[-1] + len(grown))
-    return csr_array((np.concatenate(weights), np.concatenate(columns), ends), shape=(len(every),) * 2)
+    return csr_array(
+        (np.concatenate(weights), np.concatenate(columns), ends), shape=(len(every),) * 2
+    )
 
 
 def _shared(left: Any, right: Any) -> Floats:

@@ -44,7 +44,9 @@ class Roc:
             same: how many same pairs it was made of.
             different: how many different pairs.
         """
-        steps = np.stack([np.rint(np.diff(self.tar) * same), np.rint(np.diff(self.far) * different)])
+        steps = np.stack(
+            [np.rint(np.diff(self.tar) * same), np.rint(np.diff(self.far) * different)]
+        )
         across = steps[0, 1:] * steps[1, :-1] != steps[0, :-1] * steps[1, 1:]
         kept = np.concatenate([[True], across, [True]])
         return Roc(self.threshold[kept], self.far[kept], self.tar[kept])
@@ -149,7 +151,9 @@ def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
     """Return the threshold that judges most pairs rightly; the distances ascend."""
     # judged rightly when the i nearest are accepted
     right = np.concatenate([[0], np.cumsum(np.where(same, 1, -1))])
-    cut = np.concatenate([[True], distances[1:] > distances[:-1], [True]])  # equal distances are never parted
+    cut = np.concatenate(
+        [[True], distances[1:] > distances[:-1], [True]]
+    )  # equal distances are never parted
     i = int(np.where(cut, right, -len(same) - 1).argmax())
     if i == 0:
         return float(np.nextafter(distances[0], -np.inf))
@@ -161,7 +165,9 @@ def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
 
 def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
     """Return which pairs are the same. Truth as Python has it would take NaN, -1 and the text "False" for true."""
-    flags = read_values(same, "pairs' kinds", "Leave those pairs out, or say of each whether it is the same.")
+    flags = read_values(
+        same, "pairs' kinds", "Leave those pairs out, or say of each whether it is the same."
+    )
     for row, flag in enumerate(flags.tolist()):
         if isinstance(flag, str) or flag not in (0, 1):
             raise DataError(

@@ -51,7 +51,9 @@ def write(
     picture = draw_roc({row: (curves[row], measured[row].values["auc"]) for row in measured})
     contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
     try:
-        with contextlib.ExitStack() as stack:  # no file takes its place before all of them are written
+        with (
+            contextlib.ExitStack() as stack
+        ):  # no file takes its place before all of them are written
             for name, content in contents.items():
                 path = run.path / results["files"][name]
                 stack.enter_context(whole_file(path)).write_bytes(content)
@@ -65,7 +67,9 @@ def write(
 def _pairs(run: Run, pairs: LabelledPairs, distances: NDArray[np.float64]) -> Iterator[list[str]]:
     keys, fold = run.dataset.keys, pairs.fold
     assert fold is not None
-    for a, b, same, k, d in zip(pairs.first, pairs.second, pairs.same, fold, distances, strict=True):
+    for a, b, same, k, d in zip(
+        pairs.first, pairs.second, pairs.same, fold, distances, strict=True
+    ):
         yield [keys[a], keys[b], str(int(same)), pairs.folds[k], repr(float(d))]
 
 
@@ -93,7 +97,9 @@ def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:
         axis = figure.subplots()
         styles = ("-", "--", ":", "-.")  # told apart without colours, too
         for i, (name, (roc, auc)) in enumerate(curves.items()):
-            axis.plot(roc.far, roc.tar, linestyle=styles[i % len(styles)], label=f"{name} (AUC {auc:.4f})")
+            axis.plot(
+                roc.far, roc.tar, linestyle=styles[i % len(styles)], label=f"{name} (AUC {auc:.4f})"
+            )
         axis.plot(
             [0, 1], [1, 0], color="0.8", linewidth=0.8, zorder=0
         )  # crosses each curve at its equal error rate

@@ -100,7 +100,9 @@ class RunVerification:
     def as_dict(self) -> dict[str, Any]:
         """Return what `verification-SIDE.json` holds."""
         found = {"protocol": "verification"} | asdict(self)
-        found["pairs"] = {name: value for name, value in found["pairs"].items() if value is not None}
+        found["pairs"] = {
+            name: value for name, value in found["pairs"].items() if value is not None
+        }
         return found
 
     def to_json(self) -> str:
@@ -162,7 +164,9 @@ def verify_run(
     chosen, origin = _pairs(run, side, None if pairs is None else Path(pairs), draw, folds, seed)
     items, rows = np.unique(np.stack([chosen.first, chosen.second]), return_inverse=True)
     first, second = rows.reshape(2, -1)
-    device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu"
+    )
     distances: dict[str, Floats] = {}
     codes = ItemCodes(run, device)
 
@@ -202,7 +206,10 @@ def pair_distances(model: Model, codes: Tensor, first: Rows, second: Rows) -> Fl
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with evaluating(model):
         return _in_parts(
-            lambda a, b: combiner.pairwise_distance(a.to(device), b.to(device)).cpu(), codes, first, second
+            lambda a, b: combiner.pairwise_distance(a.to(device), b.to(device)).cpu(),
+            codes,
+            first,
+            second,
         )
 
 
@@ -230,7 +237,9 @@ def _in_parts(
 
 def _raw(run: Run, items: Rows, first: Rows, second: Rows, batch: int) -> Floats:
     # kept as they come, bytes for pixels: as floats they would take four times the memory
-    raw = torch.cat([c.flatten(1) for c in inputs(run.dataset, items, run.model.preprocessing, batch)])
+    raw = torch.cat(
+        [c.flatten(1) for c in inputs(run.dataset, items, run.model.preprocessing, batch)]
+    )
     return _euclidean(raw, first, second, unit=True)
 
 
@@ -256,7 +265,9 @@ def _bundle(run: Run, path: StrPath, items: Rows, first: Rows, second: Rows) -> 
         order = np.argsort(first, kind="stable")
         for group in np.split(order, np.flatnonzero(np.diff(first[order])) + 1):
             query = first[group[0]]
-            out[group] = opened.rescore(got["code"][query : query + 1], got["code"][second[group]])[0]
+            out[group] = opened.rescore(got["code"][query : query + 1], got["code"][second[group]])[
+                0
+            ]
         return out
     vectors, queries = (torch.from_numpy(got[name]).double() for name in ("vector", "query"))
     both = torch.cat([queries, vectors])
@@ -275,7 +286,9 @@ def _pairs(
     """Return pairs with folds, and where they come from."""
     splits = run.splits
     if file is not None and draw is not None:
-        raise DataError(f"Pairs are either read or drawn: {file} and the number {draw:,} exclude each other.")
+        raise DataError(
+            f"Pairs are either read or drawn: {file} and the number {draw:,} exclude each other."
+        )
     if file is None:
         held = splits.validation if side == "validation" else splits.query
         if side != "validation" and splits.gallery is not None:
@@ -309,8 +322,14 @@ def _results(
     alike = labels[pairs.first] == labels[pairs.second]
     notes = []
     if wrong := int((alike != pairs.same).sum()):
-        notes.append(f"Of {wrong:,} pairs the list says the same, or different, against the data's labels.")
-    seen = run.splits.train if side == "validation" else np.union1d(run.splits.train, run.splits.validation)
+        notes.append(
+            f"Of {wrong:,} pairs the list says the same, or different, against the data's labels."
+        )
+    seen = (
+        run.splits.train
+        if side == "validation"
+        else np.union1d(run.splits.train, run.splits.validation)
+    )
     known = np.isin(pairs.first, seen) | np.isin(pairs.second, seen)
     if known.any():
         clean = [name for k, name in enumerate(pairs.folds) if not known[fold == k].any()]

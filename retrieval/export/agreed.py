@@ -67,7 +67,9 @@ class Graphs:
         self.items = items
         self._tolerance = tolerance
         self._opset = opset
-        self._exporters: Sequence[Exporter] = ("dynamo", "torchscript") if exporter == "auto" else (exporter,)
+        self._exporters: Sequence[Exporter] = (
+            ("dynamo", "torchscript") if exporter == "auto" else (exporter,)
+        )
         self._step = step
         self.outputs = torch_outputs(self._module, items)
         self.worst = Difference(0.0, "", 0, 0)
@@ -154,9 +156,9 @@ class Graphs:
         if "code" in self.outputs:
             return self.outputs["code"]
         parts = [
-            self._module.model(torch.from_numpy(np.ascontiguousarray(self.items[start : start + 64])))[
-                1
-            ].float()
+            self._module.model(
+                torch.from_numpy(np.ascontiguousarray(self.items[start : start + 64]))
+            )[1].float()
             for start in range(0, len(self.items), 64)
         ]
         return torch.cat(parts).numpy()

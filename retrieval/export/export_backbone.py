@@ -161,7 +161,9 @@ def _items(
     if not calibrated:
         return read, None
     if len(read) < 2:
-        raise BundleError("The int8 variant needs at least 2 photos: one to calibrate it, one to measure it.")
+        raise BundleError(
+            "The int8 variant needs at least 2 photos: one to calibrate it, one to measure it."
+        )
     return read[::2], read[1::2]
 
 
@@ -186,7 +188,9 @@ def named_backbone(
     """
     factory = plugins.find("backbones", name)
     if factory.takes("features"):
-        raise BundleError(f"{name} takes vectors, not images: it has no features of photos to export.")
+        raise BundleError(
+            f"{name} takes vectors, not images: it has no features of photos to export."
+        )
     if "name" in parameters:
         raise RecipeError(["[backbone] name: the backbone is named already; leave this out."], name)
     table = {**parameters, "name": name}
@@ -200,7 +204,9 @@ def named_backbone(
 
     backbone = build(0)
     if backbone.preprocessing is None:
-        raise BundleError(f"{name} takes vectors, not images: it has no features of photos to export.")
+        raise BundleError(
+            f"{name} takes vectors, not images: it has no features of photos to export."
+        )
     if not random_weights and (drawn := _differing(backbone, build(1))):
         asking = next((p.name for p in factory.parameters if p.name in _ASKING), None)
         advice = (

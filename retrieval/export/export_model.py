@@ -120,7 +120,9 @@ def export_model(
         for variant in dict.fromkeys(variants):
             step(f"making the {variant} variant")
             content, graphs = make_variant(variant, encoder, calibration, folder)
-            written[variant] = _measured(export, variant, (encoder, content, *graphs), labels, rescore)
+            written[variant] = _measured(
+                export, variant, (encoder, content, *graphs), labels, rescore
+            )
             if not allow_drift:
                 check_drift(variant, written[variant])
             (folder / written[variant].file).write_bytes(content)
@@ -135,7 +137,9 @@ def export_model(
                 "split": halves,
                 "rescorer": entry,
                 "variants": written,
-                "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
+                "verified": Verified(
+                    tolerance=tolerance, largest_difference=largest, items=len(items)
+                ),
                 "evaluation": evaluation,
             },
             items,
@@ -157,7 +161,9 @@ def _checked(
     """
     for variant in variants:
         if variant not in _VARIANTS:
-            raise BundleError(f"There is no variant '{variant}'; there are {' and '.join(_VARIANTS)}.")
+            raise BundleError(
+                f"There is no variant '{variant}'; there are {' and '.join(_VARIANTS)}."
+            )
     items = checked_items(model, items, "items")
     if calibration is not None:
         calibration = checked_items(model, calibration, "calibration items")
@@ -235,12 +241,16 @@ def _write_rescorer(
     return rescore, entry
 
 
-def _description(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats]) -> dict[str, Any]:
+def _description(
+    model: Model, items: NDArray[Any], outputs: Mapping[str, Floats]
+) -> dict[str, Any]:
     """Return what a manifest says of a model's input, outputs and distance."""
     combiner, code = model.combiner, outputs.get("code")
     distance = DistanceEntry(name="Euclidean", exact=True, measure="euclidean")
     if combiner is not None:
-        distance = DistanceEntry(name=type(combiner).__name__, exact=combiner.exact, measure=combiner.measure)
+        distance = DistanceEntry(
+            name=type(combiner).__name__, exact=combiner.exact, measure=combiner.measure
+        )
     return {
         "input": input_of(model, items),
         "vector": outputs["vector"].shape[1],
@@ -269,10 +279,14 @@ def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Mani
     """
     try:
         manifest = Manifest(
-            created=datetime.now(UTC).isoformat(timespec="seconds"), versions=bundle_versions(), **content
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=bundle_versions(),
+            **content,
         )
     except ValidationError as fault:
-        raise BundleError(f"The bundle's manifest cannot be written:\n{problems_of(fault)}") from None
+        raise BundleError(
+            f"The bundle's manifest cannot be written:\n{problems_of(fault)}"
+        ) from None
     manifest = write_manifest(folder, manifest)
     opened: dict[str | None, Bundle] = {
         variant: Bundle.open(folder, variant=variant, threads=1, device="cpu")

@@ -141,9 +141,9 @@ def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
 def _evaluation(path: Path) -> dict[str, float] | None:
     """Return the figures of `retrieval evaluate`, where it was run."""
     try:
-        figures = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))["figures"][
-            "trained"
-        ]
+        figures = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))[
+            "figures"
+        ]["trained"]
         return {name: float(value) for name, value in figures.items() if np.isfinite(value)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

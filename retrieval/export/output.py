@@ -34,9 +34,13 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         with hold(output, "exporting this bundle", BundleError):
             refuse_existing(output, replace)  # again: who held it until now may have made it
-            with files.whole_folder(output, replace=replace, taken=_exists_already(output)) as temporary:
+            with files.whole_folder(
+                output, replace=replace, taken=_exists_already(output)
+            ) as temporary:
                 yield temporary
-                refuse_existing(output, replace)  # again: a program without our lock may have made it
+                refuse_existing(
+                    output, replace
+                )  # again: a program without our lock may have made it
     except OSError as fault:
         raise BundleError(
             f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left behind."

@@ -67,7 +67,10 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
     early, late = light_ends(copy)
     try:
         with quiet():
-            from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
+            from onnxruntime.transformers.float16 import (
+                DEFAULT_OP_BLOCK_LIST,
+                convert_float_to_float16,
+            )
 
             converted: onnx.ModelProto = convert_float_to_float16(
                 copy,
@@ -89,19 +92,27 @@ def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
     graph = proto.graph
     del graph.value_info[:]
     nodes = list({tuple(node.output): node for node in graph.node}.values())
-    narrowed = {node.output[0]: node.input[0] for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT16)}
-    wide = {name for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT) for name in node.output}
+    narrowed = {
+        node.output[0]: node.input[0] for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT16)
+    }
+    wide = {
+        name for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT) for name in node.output
+    }
     wide |= {name for name in narrowed.values() if name.endswith("_cast_to_fp16")}
     wide |= {v.name for v in graph.input if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
     for node in nodes:
         if _casts_to(node, onnx.TensorProto.FLOAT) and narrowed.get(node.input[0]) in wide:
             node.CopyFrom(
-                onnx.helper.make_node("Identity", [narrowed[node.input[0]]], list(node.output), node.name)
+                onnx.helper.make_node(
+                    "Identity", [narrowed[node.input[0]]], list(node.output), node.name
+                )
             )
     outputs = {value.name for value in graph.output}
     used = outputs | {name for node in nodes for name in node.input}
     nodes = [node for node in nodes if used.intersection(node.output)]
-    known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
+    known = (
+        {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
+    )
     ordered: list[onnx.NodeProto] = []
     while nodes:
         free = [node for node in nodes if known.issuperset(node.input)]
@@ -128,7 +139,11 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
     """
     copy = onnx.shape_inference.infer_shapes(proto)
     early, late = light_ends(copy)
-    floats = {v.name for v in copy.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    floats = {
+        v.name
+        for v in copy.graph.value_info
+        if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    }
     kept = {name for node in copy.graph.node if node.name in early | late for name in node.input}
     for tensor in copy.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in kept:
@@ -170,9 +185,13 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
         BundleError: no layer can be quantised, or ONNX Runtime fails to.
     """
     if not any(node.op_type in _HEAVY for node in proto.graph.node):
-        raise BundleError("The int8 variant cannot be made: the encoder has no convolution or linear layer.")
+        raise BundleError(
+            "The int8 variant cannot be made: the encoder has no convolution or linear layer."
+        )
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".int8-") as folder, quiet():
-        source, prepared, target = (Path(folder, f"{name}.onnx") for name in ("source", "prepared", "int8"))
+        source, prepared, target = (
+            Path(folder, f"{name}.onnx") for name in ("source", "prepared", "int8")
+        )
         try:
             from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
             from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -187,7 +206,11 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
                     start = next(self._parts, None)
                     if start is None:
                         return None
-                    return {"input": np.ascontiguousarray(calibration[start : start + _CALIBRATION_BATCH])}
+                    return {
+                        "input": np.ascontiguousarray(
+                            calibration[start : start + _CALIBRATION_BATCH]
+                        )
+                    }
 
             source.write_bytes(proto.SerializeToString())
             quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
@@ -275,7 +298,9 @@ def measure(
             raise BundleError(
                 f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this precision. Leave this variant out."
             )
-    after = min(afters, key=lambda outputs: float(row_cosine(before["vector"], outputs["vector"]).min()))
+    after = min(
+        afters, key=lambda outputs: float(row_cosine(before["vector"], outputs["vector"]).min())
+    )
     cosine = row_cosine(before["vector"], after["vector"])
     recall = None
     if labels is not None:
@@ -286,7 +311,9 @@ def measure(
         if firsts[0] is not None and firsts[1] is not None:
             recall = Recall(before=firsts[0], after=firsts[1])
     return Variant(
-        file=file, cosine=Cosine(mean=float(cosine.mean()), min=float(cosine.min())), recall_at_1=recall
+        file=file,
+        cosine=Cosine(mean=float(cosine.mean()), min=float(cosine.min())),
+        recall_at_1=recall,
     )
 
 
@@ -331,9 +358,13 @@ def distances_of(
         k, weights = min(SCORED, len(vector) - 1), [space.weight for space in subspaces]
         return np.stack([best_score(spaces[:, row], k, weights) for row in range(len(vector))])
     if rescore is None:
-        return merged_distances(outputs.get("query", outputs["vector"]), outputs["vector"], subspaces)
+        return merged_distances(
+            outputs.get("query", outputs["vector"]), outputs["vector"], subspaces
+        )
     codes = outputs["code"]
-    return np.concatenate([rescore(codes[start : start + 16], codes) for start in range(0, len(codes), 16)])
+    return np.concatenate(
+        [rescore(codes[start : start + 16], codes) for start in range(0, len(codes), 16)]
+    )
 
 
 def recall_at_1(distances: NDArray[np.floating[Any]], labels: NDArray[Any]) -> float | None:

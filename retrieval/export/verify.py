@@ -73,7 +73,8 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
                 f"The model fails on items of shape {items.shape[1:]}: {first_line(fault)}"
             ) from fault
     outputs = {
-        name: torch.cat([part[column] for part in parts]).numpy() for column, name in enumerate(encoder.names)
+        name: torch.cat([part[column] for part in parts]).numpy()
+        for column, name in enumerate(encoder.names)
     }
     for name, values in outputs.items():
         if values.ndim != 2:
@@ -111,7 +112,9 @@ def onnx_outputs(
                 raise BundleError(
                     f"The exported graph gives {len(values)} rows of '{name}' for a batch of {len(inputs)}."
                 )
-    return {name: np.concatenate([part[column] for part in parts]) for column, name in enumerate(names)}
+    return {
+        name: np.concatenate([part[column] for part in parts]) for column, name in enumerate(names)
+    }
 
 
 def length_scale(values: Floats) -> float:
@@ -134,7 +137,9 @@ def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[An
         outputs = onnx_outputs(run, list(reference), part, batch)
         for name, values in outputs.items():
             expected = reference[name][start : start + len(part)]
-            gap = np.abs(values.astype(np.float64) - expected).max(axis=1) / length_scale(reference[name])
+            gap = np.abs(values.astype(np.float64) - expected).max(axis=1) / length_scale(
+                reference[name]
+            )
             gap = np.where(np.isnan(gap), np.inf, gap)
             row = int(gap.argmax())
             if gap[row] > worst.value:
@@ -152,7 +157,9 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Differe
     """
     worst = Difference(-1.0, "distance", 0, 0)
     for queries, items in ((codes[:1], codes), (codes[:3], codes[-ODD:]), (codes[:QUERIES], codes)):
-        expected = rescorer(torch.from_numpy(queries), torch.from_numpy(items)).numpy().astype(np.float64)
+        expected = (
+            rescorer(torch.from_numpy(queries), torch.from_numpy(items)).numpy().astype(np.float64)
+        )
         try:
             (distances,) = session.run(["distance"], {"query": queries, "items": items})
         except Exception as fault:  # ONNX Runtime's errors share no public base class
@@ -165,7 +172,9 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Differe
                 f"{len(queries)} queries and {len(items)} items."
             )
         if not np.isfinite(expected).all():
-            raise BundleError("The combiner gives NaN or infinity as a distance between real items.")
+            raise BundleError(
+                "The combiner gives NaN or infinity as a distance between real items."
+            )
         scale = float(np.abs(expected).mean()) or 1.0
         far = np.maximum(np.abs(expected), np.abs(distances)) > NEAR * scale
         gap = np.where(far, np.abs(distances - expected) / scale, 0.0)
@@ -199,7 +208,9 @@ def check_repeatable(
         # the same rows beside the same others, as far as the batch size allows
         given = items[:BATCH] if batch == BATCH else few
         for name, values in torch_outputs(encoder, given, batch).items():
-            gap = np.abs(values - outputs[name][: len(given)]).max(axis=1) / length_scale(outputs[name])
+            gap = np.abs(values - outputs[name][: len(given)]).max(axis=1) / length_scale(
+                outputs[name]
+            )
             if gap.max() > tolerance:
                 raise BundleError(
                     f"The model disagrees with itself by {gap.max():.2g} in '{name}' of item {gap.argmax()}: {cause}"
@@ -214,7 +225,9 @@ def likely_cause(encoder: Encoder) -> str:
     return "The exporter translates a layer wrongly: try the other one (exporter='torchscript' or 'dynamo')."
 
 
-def merged_distances(query: Floats, vector: Floats, subspaces: Sequence[Subspace]) -> NDArray[np.float64]:
+def merged_distances(
+    query: Floats, vector: Floats, subspaces: Sequence[Subspace]
+) -> NDArray[np.float64]:
     """Return Euclidean distances (Q, N) between (Q, P) and (N, P): the smallest over sub-spaces, where there are some."""
     from scipy.spatial.distance import cdist
 
@@ -229,7 +242,9 @@ def check_order(combiner: Combiner, codes: Floats, query: Floats, vector: Floats
         BundleError: on these items it is not.
     """
     distances = (
-        combiner.compute_mat(torch.from_numpy(codes[:QUERIES]), torch.from_numpy(codes)).double().numpy()
+        combiner.compute_mat(torch.from_numpy(codes[:QUERIES]), torch.from_numpy(codes))
+        .double()
+        .numpy()
     )
     euclidean = merged_distances(query[:QUERIES], vector, combiner.subspaces)
     order = np.argsort(euclidean, axis=1, kind="stable")
@@ -252,7 +267,9 @@ def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
     """
     preprocessing = model.preprocessing
     if len(items) == 0:
-        raise BundleError(f"Export needs real {what} to compare torch and ONNX Runtime on; there are none.")
+        raise BundleError(
+            f"Export needs real {what} to compare torch and ONNX Runtime on; there are none."
+        )
     if preprocessing is not None:
         if items.dtype != np.uint8 or items.shape[1:] != preprocessing.shape:
             raise BundleError(
@@ -261,7 +278,9 @@ def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
             )
         return items
     if items.ndim != 2 or items.dtype.kind not in "fiu":
-        raise BundleError(f"The {what} must be feature vectors (N, F), not {items.dtype} {items.shape}.")
+        raise BundleError(
+            f"The {what} must be feature vectors (N, F), not {items.dtype} {items.shape}."
+        )
     items = items.astype(np.float32, copy=False)
     if not np.isfinite(items).all():
         raise BundleError(f"The {what} hold NaN, infinity or a number beyond float32.")
@@ -287,7 +306,9 @@ def check_widths(combiner: Combiner, outputs: Mapping[str, Floats]) -> None:
 
 
 @torch.no_grad()
-def candidate_overlap(combiner: Combiner, codes: Tensor, depth: int = 10) -> dict[str, float] | None:
+def candidate_overlap(
+    combiner: Combiner, codes: Tensor, depth: int = 10
+) -> dict[str, float] | None:
     """Return which share of an item's exact nearest ten is among its first candidates, by how many candidates.
 
     Args:
@@ -301,7 +322,9 @@ def candidate_overlap(combiner: Combiner, codes: Tensor, depth: int = 10) -> dic
     depths = [number for number in _OVERLAP if number < len(codes) - 1]
     if not depths:
         return None
-    asked = np.unique(np.linspace(0, len(codes) - 1, min(len(codes), _QUERIES)).round().astype(np.int64))
+    asked = np.unique(
+        np.linspace(0, len(codes) - 1, min(len(codes), _QUERIES)).round().astype(np.int64)
+    )
     vectors = combiner.index_vectors(codes).float().numpy()
     queries = combiner.query_vectors(codes[asked]).float().numpy()
     kept = np.zeros(len(depths))
@@ -315,7 +338,9 @@ def candidate_overlap(combiner: Combiner, codes: Tensor, depth: int = 10) -> dic
         rank = np.argsort(np.argsort(near, axis=1, kind="stable"), axis=1)
         ranks = np.take_along_axis(rank, wanted, axis=1)
         kept += [(ranks < number).mean(axis=1).sum() for number in depths]
-    return {str(number): float(share / len(asked)) for number, share in zip(depths, kept, strict=True)}
+    return {
+        str(number): float(share / len(asked)) for number, share in zip(depths, kept, strict=True)
+    }
 
 
 def input_of(model: Model, items: NDArray[Any]) -> Input:
@@ -323,7 +348,10 @@ def input_of(model: Model, items: NDArray[Any]) -> Input:
     if model.preprocessing is None:
         return Input(kind="features", dtype="float32", shape=(items.shape[1],))
     return Input(
-        kind="image", dtype="uint8", shape=model.preprocessing.shape, preprocessing=model.preprocessing
+        kind="image",
+        dtype="uint8",
+        shape=model.preprocessing.shape,
+        preprocessing=model.preprocessing,
     )
 
 

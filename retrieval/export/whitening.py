@@ -55,7 +55,9 @@ def features_of(model: Model, batches: Iterable[NDArray[np.uint8]]) -> NDArray[n
     return features
 
 
-def whitening_head(features: NDArray[np.floating[Any]], dimensions: int | None = None) -> nn.Sequential:
+def whitening_head(
+    features: NDArray[np.floating[Any]], dimensions: int | None = None
+) -> nn.Sequential:
     """Return the module x ↦ u / ‖u‖, u = D^(−1/2) Vᵀ (x − mean): features (B, F) to unit vectors (B, C).
 
     V holds the C directions of largest variance, D their variances plus a millionth of the largest. Jégou & Chum, "Negative

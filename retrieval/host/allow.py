@@ -98,13 +98,19 @@ def _module_files(name: str, near: Path) -> list[Path]:
         spec = importlib.util.find_spec(name)  # of a name without dots: nothing is imported
     except (ImportError, ValueError):
         return []
-    installed = [Path(sysconfig.get_path(each)).resolve() for each in ("stdlib", "purelib", "platlib")]
+    installed = [
+        Path(sysconfig.get_path(each)).resolve() for each in ("stdlib", "purelib", "platlib")
+    ]
     places = [Path.cwd().resolve(), near.resolve()]
     files: list[Path] = []
     for place in [spec.origin, *(spec.submodule_search_locations or ())] if spec else []:
         path = Path(place or "").resolve()
-        if any(path.is_relative_to(p) for p in places) and not any(path.is_relative_to(p) for p in installed):
+        if any(path.is_relative_to(p) for p in places) and not any(
+            path.is_relative_to(p) for p in installed
+        ):
             files += (
-                sorted(p.resolve() for p in path.rglob("*.py") if p.is_file()) if path.is_dir() else [path]
+                sorted(p.resolve() for p in path.rglob("*.py") if p.is_file())
+                if path.is_dir()
+                else [path]
             )
     return files

@@ -63,7 +63,11 @@ def _quota(root: Path) -> float:
             continue
         # A limit of a parent holds for its children. In a container the path may be the host's, which is not there.
         names = [name for name in path.split("/") if name]
-        found += [_limit(base.joinpath(*names[:depth])) for base in bases for depth in range(len(names) + 1)]
+        found += [
+            _limit(base.joinpath(*names[:depth]))
+            for base in bases
+            for depth in range(len(names) + 1)
+        ]
     return min(found)
 
 
@@ -78,4 +82,8 @@ def _limit(folder: Path) -> float:
         except (OSError, ValueError):
             return math.inf
     # "max" in version 2 and -1 in version 1 are no limit
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) else math.inf
+    return (
+        int(quota) / int(period)
+        if quota.isdecimal() and period.isdecimal() and int(period)
+        else math.inf
+    )

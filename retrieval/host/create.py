@@ -63,4 +63,6 @@ def _plural(kind: str) -> str:
         if kind in (plural, singular):
             return plural
     known = list(KINDS.values())
-    raise PluginError(f"There is no kind '{kind}' (known: {', '.join(known)}).{did_you_mean(kind, known)}")
+    raise PluginError(
+        f"There is no kind '{kind}' (known: {', '.join(known)}).{did_you_mean(kind, known)}"
+    )

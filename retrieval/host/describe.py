@@ -25,7 +25,11 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
         )
-    lines = [f"{source.plugin:<12} {source.origin}" for source in plugins.sources] if kind is None else []
+    lines = (
+        [f"{source.plugin:<12} {source.origin}" for source in plugins.sources]
+        if kind is None
+        else []
+    )
     for each in [kind] if kind else KINDS:
         factories = plugins.factories(each)
         if factories:
@@ -38,7 +42,9 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
                     for f in factories.values()
                 ),
             ]
-    wrong = {n: why for each in ([kind] if kind else KINDS) for n, why in plugins.disabled(each).items()}
+    wrong = {
+        n: why for each in ([kind] if kind else KINDS) for n, why in plugins.disabled(each).items()
+    }
     if wrong:
         lines += ["", "disabled", *(f"  {name}: {why}" for name, why in wrong.items())]
     return "\n".join(lines).strip("\n")
@@ -104,7 +110,9 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.given]
     if factory.kind == "metrics":
-        return f"[evaluate]\nmetrics = [{_inline(factory) if settable else toml_value(factory.name)}]"
+        return (
+            f"[evaluate]\nmetrics = [{_inline(factory) if settable else toml_value(factory.name)}]"
+        )
     if factory.kind == "augmentations":
         return f"[augmentation]\ntransforms = [{_inline(factory) if settable else toml_value(factory.name)}]"
     if factory.kind == "indexes":

@@ -16,7 +16,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from retrieval.errors import PluginError, RecipeError, RetrievalError, did_you_mean
 from retrieval.host.signature import documentation, read_signature
@@ -225,9 +234,13 @@ class Factory:
                 hints.append(f"it does not document '{p.name}' under 'Args:'")
             if not (typed or part or given or p.name in UPSTREAM):
                 hints.append(f"'{p.name}' has no type, so a recipe's value is handed on as it is")
-            parameters.append(Parameter(p.name, annotation, p.default, doc, part, many, given, each))
+            parameters.append(
+                Parameter(p.name, annotation, p.default, doc, part, many, given, each)
+            )
         if reading.loose:
-            hints.append(f"nothing spells '**{reading.loose}' out, so a recipe cannot set what it takes")
+            hints.append(
+                f"nothing spells '**{reading.loose}' out, so a recipe cannot set what it takes"
+            )
         if faults:
             raise PluginError(f"{what} {'; it '.join(faults)}.")
         return cls(kind, name, make, tuple(parameters), summary, description, tuple(hints))
@@ -255,7 +268,10 @@ class Factory:
         if not inspect.isclass(product):
             product = get_type_hints(product).get("return")
         calls = (
-            vars(c)[name] for name in ("forward", "__call__") for c in _classes(product) if name in vars(c)
+            vars(c)[name]
+            for name in ("forward", "__call__")
+            for c in _classes(product)
+            if name in vars(c)
         )
         try:
             names = inspect.signature(next(calls)).parameters
@@ -279,7 +295,9 @@ class Factory:
         for key in values:
             if key not in settable:
                 if any(p.name == key and p.given for p in self.parameters):
-                    problems.append(f"{where} {key}: is given by the host ({GIVEN[key]}); remove it.")
+                    problems.append(
+                        f"{where} {key}: is given by the host ({GIVEN[key]}); remove it."
+                    )
                 else:
                     known = ", ".join(settable) or "none"
                     problems.append(
@@ -293,7 +311,9 @@ class Factory:
             for k in plain
             if k in unwritable
         ]
-        checked, faults = check_values(model, {k: v for k, v in plain.items() if k not in unwritable})
+        checked, faults = check_values(
+            model, {k: v for k, v in plain.items() if k not in unwritable}
+        )
         problems += [f"{where} {fault}" for fault in faults.values()]
         for p in settable.values():
             if p.part and p.name in values:
@@ -344,7 +364,9 @@ class Factory:
             if isinstance(error, ValueError | AssertionError | TypeError):
                 raise RecipeError([f"{self.name} refuses its parameters: {reason}."]) from error
             raise RecipeError(
-                [f"{self.name} cannot be made with these parameters: {type(error).__name__}: {reason}."]
+                [
+                    f"{self.name} cannot be made with these parameters: {type(error).__name__}: {reason}."
+                ]
             ) from error
 
 

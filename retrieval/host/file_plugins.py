@@ -86,7 +86,9 @@ class FilePlugin:
         files: dict[str, Path] = {}
         size = 0
         for place, folders, names in os.walk(self.path):
-            folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+            folders[:] = sorted(
+                name for name in folders if not name.startswith((".", "__pycache__"))
+            )
             for name in sorted(names):
                 file = Path(place, name)
                 if name.startswith(".") or name.endswith((".pyc", ".tmp")) or not file.is_file():
@@ -105,7 +107,10 @@ class FilePlugin:
     def sums(self) -> dict[str, str]:
         """The SHA-256 of each of `files`."""
         try:
-            return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in self.files.items()}
+            return {
+                name: hashlib.sha256(file.read_bytes()).hexdigest()
+                for name, file in self.files.items()
+            }
         except OSError as error:
             raise PluginError(
                 f"The plugin file {error.filename} cannot be read: {error.strerror or error}."
@@ -122,7 +127,9 @@ class FilePlugin:
         _forget(root)
         entry = self.path / "__init__.py" if self.is_folder else self.path
         for folder in {str(file.parent) for file in self.files.values()} if self.is_folder else ():
-            sys.path_importer_cache[folder] = importlib.machinery.FileFinder(folder, (_Loader, [".py"]))
+            sys.path_importer_cache[folder] = importlib.machinery.FileFinder(
+                folder, (_Loader, [".py"])
+            )
         spec = importlib.util.spec_from_file_location(
             root,
             entry,
@@ -180,7 +187,9 @@ class FilePlugin:
             with whole_file(target) as temporary:
                 shutil.copyfile(self.path, temporary)
             return target
-        with whole_folder(target, replace=True, taken=PluginError(f"{target} exists.")) as temporary:
+        with whole_folder(
+            target, replace=True, taken=PluginError(f"{target} exists.")
+        ) as temporary:
             for relative, file in self.files.items():
                 (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, temporary / relative)

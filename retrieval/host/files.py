@@ -59,7 +59,9 @@ def whole_file(
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # never through a link that somebody has put there
+        flags = (
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        )  # never through a link that somebody has put there
         os.close(os.open(temporary, flags, 0o600 if private else 0o666))
         try:
             yield temporary
@@ -145,7 +147,9 @@ def rename_whole(finished: Path, output: Path, *, replace: bool, taken: Retrieva
     elif not replace:
         raise taken
     elif _exchanged(finished, output):
-        shutil.rmtree(finished, ignore_errors=True)  # the new one stands, whatever is left of the old
+        shutil.rmtree(
+            finished, ignore_errors=True
+        )  # the new one stands, whatever is left of the old
     else:  # no such system call here: a moment without a folder, and the old one survives a crash in it
         old = output.with_name(f".{output.name}.old")
         output.rename(old)
@@ -155,7 +159,9 @@ def rename_whole(finished: Path, output: Path, *, replace: bool, taken: Retrieva
             old.rename(output)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    with contextlib.suppress(OSError):  # a folder that cannot be opened for syncing does not undo the rename
+    with contextlib.suppress(
+        OSError
+    ):  # a folder that cannot be opened for syncing does not undo the rename
         sync(output.parent)
 
 
@@ -239,7 +245,8 @@ def _clear(parent: Path, pattern: str) -> None:
     for name in found:
         with contextlib.suppress(OSError):
             handle = os.open(
-                parent / name, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+                parent / name,
+                os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0),
             )
             try:
                 if _ours(handle) and _locked(handle):

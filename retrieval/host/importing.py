@@ -73,7 +73,10 @@ def import_extra(item: str) -> ModuleType:
     try:
         return importlib.import_module(item)
     except (ModuleNotFoundError, TypeError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name not in (item, item.partition(".")[0]):
+        if isinstance(error, ModuleNotFoundError) and error.name not in (
+            item,
+            item.partition(".")[0],
+        ):
             raise  # the module is there; what it imports is not
         raise PluginError(
             f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a folder's in /."

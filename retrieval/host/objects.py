@@ -62,7 +62,9 @@ def missing(kind: str, name: str) -> str:
 def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects that stand in the places of a recipe's parts, by table: whatever no file can hold."""
     return {
-        name: tables[name] for name in COMPONENTS if name in tables and not isinstance(tables[name], _PLAIN)
+        name: tables[name]
+        for name in COMPONENTS
+        if name in tables and not isinstance(tables[name], _PLAIN)
     }
 
 
@@ -141,10 +143,15 @@ def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
     call = getattr(value, "forward", value)
     stated = dict(getattr(value, "__retrieval_traits__", {}))
     if callable(call):
-        with contextlib.suppress(TypeError, ValueError):  # what has no signature is taken at its word
+        with contextlib.suppress(
+            TypeError, ValueError
+        ):  # what has no signature is taken at its word
             parameters = inspect.signature(call).parameters
             if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-                stated = {"ref_emb": "ref_emb" in parameters, "miner": "indices_tuple" in parameters} | stated
+                stated = {
+                    "ref_emb": "ref_emb" in parameters,
+                    "miner": "indices_tuple" in parameters,
+                } | stated
     factory.__retrieval_traits__ = stated  # type: ignore[attr-defined]
     return factory
 
@@ -174,7 +181,9 @@ def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
                 found[name] = kept
             elif kept is not None:
                 inner = _settings(kept, depth - 1) if depth and hasattr(kept, "__dict__") else {}
-                found[name] = f"{type(kept).__name__}({', '.join(f'{k}={v}' for k, v in inner.items())})"
+                found[name] = (
+                    f"{type(kept).__name__}({', '.join(f'{k}={v}' for k, v in inner.items())})"
+                )
     if hasattr(value, "preprocessing"):
         found["preprocessing"] = str(value.preprocessing)
     return found

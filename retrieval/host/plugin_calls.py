@@ -49,7 +49,9 @@ def failure(what: str, error: Exception) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
+    if (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    ):  # torch's, on a GPU
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)  # torch's, on a CPU
 

@@ -19,7 +19,13 @@ from typing import Any
 
 import pluggy
 
-from retrieval.errors import MissingDependency, PluginError, RecipeError, RetrievalError, did_you_mean
+from retrieval.errors import (
+    MissingDependency,
+    PluginError,
+    RecipeError,
+    RetrievalError,
+    did_you_mean,
+)
 from retrieval.host.built_in import BUILT_IN, SHORT, new_manager
 from retrieval.host.factory import GIVEN, KINDS, Factory, Parameter
 from retrieval.host.importing import (
@@ -78,7 +84,9 @@ class Plugins:
         except (RetrievalError, OSError, ImportError):
             raise  # sentences already, and what the command line has a sentence for
         except Exception as error:
-            files = {getattr(m, "__file__", None): name for name, m in self.manager.list_name_plugin()}
+            files = {
+                getattr(m, "__file__", None): name for name, m in self.manager.list_name_plugin()
+            }
             frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
             who = f"The plugin '{files[frames[-1].filename]}'" if frames else "A plugin"
             where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
@@ -137,12 +145,23 @@ class Plugins:
         except (PluginError, MissingDependency):
             raise
         except Exception as error:
-            missing = (getattr(error, "name", None) or "") if isinstance(error, ModuleNotFoundError) else ""
-            if missing.partition(".")[0] in ("torch", "torchvision", "pytorch_metric_learning", "sklearn"):
+            missing = (
+                (getattr(error, "name", None) or "")
+                if isinstance(error, ModuleNotFoundError)
+                else ""
+            )
+            if missing.partition(".")[0] in (
+                "torch",
+                "torchvision",
+                "pytorch_metric_learning",
+                "sklearn",
+            ):
                 raise MissingDependency(
                     f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install 'embedding-retrieval[train]'."
                 ) from error
-            raise PluginError(f"The plugin '{plugin}' failed in {hook}: {reason(error)}.") from error
+            raise PluginError(
+                f"The plugin '{plugin}' failed in {hook}: {reason(error)}."
+            ) from error
         if not isinstance(made, Mapping):
             raise PluginError(
                 f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return {{name: factory}}."
@@ -249,7 +268,9 @@ class Plugins:
         given = given or {}
         table = _table(values) or {}
         factory = self.find(kind, str(table.get("name")))
-        checked, problems = factory.check({k: v for k, v in table.items() if k != "name"}, f"[{KINDS[kind]}]")
+        checked, problems = factory.check(
+            {k: v for k, v in table.items() if k != "name"}, f"[{KINDS[kind]}]"
+        )
         if problems:
             raise RecipeError(problems)
         for p in factory.parameters:
@@ -257,7 +278,9 @@ class Plugins:
                 checked[p.name] = given[p.name]
             elif p.part and p.required and p.name not in checked:
                 raise RecipeError(
-                    [f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}); {factory.name} has no default."]
+                    [
+                        f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}); {factory.name} has no default."
+                    ]
                 )
             elif p.part and p.name in checked:
                 made = [
@@ -293,10 +316,14 @@ def _table(values: Any) -> dict[str, Any] | None:
 
 def is_made(value: Any) -> bool:
     """Return whether a value is the part itself, and neither its name nor its table nor anything else that TOML can say."""
-    return not isinstance(value, str | bytes | int | float | Mapping | list | tuple | date | time | None)
+    return not isinstance(
+        value, str | bytes | int | float | Mapping | list | tuple | date | time | None
+    )
 
 
-def _widths(p: Parameter, checked: Mapping[str, Any], given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _widths(
+    p: Parameter, checked: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
     """Return what the host gives to each of the parts that one parameter asks for."""
     widths = checked.get(p.each, []) if p.each else []
     return [*({**given, "embedding_size": width} for width in widths), given]

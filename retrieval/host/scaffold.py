@@ -35,7 +35,9 @@ EXAMPLES = {
     "backbone": Example("Small", "small"),
     "metric": Example("ReciprocalRank", "reciprocal_rank"),
     "index": Example(
-        "Matrix", "matrix", "retrieval index create items.index IMAGES --bundle BUNDLE --backend acme.matrix"
+        "Matrix",
+        "matrix",
+        "retrieval index create items.index IMAGES --bundle BUNDLE --backend acme.matrix",
     ),
     "store": Example(
         "JournalPlace",
@@ -64,12 +66,17 @@ def package_files(name: str, kind: str = "loss") -> dict[str, str]:
         places["retrieval_acme/lines.py"] = "store/lines.py"
     if EXAMPLES[kind].use == TRAIN:
         places["recipe.toml"] = f"{kind}/recipe.toml"
-    return {place.replace("acme", name): _filled(template, name, kind) for place, template in places.items()}
+    return {
+        place.replace("acme", name): _filled(template, name, kind)
+        for place, template in places.items()
+    }
 
 
 def _filled(template: str, name: str, kind: str) -> str:
     example = EXAMPLES[kind]
-    text = (resources("retrieval.host") / "scaffolds" / f"{template}.in").read_text(encoding="utf-8")
+    text = (resources("retrieval.host") / "scaffolds" / f"{template}.in").read_text(
+        encoding="utf-8"
+    )
     hook = next(plural for plural, word in KINDS.items() if word == kind)
     for word, value in (("USE", example.use), ("MAKE", example.make), ("PART", example.part),
                         ("KINDS", hook), ("KIND", kind), ("acme", name)):  # fmt: skip

@@ -49,7 +49,11 @@ def read_signature(make: Callable[..., Any]) -> Reading:
         for p in signature.parameters.values():
             if p.kind is p.VAR_KEYWORD:
                 reading.loose = p.name
-            elif p.kind is not p.VAR_POSITIONAL and p.name not in given and p.name not in reading.parameters:
+            elif (
+                p.kind is not p.VAR_POSITIONAL
+                and p.name not in given
+                and p.name not in reading.parameters
+            ):
                 reading.parameters[p.name] = p
                 if p.name in hints:
                     reading.hints[p.name] = hints[p.name]
@@ -73,9 +77,12 @@ def documentation(
     own = docstring_parser.parse(inspect.cleandoc(make.__doc__ or ""))
     texts = [own]
     if inspect.isclass(make):
-        sources = [each for c in make.__mro__ for each in (vars(c).get("__init__"), c) if _spells(c, homes)]
+        sources = [
+            each for c in make.__mro__ for each in (vars(c).get("__init__"), c) if _spells(c, homes)
+        ]
         texts += [
-            docstring_parser.parse(inspect.cleandoc(x.__doc__ or "")) for x in (make.__init__, *sources)
+            docstring_parser.parse(inspect.cleandoc(x.__doc__ or ""))
+            for x in (make.__init__, *sources)
         ]
     docs: dict[str, str] = {}
     for text in texts:
@@ -92,7 +99,9 @@ def _spells(owner: type, homes: list[Callable[..., Any]]) -> bool:
     return "__init__" in vars(owner) and vars(owner)["__init__"] in homes
 
 
-def _chain(make: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
+def _chain(
+    make: Callable[..., Any],
+) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
     """Yield each function whose parameters reach the factory, its signature without `self`, and what is given already."""
     if not inspect.isclass(make):
         yield make, inspect.signature(make), set()
@@ -103,7 +112,11 @@ def _chain(make: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], inspe
         yield make.__init__, inspect.Signature(), set()
         return
     yield make.__init__, inspect.signature(make), set()
-    inits = [(c, vars(c)["__init__"]) for c in make.__mro__ if inspect.isfunction(vars(c).get("__init__"))]
+    inits = [
+        (c, vars(c)["__init__"])
+        for c in make.__mro__
+        if inspect.isfunction(vars(c).get("__init__"))
+    ]
     given: set[str] = set()
     for (_, function), (base, inherited) in itertools.pairwise(inits):
         if not _takes_more(function) or base.__module__ in _MODULES_THAT_TAKE_NOTHING:
@@ -113,13 +126,19 @@ def _chain(make: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], inspe
         passed = _passed_on(function)
         if passed is None:
             # without source: what has no default there is given here, or the class could not be made without a recipe's help
-            given |= {n for n in names if signature.parameters[n].default is inspect.Parameter.empty}
+            given |= {
+                n for n in names if signature.parameters[n].default is inspect.Parameter.empty
+            }
         else:
             keywords, positional, whole = passed
             if not whole:
                 return
             given |= keywords | set(names[:positional])
-        yield inherited, signature.replace(parameters=list(signature.parameters.values())[1:]), set(given)
+        yield (
+            inherited,
+            signature.replace(parameters=list(signature.parameters.values())[1:]),
+            set(given),
+        )
 
 
 def _takes_more(function: Callable[..., Any]) -> bool:
@@ -145,7 +164,9 @@ def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | Non
         ):
             continue
         arguments = [each for each in call.args if not isinstance(each, ast.Starred)]
-        if not isinstance(call.func.value, ast.Call):  # Base.__init__(self, …) instead of super().__init__(…)
+        if not isinstance(
+            call.func.value, ast.Call
+        ):  # Base.__init__(self, …) instead of super().__init__(…)
             arguments = arguments[1:]
         keywords |= {each.arg for each in call.keywords if each.arg}
         positional = max(positional, len(arguments))

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 Place = tuple[str | int, ...]
 """The steps to a value: keys, and numbers of list entries."""
 
-_BASIC = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "none", Any: "any"}
+_BASIC = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    type(None): "none",
+    Any: "any",
+}
 _LIMITS = {"gt": "> {:g}", "ge": "≥ {:g}", "lt": "< {:g}", "le": "≤ {:g}", "multiple_of": "a multiple of {:g}",
            "min_length": "at least {} long", "max_length": "at most {} long", "pattern": "matching {}"}  # fmt: skip
 
@@ -75,7 +82,9 @@ def check_values(
     fields = type(made).model_fields
     checked = {fields[name].alias or name: getattr(made, name) for name in made.model_fields_set}
     for name, value in checked.items():
-        if isinstance(value, PurePath) and values.get(name) == "":  # Path("") would be the working folder
+        if (
+            isinstance(value, PurePath) and values.get(name) == ""
+        ):  # Path("") would be the working folder
             faults[name,] = f"{name}: is empty; name a file or folder."
     return ({}, faults) if faults else (checked, faults)
 
@@ -106,7 +115,9 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
         return _plain(value.item(), place, faults)
     dated = isinstance(value, datetime.date | datetime.time)
     kind = "a date or time" if dated else f"of type {type(value).__name__}"
-    faults[place] = f"{where}: is {kind}, which nothing here takes. If it is text, put it in quotes."
+    faults[place] = (
+        f"{where}: is {kind}, which nothing here takes. If it is text, put it in quotes."
+    )
     return None
 
 
@@ -130,13 +141,21 @@ def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]
     hint = ""
     if isinstance(value, str):
         hint = did_you_mean(value, _choices(annotation))
-        if _number_like(value) and not hint and re.search(r"\b(integer|number)\b", type_text(annotation)):
+        if (
+            _number_like(value)
+            and not hint
+            and re.search(r"\b(integer|number)\b", type_text(annotation))
+        ):
             hint = " Write it without quotes."
     return place, f"{where}: should be {_phrase(annotation)}, not {shown(value)}.{hint}"
 
 
 def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
-    what = "there is no such table" if not place and isinstance(value, Mapping | list) else "unknown key"
+    what = (
+        "there is no such table"
+        if not place and isinstance(value, Mapping | list)
+        else "unknown key"
+    )
     return f"{dotted((*place, key))}: {what} (known: {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
 
 

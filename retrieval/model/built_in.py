@@ -45,7 +45,11 @@ def metric(name: str) -> Metric:
         return cast("Metric", with_k[found[1]].build({"k": int(found[2])}))
     known = [
         *plain,
-        *(f"{stem}_{k}" for stem in with_k for k in sorted({1, 2, 4, 8, 10, int(found[2]) if found else 1})),
+        *(
+            f"{stem}_{k}"
+            for stem in with_k
+            for k in sorted({1, 2, 4, 8, 10, int(found[2]) if found else 1})
+        ),
     ]
     raise RetrievalError(
         f"There is no metric '{name}'.{did_you_mean(name.lower().replace('@', '_at_'), known)} "

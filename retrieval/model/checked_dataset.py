@@ -36,7 +36,9 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
         PluginError: it is no dataset, or its columns break the contract; the sentence lists every fault.
     """
     if not isinstance(dataset, Dataset):
-        raise PluginError(f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset.")
+        raise PluginError(
+            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset."
+        )
     with calling(f"The dataset {name}"):
         return CheckedDataset(dataset, name)
 
@@ -67,7 +69,9 @@ class CheckedDataset(Dataset):
         if len(set(lengths.values())) > 1:
             each = ", ".join(f"{n} {part}" for part, n in lengths.items())
             wrong.append(f"its parts differ in length: {each}")
-        lists = {part: _listed(column) if part in lengths else None for part, column in columns.items()}
+        lists = {
+            part: _listed(column) if part in lengths else None for part, column in columns.items()
+        }
         self.labels = _texts(lists["labels"] or [], "labels", "a label", wrong)
         found = len(wrong)
         self.keys = _texts(lists["keys"] or [], "keys", "a key", wrong)
@@ -111,7 +115,9 @@ class CheckedDataset(Dataset):
         if self._width is None:
             self._width = len(item) if isinstance(item, np.ndarray) and item.ndim == 1 else None
         width = self._width if self.arrays is None else self.arrays.shape[1]
-        if not (isinstance(item, np.ndarray) and item.shape == (width,) and item.dtype.kind in "fiu"):
+        if not (
+            isinstance(item, np.ndarray) and item.shape == (width,) and item.dtype.kind in "fiu"
+        ):
             size = "(F,)" if width is None else f"({width},)"
             raise PluginError(
                 f"{what} gave {shown(item)}; it must give a vector: a numpy array of numbers of shape {size}."
@@ -186,7 +192,9 @@ def _texts(column: Sequence[Any], part: str, one: str, wrong: list[str]) -> list
         first = column[others[0]]
         given = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
         more = f" (and {len(others) - 1:,} more such entries)" if len(others) > 1 else ""
-        wrong.append(f"{part} has {given} for item {others[0]}{more}, and {one} is text or a whole number")
+        wrong.append(
+            f"{part} has {given} for item {others[0]}{more}, and {one} is text or a whole number"
+        )
     return texts
 
 
@@ -213,11 +221,15 @@ def _check_keys(keys: Sequence[str], wrong: list[str]) -> None:
         wrong.append(f"the key {twice[0]!r} is that of {counts[twice[0]]:,} items{more}")
 
 
-def _check_each(column: Sequence[Any] | None, part: str, kind: type, must: str, wrong: list[str]) -> None:
+def _check_each(
+    column: Sequence[Any] | None, part: str, kind: type, must: str, wrong: list[str]
+) -> None:
     """Say where an entry of a column is of another kind."""
     others = [number for number, each in enumerate(column or ()) if not isinstance(each, kind)]
     if others and column is not None:
-        wrong.append(f"{part} has {shown(column[others[0]])} for item {others[0]}, and must have {must}")
+        wrong.append(
+            f"{part} has {shown(column[others[0]])} for item {others[0]}, and must have {must}"
+        )
 
 
 def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
@@ -234,10 +246,14 @@ def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
         else:
             blocks = range(0, len(arrays), _ROWS)
             bad = [
-                i + int(j) for i in blocks for j in np.flatnonzero(~np.isfinite(arrays[i : i + _ROWS]).all(1))
+                i + int(j)
+                for i in blocks
+                for j in np.flatnonzero(~np.isfinite(arrays[i : i + _ROWS]).all(1))
             ]
             if bad:
-                wrong.append(f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}")
+                wrong.append(
+                    f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}"
+                )
     elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):
         wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
     elif arrays.dtype != np.uint8:

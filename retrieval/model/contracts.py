@@ -153,7 +153,9 @@ class Generator(nn.Module):
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Return synthetic features (T, F) in place of the negatives (or positives) of triplets' features, each (T, F)."""
-        raise NotImplementedError(f"{type(self).__name__} must define forward(anchor, positive, negative)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define forward(anchor, positive, negative)"
+        )
 
     def objective(
         self,
@@ -172,7 +174,9 @@ class Generator(nn.Module):
             synthetic: (T, F), what `forward` gave.
             distance: the metric being learned, head and combiner: two (T, F) feature tensors to (T,) distances.
         """
-        raise NotImplementedError(f"{type(self).__name__} has parameters, so it must define objective(…)")
+        raise NotImplementedError(
+            f"{type(self).__name__} has parameters, so it must define objective(…)"
+        )
 
 
 @dataclass(frozen=True)
@@ -224,11 +228,15 @@ class Combiner(BaseDistance):
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (Q, R) between codes (Q, C) and (R, C)."""
-        raise NotImplementedError(f"{type(self).__name__} must define compute_mat(query, reference)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define compute_mat(query, reference)"
+        )
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (N,) between codes (N, C) and (N, C), row by row."""
-        raise NotImplementedError(f"{type(self).__name__} must define pairwise_distance(query, reference)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define pairwise_distance(query, reference)"
+        )
 
     def index_vectors(self, codes: Tensor) -> Tensor:
         """Return the vectors (N, P) that FAISS stores for codes (N, C)."""
@@ -289,7 +297,9 @@ class Metric(Protocol):
 
     depth: int | Literal["relevant", "all"]
 
-    def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> NDArray[np.float64]:
+    def __call__(
+        self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Return one value per query (Q,); the host takes the mean.
 
         Args:

@@ -112,7 +112,9 @@ class Signature:
 def ready(model: Model) -> Iterator[None]:
     """Evaluation mode on the CPU in the plain memory layout inside; mode, device and layout are restored after."""
     modes = [(module, module.training) for module in model.modules()]
-    device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    device = next(
+        (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
+    )
     channels_last, model.channels_last = model.channels_last, False
     try:
         model.eval()
@@ -142,7 +144,12 @@ def check_size(model: Model) -> None:
 
 
 def to_onnx(
-    module: nn.Module, example: tuple[Tensor, ...], signature: Signature, *, opset: int, exporter: Exporter
+    module: nn.Module,
+    example: tuple[Tensor, ...],
+    signature: Signature,
+    *,
+    opset: int,
+    exporter: Exporter,
 ) -> onnx.ModelProto:
     """Return the graph of a module in evaluation mode.
 
@@ -172,9 +179,12 @@ def to_onnx(
     try:
         with quiet():
             if exporter == "dynamo":
-                dims = {size: torch.export.Dim(size) for axis in axes.values() for size in axis.values()}
+                dims = {
+                    size: torch.export.Dim(size) for axis in axes.values() for size in axis.values()
+                }
                 shapes = tuple(
-                    {axis: dims[size] for axis, size in axes[name].items()} for name in signature.inputs
+                    {axis: dims[size] for axis, size in axes[name].items()}
+                    for name in signature.inputs
                 )
                 program = torch.onnx.export(
                     module, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **options
@@ -185,7 +195,9 @@ def to_onnx(
             else:
                 file = io.BytesIO()
                 with _silent_stdout():
-                    torch.onnx.export(module, example, file, dynamo=False, dynamic_axes=axes, **options)  # type: ignore[arg-type]
+                    torch.onnx.export(
+                        module, example, file, dynamo=False, dynamic_axes=axes, **options
+                    )  # type: ignore[arg-type]
                 proto = onnx.load_from_string(file.getvalue())
     except (
         Exception
@@ -218,7 +230,10 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
     ]:
         entry.doc_string = ""
         del entry.metadata_props[:]
-    for given, wanted in ((proto.graph.input, signature.inputs), (proto.graph.output, signature.outputs)):
+    for given, wanted in (
+        (proto.graph.input, signature.inputs),
+        (proto.graph.output, signature.outputs),
+    ):
         for value in given:
             shape = value.type.tensor_type.shape
             del shape.dim[:]
@@ -234,7 +249,9 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
 
 def opset_of(proto: onnx.ModelProto) -> int:
     """Return the version of ONNX's own operators in a graph."""
-    return max(int(entry.version) for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
+    return max(
+        int(entry.version) for entry in proto.opset_import if entry.domain in ("", "ai.onnx")
+    )
 
 
 def session(graph: bytes, threads: int | None = None) -> Any:
@@ -258,7 +275,9 @@ def session(graph: bytes, threads: int | None = None) -> Any:
     try:
         return runtime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     except Exception as fault:  # ONNX Runtime's errors share no public base class
-        raise BundleError(f"ONNX Runtime cannot load the exported graph: {first_line(fault)}") from fault
+        raise BundleError(
+            f"ONNX Runtime cannot load the exported graph: {first_line(fault)}"
+        ) from fault
 
 
 def first_line(fault: BaseException) -> str:

@@ -54,8 +54,12 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
         hint = " Take its mean." if value.numel() > 1 and value.is_floating_point() else ""
         raise PluginError(f"{what} gave {shown(value)}; {should}.{hint}")
     if value.device != inputs.device:
-        raise PluginError(f"{what} gave {shown(value)} on {value.device}; its input is on {inputs.device}.")
-    trains = inputs.requires_grad or (owner is not None and any(p.requires_grad for p in owner.parameters()))
+        raise PluginError(
+            f"{what} gave {shown(value)} on {value.device}; its input is on {inputs.device}."
+        )
+    trains = inputs.requires_grad or (
+        owner is not None and any(p.requires_grad for p in owner.parameters())
+    )
     # a zero of its own, for a batch without pairs, trains nothing and is not a fault
     if trains and not value.requires_grad and torch.is_grad_enabled() and float(value) != 0:
         raise PluginError(
@@ -65,7 +69,9 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
     return value.reshape(())
 
 
-def checked_indices(found: Any, what: str, sizes: tuple[int, int], device: torch.device) -> TripletIndices:
+def checked_indices(
+    found: Any, what: str, sizes: tuple[int, int], device: torch.device
+) -> TripletIndices:
     """Return what a miner gave as int64 tensors.
 
     Args:
@@ -84,7 +90,10 @@ def checked_indices(found: Any, what: str, sizes: tuple[int, int], device: torch
     if not isinstance(found, list | tuple) or len(found) not in (3, 4):
         raise PluginError(f"{what} gave {shown(found)}; {should}.")
     whole = all(
-        isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int64, torch.int32) and x.device == device
+        isinstance(x, Tensor)
+        and x.ndim == 1
+        and x.dtype in (torch.int64, torch.int32)
+        and x.device == device
         for x in found
     )
     if not whole:
@@ -94,9 +103,13 @@ def checked_indices(found: Any, what: str, sizes: tuple[int, int], device: torch
     groups = [found] if len(found) == 3 else [found[:2], found[2:]]
     if any(len(x) != len(group[0]) for group in groups for x in group):
         lengths = ", ".join(str(len(x)) for x in found)
-        raise PluginError(f"{what} gave index tensors of lengths {lengths}; {should}, of equal length.")
+        raise PluginError(
+            f"{what} gave index tensors of lengths {lengths}; {should}, of equal length."
+        )
     indices = [x.long() for x in found]
-    limits = [sizes[0] if i == 0 or (len(found) == 4 and i == 2) else sizes[1] for i in range(len(found))]
+    limits = [
+        sizes[0] if i == 0 or (len(found) == 4 and i == 2) else sizes[1] for i in range(len(found))
+    ]
     ends = [end for x in indices if len(x) for end in torch.aminmax(x)]
     if ends:
         read = torch.stack(ends).tolist()
@@ -109,7 +122,9 @@ def checked_indices(found: Any, what: str, sizes: tuple[int, int], device: torch
     return cast(TripletIndices, tuple(indices))
 
 
-def checked_rows(value: Any, what: str, like: tuple[int, int], device: torch.device, of: str) -> Tensor:
+def checked_rows(
+    value: Any, what: str, like: tuple[int, int], device: torch.device, of: str
+) -> Tensor:
     """Return features or codes (B, width).
 
     Args:
@@ -123,7 +138,12 @@ def checked_rows(value: Any, what: str, like: tuple[int, int], device: torch.dev
         PluginError: the value has another type, shape or device.
     """
     rows, width = like
-    fits = isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point() and len(value) == rows
+    fits = (
+        isinstance(value, Tensor)
+        and value.ndim == 2
+        and value.is_floating_point()
+        and len(value) == rows
+    )
     if not fits or (width >= 0 and value.shape[1] != width):
         asked = f"({rows}, {width})" if width >= 0 else f"({rows}, any width)"
         raise PluginError(
@@ -146,7 +166,9 @@ def check_width(features: Any, what: str, width: int) -> None:
         )
 
 
-def checked_objective(value: Any, what: str, codes: Tensor) -> tuple[Tensor | None, Mapping[str, Any]]:
+def checked_objective(
+    value: Any, what: str, codes: Tensor
+) -> tuple[Tensor | None, Mapping[str, Any]]:
     """Return what a combiner's `objective` gave: a scalar or None, and figures by name.
 
     Raises:
@@ -168,7 +190,9 @@ def checked_objective(value: Any, what: str, codes: Tensor) -> tuple[Tensor | No
     return None if own is None else checked_scalar(own, f"{what}'s objective", codes), figures
 
 
-def combiner_warnings(combiner: Combiner | None, figures: Mapping[str, float], what: str) -> list[str]:
+def combiner_warnings(
+    combiner: Combiner | None, figures: Mapping[str, float], what: str
+) -> list[str]:
     """Return a combiner's sentences for whoever trains.
 
     Raises:
@@ -179,5 +203,7 @@ def combiner_warnings(combiner: Combiner | None, figures: Mapping[str, float], w
     with calling(what):
         given: Any = combiner.warnings(figures)
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise PluginError(f"{what} gave {shown(given)} from warnings; it must give a list of sentences.")
+        raise PluginError(
+            f"{what} gave {shown(given)} from warnings; it must give a list of sentences."
+        )
     return [str(each) for each in given]

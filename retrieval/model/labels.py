@@ -69,7 +69,9 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
     else:
         return array
     if len(missing):
-        rows = ", ".join(str(row) for row in missing[:5].tolist()) + (", …" if len(missing) > 5 else "")
+        rows = ", ".join(str(row) for row in missing[:5].tolist()) + (
+            ", …" if len(missing) > 5 else ""
+        )
         are, plural = ("are", "s") if len(missing) > 1 else ("is", "")
         raise LabelsError(
             f"{len(missing):,} of {len(array):,} {what} {are} missing (None or NaN), in row{plural} {rows} from 0 on. "
@@ -100,7 +102,11 @@ def learner_labels(y: Any) -> Any:
     array = read_values(array, "labels")
     if array.dtype.kind != "O":
         return array
-    return read_labels(array) if all(isinstance(value, str) or _is_whole(value) for value in array) else y
+    return (
+        read_labels(array)
+        if all(isinstance(value, str) or _is_whole(value) for value in array)
+        else y
+    )
 
 
 def is_missing(value: Any) -> bool:
@@ -123,7 +129,11 @@ def _unchanged(labels: Any) -> NDArray[Any]:
         return shown
     if callable(detach := getattr(labels, "detach", None)):
         labels = detach().cpu()
-    if isinstance(labels, str | bytes) or not isinstance(labels, Iterable) or hasattr(labels, "__array__"):
+    if (
+        isinstance(labels, str | bytes)
+        or not isinstance(labels, Iterable)
+        or hasattr(labels, "__array__")
+    ):
         array = np.asarray(labels)
         if array.dtype.kind in "biufUO":
             return array

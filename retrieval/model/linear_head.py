@@ -26,7 +26,9 @@ class Shift(nn.Module):
         return x - self.get_buffer("offset")
 
 
-def linear_head(components: NDArray[np.floating[Any]], mean: NDArray[np.floating[Any]]) -> nn.Sequential:
+def linear_head(
+    components: NDArray[np.floating[Any]], mean: NDArray[np.floating[Any]]
+) -> nn.Sequential:
     """Return the float32 module x ↦ components · (x − mean), features (B, F) to codes (B, C).
 
     Args:

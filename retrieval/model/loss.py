@@ -75,7 +75,9 @@ def checked_embeddings(x: Any, name: str) -> Tensor:
     """
     if not isinstance(x, Tensor) or x.ndim != 2:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a matrix, one row per item, and this has the shape {shape}")
+        raise ValueError(
+            f"{name} must be a matrix, one row per item, and this has the shape {shape}"
+        )
     if not x.is_floating_point():
         raise ValueError(f"{name} must be floating-point numbers, not {x.dtype}")
     if not bool(torch.isfinite(x).all()):
@@ -91,7 +93,9 @@ def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
         ValueError: the labels are missing, are not a tensor, or are not one per item.
     """
     if labels is None:
-        raise ValueError(f"{name} are missing: without a miner's indices they say which pairs are positive")
+        raise ValueError(
+            f"{name} are missing: without a miner's indices they say which pairs are positive"
+        )
     if not isinstance(labels, Tensor):
         raise ValueError(
             f"{name} must be a tensor of whole numbers, one a class, not a {type(labels).__name__}; number labels that are text"

@@ -45,7 +45,9 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             ValueError: the array has another shape or width, or holds NaN or infinity.
         """
         one, other = self._sides(pairs)
-        return np.asarray(np.linalg.norm(self.transform(one) - self.transform(other), axis=1), np.float64)
+        return np.asarray(
+            np.linalg.norm(self.transform(one) - self.transform(other), axis=1), np.float64
+        )
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
         """Return how alike the items of each pair (P, 2, F) are, (P,); larger is more alike.
@@ -101,7 +103,9 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         given = {name: value for name, value in both.items() if value is not None}
         for name, value in given.items():
             if not isinstance(value, numbers.Integral) or value < 0:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number from 0 on, or None for 0.")
+                raise ValueError(
+                    f"{name} is {value!r}; it must be a whole number from 0 on, or None for 0."
+                )
         if len(set(given.values())) > 1:
             raise ValueError(
                 f"seed is {self.seed} and random_state is {self.random_state}. They are two names of one parameter: give one of "

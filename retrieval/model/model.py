@@ -72,7 +72,9 @@ class Model(nn.Module):
         combiner: the distance over codes; None for the Euclidean distance of one embedding.
     """
 
-    def __init__(self, backbone: Backbone, head: nn.Module, combiner: Combiner | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone, head: nn.Module, combiner: Combiner | None = None
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -112,7 +114,9 @@ class Model(nn.Module):
         """Return distances (Q, R) between codes (Q, C) and (R, C); smaller is closer."""
         if self.combiner is not None:
             return self.combiner.compute_mat(query, reference)
-        return torch.cdist(query.float(), reference.float(), compute_mode="donot_use_mm_for_euclid_dist")
+        return torch.cdist(
+            query.float(), reference.float(), compute_mode="donot_use_mm_for_euclid_dist"
+        )
 
     def feature_distance(self, x: Tensor, y: Tensor) -> Tensor:
         """Return distances (T,) between features (T, F) and (T, F), through head and combiner."""

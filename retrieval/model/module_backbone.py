@@ -37,7 +37,9 @@ class ModuleBackbone(Backbone):
         shape: tuple[int, ...] = () if width is None else (width,)
         if width is None:
             self.preprocessing = getattr(module, "preprocessing", None) or IMAGENET
-            if isinstance(self.preprocessing, Preprocessing):  # else `check_backbone` says what it is
+            if isinstance(
+                self.preprocessing, Preprocessing
+            ):  # else `check_backbone` says what it is
                 shape = (self.preprocessing.channels, *self.preprocessing.size)
         self.features = 0
         first = next(module.parameters(), torch.empty(0))
@@ -47,7 +49,9 @@ class ModuleBackbone(Backbone):
             given = module(probe) if shape else torch.zeros(2, 1)
         found = checked_rows(given, what, (2, -1), first.device, "features")
         self.features = int(found.shape[1])
-        self._behaves = hashlib.blake2b(found.float().cpu().numpy().tobytes(), digest_size=16).hexdigest()
+        self._behaves = hashlib.blake2b(
+            found.float().cpu().numpy().tobytes(), digest_size=16
+        ).hexdigest()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return features (B, F) of images or vectors."""

@@ -121,7 +121,11 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
         mat = combiner.compute_mat(codes, codes[:2])
         rows = combiner.pairwise_distance(codes, codes)
     checked_rows(
-        mat, f"{what}'s compute_mat", (3, 2), codes.device, "a distance for each query and reference"
+        mat,
+        f"{what}'s compute_mat",
+        (3, 2),
+        codes.device,
+        "a distance for each query and reference",
     )
     if not (isinstance(rows, Tensor) and rows.shape == (3,)):
         raise PluginError(
@@ -136,7 +140,9 @@ def check_learner(learner: Any, name: str) -> None:
     Raises:
         PluginError: with all that are missing.
     """
-    missing = [m for m in ("fit", "transform", "to_model_parts") if not callable(getattr(learner, m, None))]
+    missing = [
+        m for m in ("fit", "transform", "to_model_parts") if not callable(getattr(learner, m, None))
+    ]
     if missing or inspect.isclass(learner):
         raise PluginError(
             f"{name} gave {shown(learner)} without {', '.join(missing) or 'being made'}; a learner must have fit, transform and "
@@ -188,7 +194,9 @@ class CheckedMetric:
             )
         self.depth = cast("int | Literal['relevant', 'all']", depth)
 
-    def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> NDArray[np.float64]:
+    def __call__(
+        self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Return one value per query (Q,); see `retrieval.Metric`.
 
         Raises:
@@ -197,14 +205,20 @@ class CheckedMetric:
         return self._checked(len(matches), self.metric, matches, relevant)
 
     @property
-    def graded(self) -> Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] | None:
+    def graded(
+        self,
+    ) -> Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] | None:
         """What the metric makes of grades, where it does; see `retrieval.Metric`."""
         graded = getattr(self.metric, "graded", None)
         return (
-            None if graded is None else lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
+            None
+            if graded is None
+            else lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
         )
 
-    def _checked(self, queries: int, call: Callable[..., Any], *given_it: Any) -> NDArray[np.float64]:
+    def _checked(
+        self, queries: int, call: Callable[..., Any], *given_it: Any
+    ) -> NDArray[np.float64]:
         with calling(self.what):
             given = call(*given_it)
         with contextlib.suppress(ValueError, TypeError):

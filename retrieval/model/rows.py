@@ -67,10 +67,14 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
         return "classes"
     if mined and (kind == "items" or not getattr(loss, "rows_mined", True)):
         return None
-    regularised = any(getattr(loss, f"{of}_regularizer", None) is not None for of in ("embedding", "weight"))
+    regularised = any(
+        getattr(loss, f"{of}_regularizer", None) is not None for of in ("embedding", "weight")
+    )
     if regularised or not isinstance(loss, BaseMetricLossFunction):
         return None
-    plain = all(type(each) in _REDUCERS and not each.collect_stats for each in _reducers(loss.reducer))
+    plain = all(
+        type(each) in _REDUCERS and not each.collect_stats for each in _reducers(loss.reducer)
+    )
     return cast(Rows, kind) if plain else None
 
 
@@ -91,7 +95,9 @@ class Sums(nn.Module):
         self.inner = inner
         self.found: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def forward(self, losses: Mapping[str, Mapping[str, Any]], embeddings: Tensor, labels: Any) -> Tensor:
+    def forward(
+        self, losses: Mapping[str, Mapping[str, Any]], embeddings: Tensor, labels: Any
+    ) -> Tensor:
         """Return 0; the sums are in `found`."""
         for name, given in losses.items():
             self.found[name] = _summed(name, given, _reducer(self.inner, name), embeddings)
@@ -167,7 +173,9 @@ def _reducer(reducer: Any, name: str) -> Any:
     return reducer
 
 
-def _summed(name: str, given: Mapping[str, Any], reducer: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+def _summed(
+    name: str, given: Mapping[str, Any], reducer: Any, like: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the sum and count of a loss's numbers that its reducer counts."""
     losses = given["losses"]
     none = like.sum() * 0, torch.zeros((), dtype=torch.int64, device=like.device)

@@ -24,7 +24,8 @@ class Expansion(Section):
 
     k: Count = Field(5, description="Neighbours.")
     alpha: Annotated[float, Field(ge=0.0)] = Field(
-        0.0, description="α: a neighbour's weight is its cosine to this power; 0: all weigh the same."
+        0.0,
+        description="α: a neighbour's weight is its cosine to this power; 0: all weigh the same.",
     )
 
 
@@ -35,7 +36,9 @@ class Evaluate(Section):
         ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
         description='Figures by name; a plugin\'s metric as `PLUGIN.NAME`, with parameters as `{ name = "core.recall_at", k = 5 }`.',
     )
-    clusters: bool = Field(False, description="Also NMI and F1 of k-means clusters, k = number of classes.")
+    clusters: bool = Field(
+        False, description="Also NMI and F1 of k-means clusters, k = number of classes."
+    )
     exclude: str | None = Field(
         None,
         description="A column of the data's metadata, such as `camera`: gallery items that share its value with the query are left out for that query, as in cross-camera, cross-vendor or cross-session search.",
@@ -53,7 +56,8 @@ class Evaluate(Section):
         description="A column of metadata with several labels of an item, `;` between them: items match when they share one, and `ndcg_at_K` goes by how many.",
     )
     by: str | None = Field(
-        None, description="A column of metadata, such as `vendor`: also the figures of each value's queries."
+        None,
+        description="A column of metadata, such as `vendor`: also the figures of each value's queries.",
     )
     gallery_items: Count | None = Field(
         None,
@@ -65,7 +69,8 @@ class Evaluate(Section):
         description="False acceptance rates: also DIR@FAR, the share of known queries that are found, at thresholds that accept so many of those whose class the gallery lacks.",
     )
     rerank: Rerank | None = Field(
-        None, description="Also figures after k-reciprocal re-ranking: `{ k1 = 20, k2 = 6, weight = 0.3 }`."
+        None,
+        description="Also figures after k-reciprocal re-ranking: `{ k1 = 20, k2 = 6, weight = 0.3 }`.",
     )
     expand: Expansion | None = Field(
         None,

@@ -47,7 +47,9 @@ def takes(kind: str, name: str, key: str) -> bool:
     return name in known and key in inspect.signature(known[name]).parameters
 
 
-def _check_options(what: str, cls: Any, options: dict[str, Any], taken: set[str], where: str) -> list[str]:
+def _check_options(
+    what: str, cls: Any, options: dict[str, Any], taken: set[str], where: str
+) -> list[str]:
     parameters = inspect.signature(cls).parameters
     known = [name for name in parameters if name not in taken]
     needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
@@ -70,7 +72,9 @@ def check_optimizer(section: Optimizer, where: str) -> list[str]:
         return [
             f"{where} name: torch.optim has no '{section.name}' (known: {', '.join(sorted(known))}).{did_you_mean(section.name, known)}"
         ]
-    problems = _check_options(section.name, known[section.name], section.options, {"params", "lr"}, where)
+    problems = _check_options(
+        section.name, known[section.name], section.options, {"params", "lr"}, where
+    )
     if not problems:
         try:
             with optimizing():
@@ -83,7 +87,9 @@ def check_optimizer(section: Optimizer, where: str) -> list[str]:
 def check_schedule(section: Schedule, where: str) -> list[str]:
     """Return every problem of a `[schedule]` table."""
     if section.name in SHAPES:
-        return [f"{where} options.{key}: '{section.name}' takes no options." for key in section.options]
+        return [
+            f"{where} options.{key}: '{section.name}' takes no options." for key in section.options
+        ]
     known = _classes(lr_scheduler, lr_scheduler.LRScheduler)
     for needs_more in (
         "ReduceLROnPlateau",
@@ -102,11 +108,15 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
         section.name, known[section.name], section.options, {"optimizer", "last_epoch"}, where
     )
     if section.warmup:
-        problems.append(f"{where} warmup: goes with constant, linear and cosine, not with {section.name}.")
+        problems.append(
+            f"{where} warmup: goes with constant, linear and cosine, not with {section.name}."
+        )
     if not problems:
         try:
             with optimizing():
-                known[section.name](torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1), **section.options)
+                known[section.name](
+                    torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1), **section.options
+                )
         except (ValueError, TypeError, RuntimeError) as error:
             problems.append(f"{where} options: {section.name} refuses them: {error}.")
     return problems

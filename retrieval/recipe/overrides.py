@@ -81,9 +81,7 @@ def _override(table: dict[str, Any], text: str) -> str | None:
         else:
             place = place.setdefault(step, {})
         if not isinstance(place, dict | list):
-            return (
-                f"--set {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no table to set a key in."
-            )
+            return f"--set {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no table to set a key in."
     if isinstance(place, list):
         if (
             steps[-1].isdigit()

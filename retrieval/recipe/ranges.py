@@ -15,7 +15,9 @@ class Range(Section):
     low: int | float | None = Field(None, description="The smallest value.")
     high: int | float | None = Field(None, description="The largest value.")
     log: bool = Field(False, description="Draw evenly over the logarithm, as for a learning rate.")
-    choices: list[str | int | float | bool] = Field([], description="The values, instead of a range.")
+    choices: list[str | int | float | bool] = Field(
+        [], description="The values, instead of a range."
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -34,7 +36,11 @@ def flat(search: Any) -> Any:
     found: dict[str, Any] = {}
 
     def walk(place: str, value: Any) -> None:
-        if isinstance(value, dict) and value and all(isinstance(each, dict) for each in value.values()):
+        if (
+            isinstance(value, dict)
+            and value
+            and all(isinstance(each, dict) for each in value.values())
+        ):
             for key, each in value.items():
                 walk(f"{place}.{key}", each)
         else:

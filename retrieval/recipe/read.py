@@ -101,7 +101,9 @@ def apart(
 
 
 def read_table(
-    recipe: StrPath | Mapping[str, Any] | Tables, overrides: Sequence[str] = (), plugins: Sequence[str] = ()
+    recipe: StrPath | Mapping[str, Any] | Tables,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """Read a recipe, unchecked; see `read_recipe`.
 
@@ -116,13 +118,17 @@ def read_table(
     else:
         table = _parsed(path)
     before = table.get("plugins")
-    brought = {item for item in before if isinstance(item, str)} if isinstance(before, list) else set()
+    brought = (
+        {item for item in before if isinstance(item, str)} if isinstance(before, list) else set()
+    )
     apply_overrides(table, overrides, COMPONENTS)
     named = table.get("plugins", [])
     if not isinstance(named, list) or not (named or plugins):
         return table, []
     own = [_beside(Path(), item) for item in plugins]
-    table["plugins"] = [_beside(path, item) if isinstance(item, str) else item for item in named] + own
+    table["plugins"] = [
+        _beside(path, item) if isinstance(item, str) else item for item in named
+    ] + own
     asked = [_beside(path, item) for item in named if isinstance(item, str) and item in brought]
     return table, [item for item in asked if item not in own]
 
@@ -141,7 +147,9 @@ def _parsed(path: Path) -> dict[str, Any]:
         RecipeError: it cannot be read, or is not TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
+        text = path.read_text(
+            encoding="utf-8-sig"
+        )  # some editors begin a file with a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise RecipeError([f"it cannot be read: {reason}."], str(path)) from None
@@ -220,7 +228,9 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
     for name, value in objects.items():
         before = table.get(name)
         kept = (
-            {k: v for k, v in before.items() if k in host_keys(name)} if isinstance(before, Mapping) else {}
+            {k: v for k, v in before.items() if k in host_keys(name)}
+            if isinstance(before, Mapping)
+            else {}
         )
         changed[name] = {"name": object_name(value), **kept}
     return changed
@@ -237,7 +247,9 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
             said = shown(table[name])
-            faults[name,] += f' Write: [{name}] name = {said}, or in Python {name}={{"name": {said}}}.'
+            faults[name,] += (
+                f' Write: [{name}] name = {said}, or in Python {name}={{"name": {said}}}.'
+            )
     kept = _without(table, {_entry(table, place) for place in faults})
     for name in ("data", "backbone"):
         kept.setdefault(name, {})
@@ -268,9 +280,13 @@ def _entry(table: Mapping[str, Any], place: Place) -> Place:
 def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
     """Return a copy of a table without the entries at some places."""
     if isinstance(value, Mapping):
-        return {k: _without(v, wrong, (*place, k)) for k, v in value.items() if (*place, k) not in wrong}
+        return {
+            k: _without(v, wrong, (*place, k)) for k, v in value.items() if (*place, k) not in wrong
+        }
     if isinstance(value, list):
-        return [_without(v, wrong, (*place, i)) for i, v in enumerate(value) if (*place, i) not in wrong]
+        return [
+            _without(v, wrong, (*place, i)) for i, v in enumerate(value) if (*place, i) not in wrong
+        ]
     return value
 
 
@@ -283,7 +299,9 @@ def _bracketed(problem: str) -> str:
         return f"{name} {inner}: {rest}"
     field = Tables.model_fields.get(table)
     is_table = (
-        table in COMPONENTS or table == "phase" or (field and isinstance(field.annotation, type(Section)))
+        table in COMPONENTS
+        or table == "phase"
+        or (field and isinstance(field.annotation, type(Section)))
     )
     return f"{name}: {rest}" if is_table or rest.startswith("there is no such table") else problem
 

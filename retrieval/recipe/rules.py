@@ -30,7 +30,9 @@ def check_names(recipe: Tables) -> list[str]:
     for number, named in enumerate(recipe.evaluate.metrics):
         problems += _check_metric(recipe.loaded, named, number)
     for number, transform in enumerate(recipe.augmentation.transforms):
-        problems += recipe.loaded.check("augmentations", transform, f"[augmentation] transforms.{number}")
+        problems += recipe.loaded.check(
+            "augmentations", transform, f"[augmentation] transforms.{number}"
+        )
     return problems
 
 
@@ -56,7 +58,9 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
     section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
     if not hasattr(section, "options") or str(place[1]) in type(section).model_fields:
         return ""
-    if not takes("schedule" if place[0] == "schedule" else "optimizer", section.name, str(place[1])):
+    if not takes(
+        "schedule" if place[0] == "schedule" else "optimizer", section.name, str(place[1])
+    ):
         return ""
     return f" It is an argument of {section.name}: write options.{place[1]}."
 
@@ -106,7 +110,9 @@ def _loss(recipe: Tables) -> list[str]:
         names.sort(key=lambda other: not other.startswith(own))  # the same plugin's first
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
-    if combiner and not plugins.every("losses", loss, lambda f: not any(p.each for p in f.parameters)):
+    if combiner and not plugins.every(
+        "losses", loss, lambda f: not any(p.each for p in f.parameters)
+    ):
         problems.append(
             f"[combiner] {combiner} compares whole codes, and {name} trains the beginnings of one embedding. Remove one of the two."
         )
@@ -153,7 +159,9 @@ def _measures(plugins: Plugins, values: Any) -> bool:
     """Whether a loss, or each of the losses that it wraps, measures by the distance that it is given."""
     wrapped: list[Any] = []
     try:
-        factory = plugins.find("losses", str(values.get("name") if isinstance(values, dict) else values))
+        factory = plugins.find(
+            "losses", str(values.get("name") if isinstance(values, dict) else values)
+        )
     except PluginError:
         return True  # reported already
     if factory.takes("distance"):

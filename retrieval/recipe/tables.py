@@ -81,7 +81,8 @@ class Augmentation(Section):
     """`[augmentation]`: random changes to training images, in this order: crop, mirror image, transforms."""
 
     crop_scale: tuple[float, float] | None = Field(
-        None, description="Random resized crop: smallest and largest part of the image's area; none: no crop."
+        None,
+        description="Random resized crop: smallest and largest part of the image's area; none: no crop.",
     )
     crop_ratio: tuple[float, float] = Field(
         (0.75, 1.3333), description="Smallest and largest aspect ratio of that crop."
@@ -114,7 +115,10 @@ class Augmentation(Section):
     def active(self) -> bool:
         """Whether anything is changed at all."""
         return bool(
-            self.crop_scale is not None or self.horizontal_flip > 0 or self.transforms or self.mix is not None
+            self.crop_scale is not None
+            or self.horizontal_flip > 0
+            or self.transforms
+            or self.mix is not None
         )
 
     @model_validator(mode="after")
@@ -133,7 +137,9 @@ class Head(Section):
     hidden: list[Count] = Field(
         [], description="Widths of hidden layers (ReLU between them); none: a linear map."
     )
-    normalize: bool = Field(True, description="Unit vectors: Euclidean and cosine order are then the same.")
+    normalize: bool = Field(
+        True, description="Unit vectors: Euclidean and cosine order are then the same."
+    )
     identity: bool = Field(False, description="No head at all: the features are the embedding.")
 
 
@@ -157,8 +163,12 @@ class Schedule(Section):
         "constant",
         description="`constant`, `cosine` or `linear` (both down to 0), or a class of `torch.optim.lr_scheduler`, stepped once an epoch.",
     )
-    warmup: Fraction = Field(0.0, description="Part of the phase's steps in which the rate rises from 0.")
-    options: dict[str, Any] = Field({}, description="Arguments of a `torch.optim.lr_scheduler` class.")
+    warmup: Fraction = Field(
+        0.0, description="Part of the phase's steps in which the rate rises from 0."
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Arguments of a `torch.optim.lr_scheduler` class."
+    )
 
 
 class Phase(Section):
@@ -175,7 +185,8 @@ class Phase(Section):
         description="Learning rate of this phase, instead of `[optimizer] lr`: the generator's too, unless it has a `[generator_optimizer]`.",
     )
     generator_lr: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="The generator's learning rate in this phase, instead of what its optimiser says."
+        None,
+        description="The generator's learning rate in this phase, instead of what its optimiser says.",
     )
     synthetic: bool = Field(
         True, description="Whether the generator's negatives enter the loss in this phase."
@@ -204,7 +215,8 @@ class Train(Section):
         None, description="Largest norm of the gradient; none: no clipping."
     )
     patience: Count | None = Field(
-        None, description="Stop after this many epochs without a better validation MAP@R; none: never early."
+        None,
+        description="Stop after this many epochs without a better validation MAP@R; none: never early.",
     )
     validate_every: Count = Field(1, description="Epochs between validations.")
     checkpoint_every: Count | None = Field(
@@ -215,9 +227,11 @@ class Train(Section):
         None,
         description="A run whose weights training starts from, such as `runs/a`; none: those that the parts come with.",
     )
-    start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = Field(
-        ["backbone", "head", "combiner"],
-        description="The parts that take their weights from that run; each must have the same names and shapes there.",
+    start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = (
+        Field(
+            ["backbone", "head", "combiner"],
+            description="The parts that take their weights from that run; each must have the same names and shapes there.",
+        )
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="`auto` takes a GPU when there is one."
@@ -279,7 +293,9 @@ class Tables(Section):
         description="The backbone; `frozen = true` computes its features once and keeps them on disk."
     )
     head: Head = Field(default_factory=Head)
-    combiner: Component | None = Field(None, description="The distance over codes; it brings its own head.")
+    combiner: Component | None = Field(
+        None, description="The distance over codes; it brings its own head."
+    )
     loss: Component | None = Field(None, description="The loss.")
     miner: Component | None = Field(None, description="The miner.")
     generator: Component | None = Field(None, description="The generator of synthetic negatives.")
@@ -310,7 +326,13 @@ class Tables(Section):
     def _one_folder(cls, name: str) -> str:
         """A run's name is a folder's too."""
         wrong = sorted({c for c in name if c in '/\\<>:"|?*' or not c.isprintable()})
-        if not name or name != name.strip() or name.startswith(".") or wrong or len(name.encode()) > 100:
+        if (
+            not name
+            or name != name.strip()
+            or name.startswith(".")
+            or wrong
+            or len(name.encode()) > 100
+        ):
             raise ValueError(
                 f"{name!r} cannot be a folder's name: 1 to 100 characters, no dot or space at its start, no space at its end, "
                 'and none of / \\ < > : " | ? *'

@@ -46,7 +46,9 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
         width = int(first.shape[-1])  # type: ignore[union-attr]
     elif recipe.loaded.find("backbones", recipe.backbone.name).takes("features"):
         raise RecipeError(
-            [f"[backbone] {recipe.backbone.name} takes vectors, and [data] {recipe.data.name} gives images."]
+            [
+                f"[backbone] {recipe.backbone.name} takes vectors, and [data] {recipe.data.name} gives images."
+            ]
         )
     made = recipe.build("backbone", features=width)
     if is_object(recipe.backbone.name):
@@ -66,7 +68,9 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
     backbone = build_backbone(recipe, dataset)
     if recipe.combiner is not None:
         name = recipe.combiner.name
-        made = recipe.build("combiner", features=backbone.features, embedding_size=recipe.head.embedding_size)
+        made = recipe.build(
+            "combiner", features=backbone.features, embedding_size=recipe.head.embedding_size
+        )
         combiner = check_combiner(made, name)
         with calling(f"The combiner {name}, asked for build_head({backbone.features}),"):
             built = combiner.build_head(backbone.features)
@@ -87,7 +91,11 @@ def code_size(model: Model) -> int:
     weight = next(iter(model.head.parameters()), torch.empty(0))
     training = model.head.training
     with torch.no_grad():
-        size = int(model.head.eval()(torch.zeros(2, model.backbone.features, device=weight.device)).shape[1])
+        size = int(
+            model.head.eval()(torch.zeros(2, model.backbone.features, device=weight.device)).shape[
+                1
+            ]
+        )
     model.head.train(training)
     return size
 

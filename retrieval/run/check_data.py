@@ -82,7 +82,9 @@ def check_data(
         theirs = "images" if subjects.kind == "image" else "vectors"
         raise DataError(f"The items are {theirs}, and the bundle {bundle.path} takes none.")
     if bundle is not None and within is None and subjects.kind == "features":
-        raise DataError("A model of vectors needs --within, the distance at which two items are the same.")
+        raise DataError(
+            "A model of vectors needs --within, the distance at which two items are the same."
+        )
     seen = _look(subjects, bundle)
     same, alone = _same(subjects, seen)
     limits: dict[str, float] = {}
@@ -92,7 +94,10 @@ def check_data(
     if len(pictured):
         limits["picture"] = PICTURES
         found = near_pairs(
-            seen.pictures[pictured], PICTURES, same=seen.numbers[pictured], what="comparing pictures"
+            seen.pictures[pictured],
+            PICTURES,
+            same=seen.numbers[pictured],
+            what="comparing pictures",
         )
         near += _pairs(found, pictured, "picture")
         complete = found.complete
@@ -127,7 +132,9 @@ def _subjects(
     if overrides:
         raise DataError("Only a recipe has values to change: name its .toml file.")
     if not named:
-        raise DataError("There is nothing to check: name a folder, a CSV file, a table or a recipe.")
+        raise DataError(
+            "There is nothing to check: name a folder, a CSV file, a table or a recipe."
+        )
     found = [_collected(name, bundle) for name in named]
     if len({each.features is None for each in found}) > 1:
         raise DataError("Images and vectors are checked by themselves: name one kind at a time.")
@@ -239,7 +246,12 @@ def _opened(
         try:
             flat = few_levels(item) if isinstance(item, Image.Image) else None
             flat = flat and f"{name} {flat}."
-            return row, (own, fingerprint(item), None if bundle is None else _input(bundle, item), flat)
+            return row, (
+                own,
+                fingerprint(item),
+                None if bundle is None else _input(bundle, item),
+                flat,
+            )
         except DataError as fault:
             raise DataError(f"{name}: {fault}") from fault
     except DataError as fault:
@@ -247,7 +259,9 @@ def _opened(
 
 
 def _input(bundle: Bundle, item: Image.Image | NDArray[Any]) -> NDArray[Any]:
-    return bundle.preprocess(item) if isinstance(item, Image.Image) else np.asarray(item, np.float32)
+    return (
+        bundle.preprocess(item) if isinstance(item, Image.Image) else np.asarray(item, np.float32)
+    )
 
 
 def _empty(bundle: Bundle, size: int) -> Encoded:
@@ -255,7 +269,9 @@ def _empty(bundle: Bundle, size: int) -> Encoded:
     said = bundle.manifest
     vector = np.zeros((size, said.vector), np.float32)
     query = np.zeros_like(vector) if said.query_vectors else vector
-    return Encoded(vector, query, np.zeros((size, said.code or 0), np.float32) if bundle.has_code else None)
+    return Encoded(
+        vector, query, np.zeros((size, said.code or 0), np.float32) if bundle.has_code else None
+    )
 
 
 def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArray[Any]]]) -> None:
@@ -324,11 +340,15 @@ def _measure(bundle: Bundle, encoded: Encoded, rows: Rows) -> Measure:
     return measure
 
 
-def _distances(bundle: Bundle, asked: Encoded, one: int, there: Encoded, others: Rows) -> NDArray[np.float64]:
+def _distances(
+    bundle: Bundle, asked: Encoded, one: int, there: Encoded, others: Rows
+) -> NDArray[np.float64]:
     """Return the distances of an item to others, by a model's own measure; where it goes by scores, which depend on what else is found, Euclidean ones."""
     query, vectors = asked.query[one], there.vector[others]
     code, codes = (
-        (None, None) if asked.code is None or there.code is None else (asked.code[one], there.code[others])
+        (None, None)
+        if asked.code is None or there.code is None
+        else (asked.code[one], there.code[others])
     )
     if bundle.manifest.merge == "score" and code is None:
         return np.asarray(np.linalg.norm(vectors.astype(np.float64) - query, axis=1))
@@ -338,7 +358,9 @@ def _distances(bundle: Bundle, asked: Encoded, one: int, there: Encoded, others:
 def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> float:
     """Return the distance within which 95 % of some items find their own copies."""
     assert seen.encoded is not None
-    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64))]
+    chosen = rows[
+        np.unique(np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64))
+    ]
     work: Callable[[Any], Any] = partial(_copy, subjects, bundle)
     given = subjects.given(chosen.tolist())
     apart = []

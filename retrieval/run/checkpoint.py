@@ -86,7 +86,9 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
         state = _unflatten(json.loads(metadata["state"]), load_tensors(content))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"it holds no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{path} is damaged and cannot be read: {reason.rstrip('.')}. {advice}") from error
+        raise DataError(
+            f"{path} is damaged and cannot be read: {reason.rstrip('.')}. {advice}"
+        ) from error
     if metadata["format"] == WITHOUT_CHECKSUM:
         log.warning(
             "%s was written before checkpoints had checksums: whether it is as it was written cannot be verified.",

@@ -99,7 +99,10 @@ def refuse_taken(path: Path, replace: bool) -> None:
     elif has_checkpoint(path):
         state, go_on = "a run that was stopped", "Go on with it by --resume"
     else:
-        state, go_on = "a run that was stopped before its first checkpoint", "Begin it again by --resume"
+        state, go_on = (
+            "a run that was stopped before its first checkpoint",
+            "Begin it again by --resume",
+        )
     raise DataError(
         f"{path} exists already: {state}. {go_on}, put a new run in its place with --replace, or choose another folder with --output. "
         f"In Python: {python}; replace=True; or another output."
@@ -129,7 +132,9 @@ def create_folder(
     """
     refuse_taken(path, replace)
     place = Path(os.path.realpath(path))
-    taken = DataError(f"{path} exists already: something else has just made it. Choose another --output.")
+    taken = DataError(
+        f"{path} exists already: something else has just made it. Choose another --output."
+    )
     try:
         with whole_folder(place, replace=is_run(place), taken=taken) as temporary:
             (temporary / "checkpoints").mkdir()
@@ -179,7 +184,9 @@ def record_changes(
         if replace_plugins:
             recipe = copy_plugins(path, recipe)
         else:
-            own = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8")).get("plugins", [])
+            own = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8")).get(
+                "plugins", []
+            )
             recipe = recipe.model_copy(update={"plugins": own})
         for stale in ("summary.json", "evaluation-*.json", "verification-*.json"):
             for file in path.glob(stale):

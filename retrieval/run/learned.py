@@ -57,7 +57,9 @@ def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
     try:
         head, combiner = model_parts(learner, name, backbone.features)
     except PluginError as error:
-        raise DataError(f"{path} does not hold what {name} needs: {error.__cause__ or error}.") from error
+        raise DataError(
+            f"{path} does not hold what {name} needs: {error.__cause__ or error}."
+        ) from error
     model = Model(backbone, head, combiner)
     load_weights(model, state, path)
     return model.eval()

@@ -153,7 +153,9 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
     try:
         files[INPUTS] = pack_inputs(run.dataset, run.splits, run.model.preprocessing)
     except DataError as error:
-        report(f"note: the run keeps no held-out inputs to export with, should its data be gone: {error}")
+        report(
+            f"note: the run keeps no held-out inputs to export with, should its data be gone: {error}"
+        )
     create_folder(run.path, run.recipe, files, replace=replace)
 
 

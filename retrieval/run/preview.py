@@ -45,18 +45,24 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
     places = np.linspace(0, len(drawn) - 1, min(items, MOST, len(drawn))).astype(np.int64)
     chosen = splits.train[drawn[places]]
     raw = RawInputs(dataset, preprocessing, budget=0)
-    make = BatchMaker(raw, Changes(recipe.augmentation, built_transforms(recipe)), recipe.seed, len(chosen))
+    make = BatchMaker(
+        raw, Changes(recipe.augmentation, built_transforms(recipe)), recipe.seed, len(chosen)
+    )
     whole = slice(0, len(chosen))
     columns = [raw.batch(chosen)]
     if recipe.augmentation.active:
         columns += [make(Job(chosen, epoch, 0, whole)).numpy() for epoch in range(min(draws, MOST))]
     names = [f"{dataset.labels[item]}: {dataset.keys[item]}" for item in chosen.tolist()]
-    return _sheet([[_picture(column[row]) for column in columns] for row in range(len(chosen))], names)
+    return _sheet(
+        [[_picture(column[row]) for column in columns] for row in range(len(chosen))], names
+    )
 
 
 def _picture(pixels: np.ndarray) -> Image.Image:
     """Return pixels (channels, H, W) as an image, enlarged by a whole number where it is small."""
-    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).convert("RGB")
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).convert(
+        "RGB"
+    )
     factor = max(1, -(-_LEAST // min(image.size)))
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
@@ -71,6 +77,8 @@ def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
         fits = sheet.width // 6  # of Pillow's own font, some six pixels a letter
         draw.text((_GAP, top), name if len(name) <= fits else f"{name[: fits - 1]}…", fill="black")
         for column, image in enumerate(row):
-            left = _GAP + column * across + (2 * _GAP if column else 0)  # what is unchanged stands apart
+            left = (
+                _GAP + column * across + (2 * _GAP if column else 0)
+            )  # what is unchanged stands apart
             sheet.paste(image, (left, top + _TEXT))
     return sheet

@@ -89,7 +89,12 @@ def refuse_no_run(folder: Path) -> None:
 
 def changed_plugins(given: Sequence[str], own: Sequence[str]) -> list[str]:
     """Return which plugin files and folders are other ones than a run's copies, and in what, a sentence each without a stop."""
-    copies = {plugin.name: plugin for item in own if is_file_plugin(item) for plugin in [FilePlugin.at(item)]}
+    copies = {
+        plugin.name: plugin
+        for item in own
+        if is_file_plugin(item)
+        for plugin in [FilePlugin.at(item)]
+    }
     lines = []
     for item in given:
         if not is_file_plugin(item):
@@ -105,11 +110,15 @@ def changed_plugins(given: Sequence[str], own: Sequence[str]) -> list[str]:
             lines.append(f"{item} is not among the plugins that the run began with")
             continue
         before = copy.sums
-        what = [f"{name} is another" for name in sums if name in before and sums[name] != before[name]]
+        what = [
+            f"{name} is another" for name in sums if name in before and sums[name] != before[name]
+        ]
         what += [f"{name} is new" for name in sums if name not in before]
         what += [f"{name} is gone" for name in before if name not in sums]
         if what:
-            lines.append(f"The plugin '{plugin.name}' has changed since the run began ({', '.join(what)})")
+            lines.append(
+                f"The plugin '{plugin.name}' has changed since the run began ({', '.join(what)})"
+            )
     return lines
 
 
@@ -167,12 +176,18 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
     kept, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
-    before, now = _flat(absolute_paths(kept.with_plugins(given.loaded))), _flat(absolute_paths(given))
+    before, now = (
+        _flat(absolute_paths(kept.with_plugins(given.loaded))),
+        _flat(absolute_paths(given)),
+    )
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     refused = [key for key in differing if not MAY_CHANGE.fullmatch(key)]
     if refused:
         tables = list(dict.fromkeys(key.partition(".")[0] for key in refused))
-        shown = [f"{key} was {_said(before.get(key))}, and is {_said(now.get(key))}" for key in refused[:6]]
+        shown = [
+            f"{key} was {_said(before.get(key))}, and is {_said(now.get(key))}"
+            for key in refused[:6]
+        ]
         raise DataError(
             f"{folder} was started with another recipe: {', '.join(f'[{table}]' for table in tables)} "
             f"differ{'s' if len(tables) == 1 else ''} ({'; '.join(shown)}{'; …' if len(refused) > 6 else ''}). Resume with the "
@@ -182,9 +197,9 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
     longer = [key for key in differing if key.endswith(".epochs")]
     if longer:
         _refuse_lengths(folder, kept, given, progress, longer)
-    return [f"{key}: {_said(before.get(key))} → {_said(now.get(key))}" for key in differing] + _schedule(
-        given, longer, progress
-    )
+    return [
+        f"{key}: {_said(before.get(key))} → {_said(now.get(key))}" for key in differing
+    ] + _schedule(given, longer, progress)
 
 
 def _refuse_lengths(
@@ -218,7 +233,11 @@ def _refuse_lengths(
 
 
 def _schedule(given: Recipe, longer: Sequence[str], progress: Position | None) -> list[str]:
-    if not longer or progress is None or (given.schedule.name == "constant" and not given.schedule.warmup):
+    if (
+        not longer
+        or progress is None
+        or (given.schedule.name == "constant" and not given.schedule.warmup)
+    ):
         return []
     if given.schedule.name not in ("constant", "cosine", "linear"):
         return []

@@ -34,7 +34,9 @@ def take_weights(model: Model, recipe: Recipe) -> None:
     if not file.is_file():
         raise RecipeError([f"[train] start_from: {source} is not a run with a checkpoint."])
     theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
-    parts = [part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"]
+    parts = [
+        part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
+    ]
     faults = {part: _misfits(part, model.state_dict(), theirs) for part in parts}
     problems = [problem for found in faults.values() for problem in found]
     if problems:
@@ -48,14 +50,17 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         shown = [f"[train] start_from: {problem}" for problem in problems[:SHOWN]]
         raise RecipeError([*shown[:-1], f"{shown[-1].rstrip('.')}{more}. {advice}"])
     model.load_state_dict(
-        {name: value for name, value in theirs.items() if name.partition(".")[0] in parts}, strict=False
+        {name: value for name, value in theirs.items() if name.partition(".")[0] in parts},
+        strict=False,
     )
 
 
 def _misfits(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     """Return what keeps a part's weights from fitting, one sentence each."""
     own = {name: tuple(value.shape) for name, value in ours.items() if name.startswith(f"{part}.")}
-    other = {name: tuple(value.shape) for name, value in theirs.items() if name.startswith(f"{part}.")}
+    other = {
+        name: tuple(value.shape) for name, value in theirs.items() if name.startswith(f"{part}.")
+    }
     found = [f"that run has no {name} {shape}." for name, shape in own.items() if name not in other]
     found += [
         f"that run has {name} {shape}, and this model has not."

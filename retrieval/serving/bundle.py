@@ -138,9 +138,7 @@ class Bundle:
         what = "images" if manifest.input.kind == "image" else "vectors"
         shape = " × ".join(map(str, manifest.input.shape))
         how = f"{self.variant} on {self.device}" if self.variant else self.device
-        return (
-            f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of {manifest.vector}, {how}"
-        )
+        return f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of {manifest.vector}, {how}"
 
     def changed(self) -> str | None:
         """Return a sentence when the files on the disk are no longer what was opened; costs a few looks at the file system.
@@ -184,7 +182,9 @@ class Bundle:
         inputs = checked_inputs(inputs, self.manifest.input, self.path)
         return self._encode(parts_of(inputs, at_least_one("batch", batch)), len(inputs))
 
-    def _encode(self, batches: Iterator[NDArray[Any]], count: int, graph: Runs | None = None) -> Encoded:
+    def _encode(
+        self, batches: Iterator[NDArray[Any]], count: int, graph: Runs | None = None
+    ) -> Encoded:
         """Run the encoder, or a part of it, on checked batches that hold `count` items together."""
         widths = {"vector": self.manifest.vector}
         if self.manifest.query_vectors:
@@ -216,7 +216,9 @@ class Bundle:
         if self.manifest.input.kind == "features":
             return inputs
         (backbone, width, _), parts = self._split(), parts_of(inputs, at_least_one("batch", batch))
-        return run_batches(backbone, {"features": width}, parts, len(inputs), "backbone")["features"]
+        return run_batches(backbone, {"features": width}, parts, len(inputs), "backbone")[
+            "features"
+        ]
 
     def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
         """Run the head on features that were kept: `encode(x)` is `encode_features(features(x))`.
@@ -366,7 +368,9 @@ class Bundle:
         feeds = {}
         for name, codes in (("query", query_codes), ("items", item_codes)):
             if codes.ndim != 2 or codes.shape[1] != self.manifest.code:
-                raise DataError(f"Codes of shape (N, {self.manifest.code}) are needed, not {codes.shape}.")
+                raise DataError(
+                    f"Codes of shape (N, {self.manifest.code}) are needed, not {codes.shape}."
+                )
             feeds[name] = np.ascontiguousarray(codes, dtype=np.float32)
         if not len(query_codes) or not len(item_codes):
             return np.empty((len(query_codes), len(item_codes)), dtype=np.float32)

@@ -73,11 +73,17 @@ class Decoders:
         self._lock, self._closed = threading.Lock(), False
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
-        with suppress(Undecodable):  # the first image need not wait for it, and says why where none starts
+        with suppress(
+            Undecodable
+        ):  # the first image need not wait for it, and says why where none starts
             self._idle.append(self._start())
 
     def decode(
-        self, kind: Kind, content: bytes, preprocessing: Preprocessing | None = None, name: str = "the file"
+        self,
+        kind: Kind,
+        content: bytes,
+        preprocessing: Preprocessing | None = None,
+        name: str = "the file",
     ) -> Any:
         """Return a decoded image; for a thread, which waits.
 
@@ -95,7 +101,9 @@ class Decoders:
         worker = self._take()
         try:
             answer = worker.ask(
-                (kind, content, preprocessing, name), self.seconds, self._longest(content, preprocessing)
+                (kind, content, preprocessing, name),
+                self.seconds,
+                self._longest(content, preprocessing),
             )
             result = None if answer is None else _read_answer(answer, preprocessing)
         except (OSError, EOFError, ValueError, struct.error):
@@ -127,7 +135,9 @@ class Decoders:
     def pids(self) -> list[int]:
         """The processes that run."""
         with self._lock:
-            return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
+            return [
+                worker.process.pid for worker in self._workers if worker.process.pid is not None
+            ]
 
     def close(self) -> None:
         """Kill every process, whatever it is at."""
@@ -228,7 +238,9 @@ def _read_answer(answer: bytes, preprocessing: Preprocessing | None) -> Decoded 
 
 def _serve(pipe: Connection, limits: Limits) -> None:
     """Answer jobs until the pipe closes: in the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the server, which ends this process
     return_large_blocks(_KEPT_BYTES)
     Image.init()  # loads every decoder now: later there may be no room for it
     can_open("AVIF"), can_open("HEIF")
@@ -253,11 +265,15 @@ def _answer(
             return _ANSWER.pack(True, *full_size(image)) + preprocessing(image).tobytes()
         # an item's own picture may be larger than what may be uploaded
         image = decode(content, replace(limits, bytes=max(limits.bytes, len(content))), name)
-        return _ANSWER.pack(True, *image.size) + (to_png(image) if kind == "png" else thumbnail(image))
+        return _ANSWER.pack(True, *image.size) + (
+            to_png(image) if kind == "png" else thumbnail(image)
+        )
     except DataError as error:
         sentence = str(error)
     except MemoryError:
-        sentence = f"{name} needs more memory to be decoded than an image may take. Save it smaller."
+        sentence = (
+            f"{name} needs more memory to be decoded than an image may take. Save it smaller."
+        )
     return _ANSWER.pack(False, 0, 0) + sentence[:_LONGEST_SENTENCE].encode("utf-8", "replace")
 
 

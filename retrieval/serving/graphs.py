@@ -70,7 +70,9 @@ def _check_node(node: memoryview) -> None:
         elif field == 5:
             for inner, content in _fields(value):
                 if inner in (6, 11):
-                    raise GraphError("it has loops or branches (a graph in a node), whose work has no bound")
+                    raise GraphError(
+                        "it has loops or branches (a graph in a node), whose work has no bound"
+                    )
                 if inner in (5, 10) and isinstance(content, memoryview):
                     _check_tensor(content)
                 elif inner in (22, 23):

@@ -100,7 +100,9 @@ class Limits:
         longer, shorter = max(width, height), max(1, min(width, height))
         beyond = f"{name} has {width} × {height} pixels; the limit is"
         if width * height > times * self.pixels:
-            raise DataError(f"{beyond} {self.pixels:,}. Save it smaller, or raise the limit (--max-pixels).")
+            raise DataError(
+                f"{beyond} {self.pixels:,}. Save it smaller, or raise the limit (--max-pixels)."
+            )
         if longer > self.side:
             raise DataError(f"{beyond} {self.side:,} on each side. Save it smaller.")
         if longer > self.aspect * shorter:

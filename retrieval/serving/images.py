@@ -63,18 +63,24 @@ class Preprocessing:
     interpolation: Interpolation = "bilinear"
     resize: int | None = None
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # as part of a bundle's manifest
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid"
+    }  # as part of a bundle's manifest
 
     def __post_init__(self) -> None:
         if len(self.size) != 2 or min(self.size) < 1:
-            raise ValueError(f"size must be a height and a width of at least 1 pixel, not {self.size}")
+            raise ValueError(
+                f"size must be a height and a width of at least 1 pixel, not {self.size}"
+            )
         if self.channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (RGB), not {self.channels}")
         for name in ("mean", "std"):
             numbers = tuple(getattr(self, name))
             if len(numbers) not in (1, self.channels):
                 wanted = (
-                    "1 number" if self.channels == 1 else f"{self.channels} numbers, or 1 for all of them"
+                    "1 number"
+                    if self.channels == 1
+                    else f"{self.channels} numbers, or 1 for all of them"
                 )
                 raise ValueError(f"{name} must be {wanted}, not {len(numbers)}: {numbers}")
             object.__setattr__(self, name, numbers * (self.channels // len(numbers)))
@@ -110,7 +116,9 @@ class Preprocessing:
             left, top = _centred(new[0], width), _centred(new[1], height)
             image = image.crop((left, top, left + width, top + height))
         # of its bytes: the array interface of Pillow's images takes twice as long
-        pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, self.channels)
+        pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(
+            image.height, image.width, self.channels
+        )
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
@@ -168,7 +176,9 @@ def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
             image = image.convert("RGB")
         return image.convert(mode)
     except (ValueError, KeyError, OSError) as error:
-        raise DataError(f"an image of mode {image.mode} cannot be converted to {mode}: {error}.") from error
+        raise DataError(
+            f"an image of mode {image.mode} cannot be converted to {mode}: {error}."
+        ) from error
 
 
 def check_range(image: Image.Image, name: str) -> None:
@@ -230,7 +240,9 @@ def few_levels(image: Image.Image) -> str | None:
     if not 0 < top < 1 << 14:
         return None
     if top < 256:
-        return "is of 16 bits and holds nothing above 255, so it is black in 8 bits. Save it as 8 bits"
+        return (
+            "is of 16 bits and holds nothing above 255, so it is black in 8 bits. Save it as 8 bits"
+        )
     return (
         f"is of 16 bits and holds nothing above {top:,} of 65,535, so {(top >> 8) + 1} of 256 levels are "
         f"left in 8 bits. Multiply it by {(1 << 16) >> top.bit_length()} before it is saved"
@@ -303,7 +315,9 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         size = image.size
         limits.check_size(name, *size, times=REDUCIBLE if format == "JPEG" else 1)
         if size[0] * size[1] > limits.pixels:
-            image.draft(None, (size[0] // 2, size[1] // 2))  # what libjpeg leaves out costs no memory
+            image.draft(
+                None, (size[0] // 2, size[1] // 2)
+            )  # what libjpeg leaves out costs no memory
         image.load()
         orientation = _orientation(image)
         image = _as_its_file_says(image, content, format)
@@ -323,9 +337,13 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
             f"{name} has far more pixels than the limit of {limits.pixels:,}. Save it smaller."
         ) from None
     except UnidentifiedImageError:
-        raise DataError(f"{name} is damaged and cannot be decoded: it cannot be read as {format}.") from None
+        raise DataError(
+            f"{name} is damaged and cannot be decoded: it cannot be read as {format}."
+        ) from None
     except Exception as error:  # Pillow's decoders raise whatever their format's parser does
-        raise DataError(f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}.") from error
+        raise DataError(
+            f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}."
+        ) from error
 
 
 def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.Image:
@@ -387,7 +405,9 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
         if (size := there.st_size) > limits.bytes:
             raise _too_many_bytes(name, size, limits)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of a Path's, with a buffer
-            content = file.read(size + 1)  # room for the limit would be taken and given back for every file
+            content = file.read(
+                size + 1
+            )  # room for the limit would be taken and given back for every file
             while len(content) <= limits.bytes and (more := file.read(_PIECE)):
                 content += more
             return content

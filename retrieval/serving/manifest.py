@@ -83,7 +83,9 @@ class Input(Entry):
     @model_validator(mode="after")
     def _fits(self) -> Input:
         if math.prod(self.shape) > _NUMBERS:
-            raise ValueError(f"one item has {math.prod(self.shape):,} numbers; {_NUMBERS:,} are possible")
+            raise ValueError(
+                f"one item has {math.prod(self.shape):,} numbers; {_NUMBERS:,} are possible"
+            )
         if self.preprocessing is not None and (self.preprocessing.resize or 0) > _RESIZE:
             raise ValueError(
                 f"images are resized to {self.preprocessing.resize:,} pixels; {_RESIZE:,} are possible"
@@ -97,7 +99,9 @@ class Input(Entry):
                     f"not {self.dtype} {list(self.shape)}"
                 )
         elif self.preprocessing is not None or self.dtype != "float32" or len(self.shape) != 1:
-            raise ValueError("an encoder of features takes float32 of shape [F] and has no preprocessing")
+            raise ValueError(
+                "an encoder of features takes float32 of shape [F] and has no preprocessing"
+            )
         return self
 
 
@@ -259,14 +263,20 @@ class Manifest(Entry):
         if self.rescorer is not None and self.code is None:
             raise ValueError("a bundle with a rescorer needs 'code', the width of its codes")
         if not self.distance.exact and self.rescorer is None and not self.subspaces:
-            raise ValueError(f"distance '{self.distance.name}' is not exact, so the bundle needs a rescorer")
+            raise ValueError(
+                f"distance '{self.distance.name}' is not exact, so the bundle needs a rescorer"
+            )
         if self.distance.measure == "inner" and (self.subspaces or self.rescorer is not None):
-            raise ValueError("distance measure 'inner' is of whole vectors, without sub-spaces or rescorer")
+            raise ValueError(
+                "distance measure 'inner' is of whole vectors, without sub-spaces or rescorer"
+            )
         if len({space.name for space in self.subspaces}) < len(self.subspaces):
             raise ValueError("two sub-spaces have the same name")
         for space in self.subspaces:
             if space.stop > self.vector:
-                raise ValueError(f"sub-space '{space.name}' stops at column {space.stop} of {self.vector}")
+                raise ValueError(
+                    f"sub-space '{space.name}' stops at column {space.stop} of {self.vector}"
+                )
         return self
 
     def graphs(self) -> dict[str, str]:
@@ -276,7 +286,9 @@ class Manifest(Entry):
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
         if self.rescorer is not None:
             graphs[self.rescorer.file] = "rescorer"
-        return graphs | {variant.file: f"variant '{name}'" for name, variant in self.variants.items()}
+        return graphs | {
+            variant.file: f"variant '{name}'" for name, variant in self.variants.items()
+        }
 
     @property
     def backbone_sha256(self) -> str | None:
@@ -315,12 +327,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         for path in folder.iterdir()
         if path.is_file() and path.name != FILE and not path.name.startswith(".")
     )
-    files = {path.name: FileRecord(sha256=sha256_of(path), bytes=path.stat().st_size) for path in paths}
+    files = {
+        path.name: FileRecord(sha256=sha256_of(path), bytes=path.stat().st_size) for path in paths
+    }
     for name, purpose in manifest.graphs().items():
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
-    left_out = {key for key in ("split", "probe") if getattr(manifest, key) is None}  # older ones open it
+    left_out = {
+        key for key in ("split", "probe") if getattr(manifest, key) is None
+    }  # older ones open it
     checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
     manifest = manifest.model_copy(update={"checksum": checksum})
     write_text(folder / FILE, manifest.model_dump_json(indent=2, exclude=left_out) + "\n")
@@ -345,7 +361,9 @@ def opened_whole(folder: Path, load: Callable[[Snapshot], T]) -> T:
     try:
         return at_one_moment(folder, load, BundleError)
     except Unusable as fault:
-        raise BundleError(f"{folder} is not a bundle: {fault}.{instead(folder, 'bundle')}") from None
+        raise BundleError(
+            f"{folder} is not a bundle: {fault}.{instead(folder, 'bundle')}"
+        ) from None
 
 
 def manifest_text(folder: Snapshot) -> bytes:

@@ -55,7 +55,10 @@ def merged(
     """
     apart = vectors.astype(np.float64) - query
     # the sum in the very order in which a store has it that measures (`local.distances.measured`), so that one pair has one distance
-    squared = [np.einsum("ij,ij->i", part, part) for part in (apart[:, span] for span in spans_of(subspaces))]
+    squared = [
+        np.einsum("ij,ij->i", part, part)
+        for part in (apart[:, span] for span in spans_of(subspaces))
+    ]
     distances = np.sqrt(squared)
     if merge == "score":
         return best_score(distances, k, [space.weight for space in subspaces])

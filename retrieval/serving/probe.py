@@ -70,7 +70,9 @@ def vector_of(text: str) -> NDArray[np.float32]:
     return np.frombuffer(binascii.a2b_base64(text), "<f4").astype(np.float32)
 
 
-def made_up(kind: str, shape: tuple[int, ...], spread: tuple[float, float] = (0.0, 1.0)) -> NDArray[Any]:
+def made_up(
+    kind: str, shape: tuple[int, ...], spread: tuple[float, float] = (0.0, 1.0)
+) -> NDArray[Any]:
     """Return a pattern for an encoder of images (C, H, W) or features (F,); see `Probe`.
 
     Args:
@@ -97,7 +99,11 @@ def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
     """Return a probe's pattern; None where it does not fit inputs of this shape."""
     content = binascii.a2b_base64(probe.pattern)
     if len(shape) == 1:
-        return np.frombuffer(content, "<f4").astype(np.float32) if len(content) == 4 * TILES * TILES else None
+        return (
+            np.frombuffer(content, "<f4").astype(np.float32)
+            if len(content) == 4 * TILES * TILES
+            else None
+        )
     found = np.frombuffer(content, np.uint8)
     return found.reshape(shape[0], TILES, TILES) if found.size == shape[0] * TILES * TILES else None
 
@@ -141,7 +147,9 @@ def probe_fault(bundle: Bundle) -> str | None:
     length = float(np.linalg.norm(expected)) or 1.0
     if variant is None:  # within the tolerance of the comparison with torch
         apart = float(np.abs(expected - vector).max()) / length
-        allowed = max(manifest.verified.tolerance, _LEAST if bundle.device == "cpu" else _LEAST_CUDA)
+        allowed = max(
+            manifest.verified.tolerance, _LEAST if bundle.device == "cpu" else _LEAST_CUDA
+        )
     else:  # within twice its drift
         apart = 1.0 - float(expected @ vector) / ((length * float(np.linalg.norm(vector))) or 1.0)
         allowed = max(2.0 * (1.0 - manifest.variants[variant].cosine.min), _LEAST_DRIFT)

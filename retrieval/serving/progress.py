@@ -62,7 +62,9 @@ class Meter:
         show: whether to show anything at all.
     """
 
-    def __init__(self, what: str, total: int, unit: str, *, done: int = 0, show: bool = True) -> None:
+    def __init__(
+        self, what: str, total: int, unit: str, *, done: int = 0, show: bool = True
+    ) -> None:
         self._what, self._total, self._unit = what, total, unit
         self._before = self._done = done
         self._began = self._said = time.monotonic()
@@ -82,7 +84,10 @@ class Meter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -51,7 +51,11 @@ def checked_device(runtime: Any, device: Device) -> list[str]:
 
 
 def start(
-    runtime: Any, content: bytes, options: Any, devices: Sequence[str], shapes: Mapping[str, Sequence[int]]
+    runtime: Any,
+    content: bytes,
+    options: Any,
+    devices: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
 ) -> tuple[Any, str]:
     """Load a graph on the first of these devices that it starts on; return ONNX Runtime's session and the device.
 
@@ -72,7 +76,9 @@ def start(
         providers = [(_NAMES[name], _options(name, shapes)) for name in chain]
         try:
             # without its own way of falling back, which prints
-            session = runtime.InferenceSession(content, options, providers=providers, enable_fallback=0)
+            session = runtime.InferenceSession(
+                content, options, providers=providers, enable_fallback=0
+            )
         except Exception:
             if device == devices[-1]:
                 raise
@@ -106,7 +112,9 @@ def _options(device: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]
     kept = str(cache_folder() / "tensorrt")
 
     def profile(rows: int) -> str:
-        return ",".join(f"{name}:{'x'.join(map(str, (rows, *shape)))}" for name, shape in shapes.items())
+        return ",".join(
+            f"{name}:{'x'.join(map(str, (rows, *shape)))}" for name, shape in shapes.items()
+        )
 
     return {
         "trt_engine_cache_enable": "1",

@@ -66,7 +66,9 @@ def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[A
     if given.kind != "features":
         return vectors
     if vectors.ndim == 2 and vectors.shape[1] != given.shape[0]:
-        raise DataError(f"A vector for this index has {given.shape[0]} features, not {vectors.shape[1]}.")
+        raise DataError(
+            f"A vector for this index has {given.shape[0]} features, not {vectors.shape[1]}."
+        )
     return bundle.encode(vectors)
 
 

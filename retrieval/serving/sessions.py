@@ -62,7 +62,9 @@ class Graph:
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.") from fault
 
-    def try_once(self, feeds: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def try_once(
+        self, feeds: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, int]]
+    ) -> None:
         """Run it on one item, for a minute at most, and compare what comes with what must.
 
         Raises:
@@ -89,13 +91,19 @@ class Graph:
         finally:
             timer.cancel()
         for (name, shape), values in zip(shapes.items(), outputs, strict=True):
-            if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.float32:
+            if (
+                not isinstance(values, np.ndarray)
+                or values.shape != shape
+                or values.dtype != np.float32
+            ):
                 kind = (
                     f"{values.dtype} {values.shape}"
                     if isinstance(values, np.ndarray)
                     else type(values).__name__
                 )
-                raise BundleError(f"{self.path} gives '{name}' as {kind}; the manifest says float32 {shape}.")
+                raise BundleError(
+                    f"{self.path} gives '{name}' as {kind}; the manifest says float32 {shape}."
+                )
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,9 @@ class Sessions:
         devices = checked_device(runtime, device)
         options = session_options(runtime, threads)
 
-        def load(name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices) -> Graph:
+        def load(
+            name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices
+        ) -> Graph:
             try:
                 check_graph(files[name])
                 session, running_on = start(runtime, files[name], options, on, shapes)
@@ -177,11 +187,15 @@ class Sessions:
                 ) from fault
             return Graph(folder / name, session, running_on)
 
-        def tried(name: str, dtype: str, shape: tuple[int, ...], widths: Mapping[str, int]) -> Graph:
+        def tried(
+            name: str, dtype: str, shape: tuple[int, ...], widths: Mapping[str, int]
+        ) -> Graph:
             graph = load(name, {"input": shape})
             _check_names(graph, ["input"], list(widths))
             item = np.zeros((1, *shape), dtype)
-            graph.try_once({"input": item}, {output: (1, width) for output, width in widths.items()})
+            graph.try_once(
+                {"input": item}, {output: (1, width) for output, width in widths.items()}
+            )
             return graph
 
         widths = {"vector": manifest.vector}
@@ -201,7 +215,9 @@ class Sessions:
         rescorer = None
         if manifest.rescorer is not None:
             # its items are of any number, which an engine of TensorRT's is not
-            rescorer = load(manifest.rescorer.file, {}, [name for name in devices if name != "tensorrt"])
+            rescorer = load(
+                manifest.rescorer.file, {}, [name for name in devices if name != "tensorrt"]
+            )
             _check_names(rescorer, ["query", "items"], ["distance"])
             codes = np.zeros((2, manifest.code or 0), np.float32)
             rescorer.try_once({"query": codes[:1], "items": codes}, {"distance": (1, 2)})
@@ -214,7 +230,9 @@ def session_options(runtime: Any, threads: int | None) -> Any:
     """Return ONNX Runtime's options of a session that says nothing, spins nowhere, and shares this process's bounded memory."""
     _limit_memory(runtime)
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # what fails is said as a sentence; its warnings are not for users
+    options.log_severity_level = (
+        4  # what fails is said as a sentence; its warnings are not for users
+    )
     entries = {
         "session.intra_op.allow_spinning": "0",
         "session.inter_op.allow_spinning": "0",
@@ -272,7 +290,9 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
         raise DataError("encode takes an array of all inputs; images go to encode_images.")
     if inputs.ndim != len(input.shape) + 1 or inputs.shape[1:] != input.shape:
         wanted = ", ".join(map(str, input.shape))
-        raise DataError(f"The bundle {path} takes inputs of shape (N, {wanted}), not {inputs.shape}.")
+        raise DataError(
+            f"The bundle {path} takes inputs of shape (N, {wanted}), not {inputs.shape}."
+        )
     if input.dtype == "uint8":
         if inputs.dtype != np.uint8:
             raise DataError(f"The bundle {path} takes raw pixels as uint8, not {inputs.dtype}.")
@@ -293,7 +313,11 @@ def parts_of(inputs: NDArray[Any], batch: int) -> Iterator[NDArray[Any]]:
 
 
 def run_batches(
-    graph: Runs, widths: Mapping[str, int], batches: Iterable[NDArray[Any]], count: int, what: str = "encoder"
+    graph: Runs,
+    widths: Mapping[str, int],
+    batches: Iterable[NDArray[Any]],
+    count: int,
+    what: str = "encoder",
 ) -> dict[str, Floats]:
     """Return the outputs of a graph for checked inputs.
 
@@ -326,5 +350,7 @@ def run_batches(
     for name, values in out.items():
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-            raise DataError(f"The {what} gives NaN or infinity in '{name}' for item {row} of the batch.")
+            raise DataError(
+                f"The {what} gives NaN or infinity in '{name}' for item {row} of the batch."
+            )
     return out

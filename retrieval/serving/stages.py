@@ -118,7 +118,10 @@ class stage:
             self._began = perf_counter()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._trail is not None:
             self._trail.leave(self._name, self._began, self._before, self._count)

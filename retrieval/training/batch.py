@@ -69,7 +69,9 @@ class Losses:
         Raises:
             DataError: a loss or a synthetic feature is not finite.
         """
-        refuse([float(each.value) for each in self.watched], [each.sentence for each in self.watched])
+        refuse(
+            [float(each.value) for each in self.watched], [each.sentence for each in self.watched]
+        )
 
 
 def refuse(numbers: Sequence[float], sentences: Sequence[str]) -> None:

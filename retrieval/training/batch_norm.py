@@ -29,7 +29,9 @@ def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
         model.backbone if "backbone" in parts and not recipe.backbone.frozen else None,
         model.head if "head" in parts else None,
     )
-    return any(isinstance(m, _BatchNorm) for part in trained if part is not None for m in part.modules())
+    return any(
+        isinstance(m, _BatchNorm) for part in trained if part is not None for m in part.modules()
+    )
 
 
 def whole_batch(synchronised: bool) -> AbstractContextManager[Any]:
@@ -66,7 +68,9 @@ def _batch_norm(
 ) -> Tensor:
     """Do what `torch.nn.functional.batch_norm` does, in training over all processes' rows."""
     if not training:
-        return functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return functional.batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
     output, mean, variance, count = _Normalised.apply(input, weight, bias, eps)
     with torch.no_grad():
         if running_mean is not None:

@@ -56,7 +56,10 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     lines += [*seen.lines, *(f"warning: {warning}" for warning in seen.warnings)]
     batches = batches_in_epoch(len(run.splits.train), recipe.sampler)
     verdict = "The recipe runs; read the warnings." if seen.warnings else "The recipe is fine."
-    return [*lines, f"{batches} batches per epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}"]
+    return [
+        *lines,
+        f"{batches} batches per epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}",
+    ]
 
 
 def _check_learner(recipe: Recipe) -> list[str]:
@@ -74,7 +77,9 @@ def _check_learner(recipe: Recipe) -> list[str]:
     ]  # fmt: skip
 
 
-def _fit_some(learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe) -> int:
+def _fit_some(
+    learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe
+) -> int:
     """Fit a learner on some of the training items, more of them where it refuses few; return how many."""
     assert recipe.learner is not None
     name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
@@ -82,7 +87,9 @@ def _fit_some(learner: Learner, model: Model, dataset: Dataset, splits: Splits, 
     classes = len(np.unique(labels))
     # a few classes and a few items of each are enough for most; as many principal components as that take more
     for number, of in ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes))):
-        rows = np.concatenate([np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]])
+        rows = np.concatenate(
+            [np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]]
+        )
         made = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
         with calling(backbone), torch.inference_mode():
             x = torch.cat([model.features(batch) for batch in made]).numpy().astype(np.float64)

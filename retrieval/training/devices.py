@@ -72,7 +72,9 @@ class Devices:
         """Return a scalar with this value and the gradient of this process's part of it, as it counts in the mean."""
         return value + self.world * (part - part.detach())
 
-    def reduce_gradients(self, parameters: Sequence[Parameter], divided: Collection[int] = ()) -> None:
+    def reduce_gradients(
+        self, parameters: Sequence[Parameter], divided: Collection[int] = ()
+    ) -> None:
         """Give each parameter the mean of all processes' gradients; one that has none counts as zero if another's has one.
 
         Args:

@@ -62,9 +62,16 @@ def fit_learner(
     started = time.perf_counter()
     name = recipe.learner.name
     try:
-        fit(learner, name, np.asarray(features.arrays[splits.train], dtype=np.float64), splits.train_labels)
+        fit(
+            learner,
+            name,
+            np.asarray(features.arrays[splits.train], dtype=np.float64),
+            splits.train_labels,
+        )
     except ValueError as refused:
-        raise DataError(f"{name} refuses the training features: {str(refused).rstrip('.')}.") from refused
+        raise DataError(
+            f"{name} refuses the training features: {str(refused).rstrip('.')}."
+        ) from refused
     seconds = time.perf_counter() - started
     head, combiner = model_parts(learner, name, model.backbone.features)
     model = Model(model.backbone, head, combiner).to(device).eval()
@@ -74,7 +81,8 @@ def fit_learner(
     run.plugins.notify("retrieval_run_start", run=run)
     metrics = validate(run, features, True) if len(splits.validation) else {}
     checkpoint.save(
-        run.best, {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics}
+        run.best,
+        {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics},
     )
     _verify(run, np.asarray(features.arrays[splits.train[:256]], dtype=np.float32))
     run.log(
@@ -95,7 +103,9 @@ def fit_learner(
     return run
 
 
-def fit(learner: Learner, name: str, features: NDArray[np.float64], labels: NDArray[np.int64]) -> None:
+def fit(
+    learner: Learner, name: str, features: NDArray[np.float64], labels: NDArray[np.int64]
+) -> None:
     """Fit a learner on features (N, F) and labels (N,).
 
     Raises:

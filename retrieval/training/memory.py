@@ -31,7 +31,9 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count what it made."""
         made = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -69,7 +71,9 @@ def drawn_out(sizes: Sequence[int], peaks: Sequence[int], size: int) -> int:
     scale = np.asarray(peaks, dtype=np.float64)
     for highest in (2, 3):
         powers = np.arange(1.0, highest + 1)
-        terms = n[:, None] ** powers / scale[:, None]  # relative errors: small batches count as much
+        terms = (
+            n[:, None] ** powers / scale[:, None]
+        )  # relative errors: small batches count as much
         weights, _ = nnls(terms, np.ones(len(n)))
         if np.abs(terms @ weights - 1).max() < _CLOSE:
             break
@@ -87,7 +91,9 @@ def free_bytes(device: torch.device) -> int | None:
 def _meminfo() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+        )
     except (OSError, ValueError, StopIteration):  # not Linux
         return None
 

@@ -40,8 +40,12 @@ def build_optimizer(
         if parameters
     ]
     if not groups:
-        raise RecipeError([f"nothing to train: {', '.join(parts) or 'the phase'} has no parameters."])
-    made: TorchOptimizer = getattr(torch.optim, section.name)(groups, lr=lr or section.lr, **section.options)
+        raise RecipeError(
+            [f"nothing to train: {', '.join(parts) or 'the phase'} has no parameters."]
+        )
+    made: TorchOptimizer = getattr(torch.optim, section.name)(
+        groups, lr=lr or section.lr, **section.options
+    )
     return made
 
 
@@ -142,5 +146,7 @@ class StepSchedule:
         if self.per_epoch:
             return
         optimizer, factors = self.scheduler.optimizer, self.scheduler.lr_lambdas
-        for group, base, factor in zip(optimizer.param_groups, self.scheduler.base_lrs, factors, strict=True):
+        for group, base, factor in zip(
+            optimizer.param_groups, self.scheduler.base_lrs, factors, strict=True
+        ):
             group["lr"] = base * factor(self.scheduler.last_epoch)

@@ -49,7 +49,9 @@ def refuse_uncompiled(train: Train, on_cpu: bool) -> None:
     """
     if not train.compile or not on_cpu:
         return
-    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
+        sys.platform, "g++"
+    )
     if shutil.which(compiler) is None:
         raise RecipeError(
             [

@@ -83,7 +83,9 @@ def open_some(run: Run) -> None:
         return
     sides = [run.splits.train, run.splits.validation, run.splits.query, run.splits.gallery]
     items = np.concatenate([side for side in sides if side is not None])
-    chosen = np.unique(items[np.linspace(0, len(items) - 1, min(FILES, len(items))).astype(np.int64)])
+    chosen = np.unique(
+        items[np.linspace(0, len(items) - 1, min(FILES, len(items))).astype(np.int64)]
+    )
     problems = []
     for item in chosen:
         try:
@@ -92,7 +94,10 @@ def open_some(run: Run) -> None:
             problems.append(f"{error} {getattr(run.dataset, 'advice', '')}".rstrip())
     if problems:
         raise DataError(
-            listed(f"[data] {run.recipe.data.name}, of which {len(chosen)} files were opened,", problems)
+            listed(
+                f"[data] {run.recipe.data.name}, of which {len(chosen)} files were opened,",
+                problems,
+            )
         )
 
 
@@ -106,7 +111,9 @@ class _Tried:
         accelerator: device and precision.
     """
 
-    def __init__(self, run: Run, model: Model, objective: Objective, accelerator: Accelerator) -> None:
+    def __init__(
+        self, run: Run, model: Model, objective: Objective, accelerator: Accelerator
+    ) -> None:
         self.run, self.model, self.objective, self.accelerator = run, model, objective, accelerator
         self.recipe: Recipe = run.recipe
         objective.to(accelerator.device)
@@ -183,10 +190,12 @@ class _Tried:
         for sampler in (
             smaller(self.recipe.sampler, size // self.recipe.augmentation.views) for size in DRAWN
         ):
-            labels = torch.arange(sampler.classes, device=self.accelerator.device).repeat_interleave(
-                sampler.items * self.recipe.augmentation.views
+            labels = torch.arange(
+                sampler.classes, device=self.accelerator.device
+            ).repeat_interleave(sampler.items * self.recipe.augmentation.views)
+            codes = torch.randn(
+                len(labels), width, device=self.accelerator.device, requires_grad=True
             )
-            codes = torch.randn(len(labels), width, device=self.accelerator.device, requires_grad=True)
             with Allocated() as allocated:
                 step.real_loss(codes, labels).backward()  # type: ignore[no-untyped-call]
             sizes.append(len(labels))
@@ -220,7 +229,9 @@ class _Tried:
 def smaller(sampler: Sampler, size: int) -> Sampler:
     """Return the sampler of a batch of some `size` items, for one of larger batches: fewer items of a class, then fewer classes."""
     items = max(1, min(sampler.items, size // min(sampler.classes, 32)))
-    return sampler.model_copy(update={"items": items, "classes": max(2, min(sampler.classes, size // items))})
+    return sampler.model_copy(
+        update={"items": items, "classes": max(2, min(sampler.classes, size // items))}
+    )
 
 
 def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:

@@ -42,10 +42,14 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     """
     train = recipe.train
     if train.device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(['[train] device: is "cuda", and torch sees no GPU here. Use "auto" or "cpu".'])
+        raise RecipeError(
+            ['[train] device: is "cuda", and torch sees no GPU here. Use "auto" or "cpu".']
+        )
     on_cpu = train.device == "cpu" or not torch.cuda.is_available()
     if train.precision == "fp16" and on_cpu:
-        raise RecipeError(['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.'])
+        raise RecipeError(
+            ['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.']
+        )
     if AcceleratorState._shared_state:
         AcceleratorState._reset_state()  # another run of this process may have had another precision
     refuse_uncompiled(train, on_cpu)
@@ -81,7 +85,9 @@ def together(accelerator: Accelerator, do: Callable[[], Found]) -> Found:
     return found
 
 
-def going_on(path: Path, recipe: Recipe, report: Callable[[str], None]) -> tuple[Standing | None, list[str]]:
+def going_on(
+    path: Path, recipe: Recipe, report: Callable[[str], None]
+) -> tuple[Standing | None, list[str]]:
     """Return where a run stands and what the recipe changes of it, and say both.
 
     Raises:

@@ -66,7 +66,8 @@ class Shares:
         found: dict[str, list[Tensor]] = {}
         for rank, file in enumerate(files):
             cuts = {
-                name: _cut(shard, Shard.of(shard.whole, rank, world)) for name, shard in self.shards.items()
+                name: _cut(shard, Shard.of(shard.whole, rank, world))
+                for name, shard in self.shards.items()
             }
             if all(cut is None for cut in cuts.values()):
                 continue
@@ -79,7 +80,9 @@ class Shares:
                 module, _, own = name.partition(".")
                 state["modules"][module][own] = torch.cat(parts)
             else:
-                state["optimizers"][where]["state"][self._number(where, name)][key] = torch.cat(parts)
+                state["optimizers"][where]["state"][self._number(where, name)][key] = torch.cat(
+                    parts
+                )
 
     def forget(self, kept: list[str]) -> None:
         """Remove the files of checkpoints that are gone."""
@@ -95,10 +98,15 @@ class Shares:
             found.append((f"modules/{name}/", state["modules"][module], own))
             shape = self.step.objective.get_parameter(name).shape
             for optimizer in state["optimizers"]:
-                entries, number = state["optimizers"][optimizer]["state"], self._number(optimizer, name)
+                entries, number = (
+                    state["optimizers"][optimizer]["state"],
+                    self._number(optimizer, name),
+                )
                 if number not in entries:
                     continue
-                entries[number] = entry = dict(entries[number])  # the optimiser goes on with its own
+                entries[number] = entry = dict(
+                    entries[number]
+                )  # the optimiser goes on with its own
                 for key, value in entry.items():
                     if isinstance(value, Tensor) and value.ndim:
                         if value.shape != shape:

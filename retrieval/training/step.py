@@ -75,11 +75,18 @@ class Step:
         from_features: bool = False,
         tried: bool = False,
     ) -> None:
-        self.model, self.objective, self.phase, self.accelerator = model, objective, phase, accelerator
+        self.model, self.objective, self.phase, self.accelerator = (
+            model,
+            objective,
+            phase,
+            accelerator,
+        )
         self.train_table, self.from_features = recipe.train, from_features
         self.devices = Devices(accelerator, recipe.train.sync_batch_norm)
         self.who = names_of(recipe)
-        self.trains: set[Trainable] = set(phase.train) - ({"backbone"} if recipe.backbone.frozen else set())
+        self.trains: set[Trainable] = set(phase.train) - (
+            {"backbone"} if recipe.backbone.frozen else set()
+        )
         self.parts = parts_of(model, objective, recipe.backbone.frozen)
         for name, parameters in self.parts.items():
             for parameter in parameters:
@@ -96,7 +103,9 @@ class Step:
             )
         optimizers = build_optimizers(recipe, phase, self.parts)
         self.schedules = schedules_of(recipe.schedule, optimizers, phase.epochs * steps)
-        self.optimizers: Mapping[str, Any] = optimizers if tried else prepared(optimizers, accelerator)
+        self.optimizers: Mapping[str, Any] = (
+            optimizers if tried else prepared(optimizers, accelerator)
+        )
 
     def _the(self, part: str) -> str:
         """Return what a part is called at the beginning of a sentence."""
@@ -104,7 +113,11 @@ class Step:
 
     def _rows(self) -> Rows | None:
         """Return how several processes divide the loss; None where each computes all of it, or there is one process."""
-        if self.devices.world == 1 or self.objective.generator is not None or not self._trains_metric:
+        if (
+            self.devices.world == 1
+            or self.objective.generator is not None
+            or not self._trains_metric
+        ):
             return None
         rows = rows_of(self.objective.loss, self.objective.miner is not None)
         if self.divided and rows != "classes":
@@ -191,7 +204,9 @@ class Step:
     def update(self) -> None:
         """Clip each side's gradient, step its optimiser by it, and then its rate."""
         if clip_norm := self.train_table.clip_norm:
-            metric_side, generator_side = ([p for p in side if p.grad is not None] for side in self._sides())
+            metric_side, generator_side = (
+                [p for p in side if p.grad is not None] for side in self._sides()
+            )
             if self.divided and self.devices.world > 1:
                 self.devices.clip(metric_side, self.divided, clip_norm)
             else:
@@ -216,7 +231,9 @@ class Step:
             features = self.devices.share(features)
         codes, labels = self.devices.share(codes), self.devices.share(labels)
         indices = self._mined(codes, labels)
-        figures: dict[str, Tensor | int] = {} if indices is None else {"mined": count_indices(indices)}
+        figures: dict[str, Tensor | int] = (
+            {} if indices is None else {"mined": count_indices(indices)}
+        )
         own: Tensor | None = None
         if self.model.combiner is not None:
             with calling(self._the("combiner")):
@@ -237,7 +254,9 @@ class Step:
         if own is not None and "combiner" in self.phase.train:
             value = value + own
             figures["combiner_loss"] = own.detach()
-        return Losses(self._watch.loss("loss", value, self.who["loss"]), None, figures, self._watch.taken())
+        return Losses(
+            self._watch.loss("loss", value, self.who["loss"]), None, figures, self._watch.taken()
+        )
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
         """Return the weighted mean of both labels' losses; there is neither miner, generator nor combiner then."""
@@ -251,7 +270,9 @@ class Step:
         if own is None or other is None:
             return Losses(None, None, {})
         value = labels.weight * own + (1 - labels.weight) * other
-        return Losses(self._watch.loss("loss", value, self.who["loss"]), None, {}, self._watch.taken())
+        return Losses(
+            self._watch.loss("loss", value, self.who["loss"]), None, {}, self._watch.taken()
+        )
 
     def _made(self, batch: Batch) -> Made | None:
         """Return what the generator makes of a batch; None where the phase has no use for it, or there is no triplet."""
@@ -334,7 +355,9 @@ class Step:
     def _sides(self) -> tuple[list[Parameter], list[Parameter]]:
         """Return the parameters that want a gradient, the metric's and the generator's."""
         metric = [p for name, part in self.parts.items() if name != "generator" for p in part]
-        return [p for p in metric if p.requires_grad], [p for p in self.parts["generator"] if p.requires_grad]
+        return [p for p in metric if p.requires_grad], [
+            p for p in self.parts["generator"] if p.requires_grad
+        ]
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F), as wide as the backbone says, and codes (B, C)."""
@@ -380,13 +403,17 @@ class Step:
 
     def rates(self) -> dict[str, float]:
         """Return each side's learning rate, that of its first part."""
-        return {name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()}
+        return {
+            name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()
+        }
 
     @optimizing()
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of optimisers and schedules."""
         return {
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": {
+                name: optimizer.state_dict() for name, optimizer in self.optimizers.items()
+            },
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
         }
 

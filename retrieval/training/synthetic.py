@@ -55,7 +55,9 @@ class Made:
     figures: Figures
 
 
-def extend(codes: Tensor, labels: Tensor, made: Tensor, triplets: Triplets, replaces: Replaces) -> Extended:
+def extend(
+    codes: Tensor, labels: Tensor, made: Tensor, triplets: Triplets, replaces: Replaces
+) -> Extended:
     """Return the batch followed by the synthetic samples.
 
     Args:
@@ -98,11 +100,18 @@ def mine(
         own = extended.labels == label
         columns = (real | (own if extended.replaces == "positive" else ~own)).nonzero().squeeze(1)
         picked = miner(
-            codes[rows], labels[rows], ref_emb=reference[columns], ref_labels=extended.labels[columns]
+            codes[rows],
+            labels[rows],
+            ref_emb=reference[columns],
+            ref_labels=extended.labels[columns],
         )
-        mapped = [columns[x] if i in (1, len(picked) - 1) else rows[x] for i, x in enumerate(picked)]
+        mapped = [
+            columns[x] if i in (1, len(picked) - 1) else rows[x] for i, x in enumerate(picked)
+        ]
         other = mapped[0] != mapped[1]
-        whole = 3 if len(mapped) == 3 else 2  # of a triplet all goes, of two lists of pairs only the pair
+        whole = (
+            3 if len(mapped) == 3 else 2
+        )  # of a triplet all goes, of two lists of pairs only the pair
         found.append([x[other] for x in mapped[:whole]] + mapped[whole:])
     merged = tuple(torch.cat(part) for part in zip(*found, strict=True))
     return merged  # type: ignore[return-value]
@@ -118,7 +127,9 @@ def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
 
 def _one_negative(labels: Tensor) -> Triplets:
     same = labels[:, None] == labels[None]
-    a, p = (same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)).nonzero(as_tuple=True)
+    a, p = (same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)).nonzero(
+        as_tuple=True
+    )
     others = (~same).float()
     usable = others.sum(1)[a] > 0
     a, p = a[usable], p[usable]

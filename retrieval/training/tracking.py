@@ -60,7 +60,9 @@ class Tracking:
     ) -> None:
         whole = dict.fromkeys(full_name(plugins, each) for each in names)
         self._name, self._group = name, group
-        self._followers = [_Follower(each, plugins.build("trackers", {"name": each}), tell) for each in whole]
+        self._followers = [
+            _Follower(each, plugins.build("trackers", {"name": each}), tell) for each in whole
+        ]
         self._begun = False
 
     @hookimpl
@@ -70,7 +72,9 @@ class Tracking:
 
         if PartialState().is_main_process:
             table = run.recipe.model_dump(exclude_unset=True)
-            self.begin(run.path, self._name or run.recipe.name, {**table, "versions": run_versions()})
+            self.begin(
+                run.path, self._name or run.recipe.name, {**table, "versions": run_versions()}
+            )
 
     @hookimpl
     def retrieval_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -201,11 +205,17 @@ def full_name(plugins: Plugins, name: str) -> str:
     if len(offered) == 1:
         return offered[0]
     if offered:
-        raise PluginError(f"The plugin '{name}' offers several trackers: name one of {', '.join(offered)}.")
+        raise PluginError(
+            f"The plugin '{name}' offers several trackers: name one of {', '.join(offered)}."
+        )
     wrong = plugins.disabled("trackers")
     if why := [said for full, said in wrong.items() if name in (full, full.partition(".")[0])]:
         raise PluginError(why[0])
-    there = f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}" if known else "there is none yet"
+    there = (
+        f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}"
+        if known
+        else "there is none yet"
+    )
     raise PluginError(
         f"There is no tracker '{name}' ({there}).{did_you_mean(name, known)} wandb and mlflow are there once their packages are: "
         "pip install 'embedding-retrieval[wandb]' or 'embedding-retrieval[mlflow]'."
@@ -214,7 +224,12 @@ def full_name(plugins: Plugins, name: str) -> str:
 
 @contextmanager
 def tracking(
-    names: Sequence[str], recipe: Recipe, tell: Tell, *, name: str | None = None, group: str | None = None
+    names: Sequence[str],
+    recipe: Recipe,
+    tell: Tell,
+    *,
+    name: str | None = None,
+    group: str | None = None,
 ) -> Iterator[Tracking]:
     """Inside, the training of a recipe is told to trackers; at the end they are told how it ended.
 

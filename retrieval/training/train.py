@@ -97,7 +97,12 @@ def train(
         try:
             with tracking(track, made, tell):
                 return train_run(
-                    folder, made, resume=resume, replace=replace, replace_plugins=replace_plugins, report=tell
+                    folder,
+                    made,
+                    resume=resume,
+                    replace=replace,
+                    replace_plugins=replace_plugins,
+                    report=tell,
                 )
         except Interrupted as stopped:
             raise Interrupted(f"{stopped} Go on with resume=True, into {folder}.") from None

@@ -87,9 +87,13 @@ class Trainer:
         place(run, self.objective, accelerator.device)
         self.dataset = run.dataset
         if self.recipe.backbone.frozen:
-            self.dataset = backbone_features(run.model, run.dataset, run.device, self.recipe.evaluate.batch)
+            self.dataset = backbone_features(
+                run.model, run.dataset, run.device, self.recipe.evaluate.batch
+            )
         preprocessing = None if self.recipe.backbone.frozen else run.model.preprocessing
-        self.raw = RawInputs(self.dataset, preprocessing)  # shared, so that validation decodes nothing again
+        self.raw = RawInputs(
+            self.dataset, preprocessing
+        )  # shared, so that validation decodes nothing again
         self.batches = TrainBatches(
             self.dataset,
             run.splits.train,
@@ -156,7 +160,13 @@ class Trainer:
             self.report(f"warning: {warning}")
         board_folder = self.run.path / "tensorboard" if self.main else None
         board_of = tensorboard(board_folder, self.progress.total)
-        with self.batches, stopping(self._stop), repeating(self.recipe.train), meter, board_of as board:
+        with (
+            self.batches,
+            stopping(self._stop),
+            repeating(self.recipe.train),
+            meter,
+            board_of as board,
+        ):
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
                     self._end_epoch(self._epoch(meter), board)
@@ -173,7 +183,9 @@ class Trainer:
         every = self.recipe.train.checkpoint_every
         started, first = time.perf_counter(), progress.step
         self.step.set_modes()
-        for inputs, labels in self.batches.epoch(progress.epoch, start=progress.step, rank=rank, world=world):
+        for inputs, labels in self.batches.epoch(
+            progress.epoch, start=progress.step, rank=rank, world=world
+        ):
             self._train_batch(*moved(inputs, labels, self.run.device))
             progress.step += 1
             progress.total += 1
@@ -244,13 +256,17 @@ class Trainer:
             "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
             "lr": self.step.rates(), **metrics,
         }  # fmt: skip
-        warnings = combiner_warnings(self.run.model.combiner, metrics, f"The {self.step.who['combiner']}")
+        warnings = combiner_warnings(
+            self.run.model.combiner, metrics, f"The {self.step.who['combiner']}"
+        )
         if metrics.get("triplets") == 0:
             warnings.append(NO_TRIPLETS)
         said, self.warnings = self.warnings, []
         if said or warnings:
             record["warnings"] = [*said, *warnings]
-        self.run.plugins.notify("retrieval_epoch_end", run=self.run, epoch=progress.epoch, metrics=metrics)
+        self.run.plugins.notify(
+            "retrieval_epoch_end", run=self.run, epoch=progress.epoch, metrics=metrics
+        )
         if self.main:
             for warning in warnings:
                 self.report(f"warning: {warning}")
@@ -260,7 +276,8 @@ class Trainer:
             shown = [
                 f"{name} {value:.4f}"
                 for name, value in metrics.items()
-                if name in ("loss", "generator_loss", "validation_map_at_r", "validation_recall_at_1")
+                if name
+                in ("loss", "generator_loss", "validation_map_at_r", "validation_recall_at_1")
             ]
             self.report(
                 f"epoch {progress.epoch + 1}: {', '.join(shown)}, {metrics['images_per_second']:.0f} images/s{' (best)' if improved else ''}"
@@ -287,7 +304,9 @@ class Trainer:
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
         plain(self.run)
         self.run.model.eval()
-        self.run.plugins.notify("retrieval_run_end", run=self.run, metrics=self.progress.best_metrics)
+        self.run.plugins.notify(
+            "retrieval_run_end", run=self.run, metrics=self.progress.best_metrics
+        )
         return self.progress.best_metrics
 
     # --- checkpoints -------------------------------------------------------------------------------------
@@ -302,13 +321,18 @@ class Trainer:
         for name, parameters in self.step.parts.items():
             wrong = not all_finite(parameters)
             if self.step.divided:  # another process's rows may be, and then all stop
-                wrong = bool(self.step.devices.total(torch.tensor(int(wrong), device=self.run.device)))
+                wrong = bool(
+                    self.step.devices.total(torch.tensor(int(wrong), device=self.run.device))
+                )
             if wrong:
-                raise self._stopped(self.progress.total, f"weights of the {name} became NaN or infinite")
+                raise self._stopped(
+                    self.progress.total, f"weights of the {name} became NaN or infinite"
+                )
 
     def _save_best(self) -> None:
         checkpoint.save(
-            self.run.best, {"model": self.run.model.state_dict(), "metrics": self.progress.best_metrics}
+            self.run.best,
+            {"model": self.run.model.state_dict(), "metrics": self.progress.best_metrics},
         )
 
     def resume(self, standing: Standing) -> None:
@@ -390,7 +414,9 @@ def train(
                 begin_folder(run, report, replace=replace)
             elif main and (changed or replace_plugins):
                 what = [*changed, *(["the plugins were replaced"] if replace_plugins else [])]
-                record_changes(path, recipe, what, trainer.progress.total, replace_plugins=replace_plugins)
+                record_changes(
+                    path, recipe, what, trainer.progress.total, replace_plugins=replace_plugins
+                )
 
         together(accelerator, begin)
         trainer.fit()

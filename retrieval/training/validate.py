@@ -42,5 +42,7 @@ def validate(
     distance = None if run.model.combiner is None else run.model.combiner.compute_mat
     said = Protocol(run, indices, None).arguments(indices, None)
     return dict(
-        evaluate(codes, run.splits.labels[indices], metrics=metrics, distance=distance, **said).values
+        evaluate(
+            codes, run.splits.labels[indices], metrics=metrics, distance=distance, **said
+        ).values
     )

@@ -39,7 +39,9 @@ def printed_eq_9(m: Floats, pair: Floats, alike: bool, beta: float) -> Floats:
     """Eq 9 as printed, by solving its linear equations."""
     opposite = np.linalg.inv(m) if alike else m
     both = pair[0] + pair[1]
-    return np.array([np.linalg.solve(2 * opposite + beta * m, opposite @ both + beta * m @ x) for x in pair])
+    return np.array(
+        [np.linalg.solve(2 * opposite + beta * m, opposite @ both + beta * m @ x) for x in pair]
+    )
 
 
 def loss(m: Floats, pairs: Floats, similar: NDArray[np.bool_]) -> float:
@@ -53,5 +55,7 @@ def loss(m: Floats, pairs: Floats, similar: NDArray[np.bool_]) -> float:
 
 def whole(m: Floats, pairs: Floats, similar: NDArray[np.bool_], alpha: float, beta: float) -> float:
     """Eq 11: pairs, and their adversarial pairs made one by one."""
-    made = np.array([printed_eq_9(m, p, bool(s), beta) for p, s in zip(pairs, similar, strict=True)])
+    made = np.array(
+        [printed_eq_9(m, p, bool(s), beta) for p, s in zip(pairs, similar, strict=True)]
+    )
     return loss(m, pairs, similar) + alpha * loss(m, made, similar)

@@ -51,7 +51,9 @@ class Unit(Normalize):
 class TestLinearHead:
     @pytest.mark.parametrize("beta", BETAS)
     @pytest.mark.parametrize("codes", [2, 5, 8])  # M = WᵀW is singular in the first case
-    def test_its_pair_is_eq_9s_by_an_explicit_solve_and_stationary(self, beta: float, codes: int) -> None:
+    def test_its_pair_is_eq_9s_by_an_explicit_solve_and_stationary(
+        self, beta: float, codes: int
+    ) -> None:
         head = linear(codes)
         a, p, n = points()
         made = bound(head, beta)(a, p, n).numpy()
@@ -78,7 +80,9 @@ class TestLinearHead:
         torch.testing.assert_close(bound(head, 1e9)(a, p, n), n)
         torch.testing.assert_close(bound(head, 2.0)(a, p, n), (a + n) / 2)
 
-    def test_the_adversarial_pair_is_nearer_by_exactly_the_factor_of_the_learners_objective(self) -> None:
+    def test_the_adversarial_pair_is_nearer_by_exactly_the_factor_of_the_learners_objective(
+        self,
+    ) -> None:
         a, p, n = points()
         head = linear(3)
         z = bound(head, 0.7)(a, p, n)
@@ -151,11 +155,17 @@ class TestSphere:
             both = (head(a) - head(z)).square() + 0.5 * (head(n) - head(z)).square()
             return float(both.detach().sum(1).mean())
 
-        best = ((head(a) * 2 + head(n)) / (head(a) * 2 + head(n)).norm(dim=1, keepdim=True)).detach()
-        reached = ((head(a) - best).square() + 0.5 * (head(n) - best).square()).detach().sum(1).mean()
+        best = (
+            (head(a) * 2 + head(n)) / (head(a) * 2 + head(n)).norm(dim=1, keepdim=True)
+        ).detach()
+        reached = (
+            ((head(a) - best).square() + 0.5 * (head(n) - best).square()).detach().sum(1).mean()
+        )
         assert cost(z) < cost((2 * a + n) / 3) < 0.6 * cost(n)
         assert cost(z) < cost(a)
-        assert cost(z) < 1.3 * float(reached)  # whatever the features: no point of the sphere is better
+        assert cost(z) < 1.3 * float(
+            reached
+        )  # whatever the features: no point of the sphere is better
 
     def test_opposite_codes_and_zero_codes_stay_finite(self) -> None:
         head = nn.Sequential(Normalize())
@@ -190,7 +200,10 @@ class TestWhatItLeavesAlone:
         torch.manual_seed(0)
         head = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Normalize())
         head[1].eval()
-        state, random = {k: v.clone() for k, v in head.state_dict().items()}, torch.random.get_rng_state()
+        state, random = (
+            {k: v.clone() for k, v in head.state_dict().items()},
+            torch.random.get_rng_state(),
+        )
         a, p, n = (x.float() for x in points())
         generator = bound(head)
         assert torch.equal(generator(a, p, n), generator(a, p, n))
@@ -280,5 +293,7 @@ def test_joint_coupling_is_the_same_for_it_has_no_objective(tmp_path: Path) -> N
 
 
 def test_a_loss_without_a_reference_set_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"aml\.confusion extends the reference set.*no `ref_emb`"):
+    with pytest.raises(
+        RecipeError, match=r"aml\.confusion extends the reference set.*no `ref_emb`"
+    ):
         made(loss={"name": "pml.proxy_nca"})

@@ -62,7 +62,9 @@ class TestByLoops:
         triplets = ([0, 2, 2], [1, 3, 8], [4, 5, 0])
         own = loss(embeddings, LABELS, tuple(map(torch.tensor, triplets)))
         pairs = (triplets[0], triplets[1], triplets[0], triplets[2])
-        assert float(own) == pytest.approx(eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1), rel=1e-10)
+        assert float(own) == pytest.approx(
+            eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1), rel=1e-10
+        )
 
     def test_the_adversarial_similar_pair_is_nearer_not_farther(self) -> None:
         """What the paper's Fig. 2 shows the other way round: both kinds of Eq 9's pairs are shorter than the real ones."""
@@ -76,7 +78,9 @@ class TestByLoops:
 class TestGradient:
     @pytest.mark.parametrize("scale", ["free", "fixed"])
     @pytest.mark.parametrize(("alpha", "beta", "ridge"), CASES)
-    def test_against_finite_differences(self, alpha: float, beta: float, ridge: float, scale: Any) -> None:
+    def test_against_finite_differences(
+        self, alpha: float, beta: float, ridge: float, scale: Any
+    ) -> None:
         loss = GeometricMeanLoss(alpha, beta, ridge, scale)
         self.assert_gradient(lambda e: loss(e, LABELS), batch())
 
@@ -91,7 +95,10 @@ class TestGradient:
         self.assert_gradient(lambda e: loss(e, labels), embeddings)
 
     def test_of_the_reference_set_and_a_miners_pairs(self) -> None:
-        embeddings, listed = batch(), tuple(map(torch.tensor, ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0])))
+        embeddings, listed = (
+            batch(),
+            tuple(map(torch.tensor, ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0]))),
+        )
         loss = GeometricMeanLoss(1.0, 2.0, 0.1)
         self.assert_gradient(
             lambda r: loss(embeddings, LABELS, listed, r, torch.arange(9) % 4), batch(9, seed=5)
@@ -116,7 +123,9 @@ class TestOddBatches:
         embeddings, numbers = batch().requires_grad_(), torch.tensor(labels)
         free = GeometricMeanLoss()(embeddings, numbers)
         free.backward()
-        assert float(free.detach()) == 0 and embeddings.grad is not None and not embeddings.grad.any()
+        assert (
+            float(free.detach()) == 0 and embeddings.grad is not None and not embeddings.grad.any()
+        )
         fixed = float(GeometricMeanLoss(ridge=0.1, scale="fixed")(embeddings.detach(), numbers))
         expected = eq_11(embeddings.detach().numpy(), every_pair(labels), 1.0, 1.0, 0.1)
         assert fixed == pytest.approx(expected, rel=1e-10)
@@ -127,7 +136,9 @@ class TestOddBatches:
         embeddings = batch(1).to(dtype).repeat(12, 1).requires_grad_()
         value = GeometricMeanLoss(scale=scale)(embeddings, LABELS)
         value.backward()
-        assert float(value.detach()) == 0 and embeddings.grad is not None and not embeddings.grad.any()
+        assert (
+            float(value.detach()) == 0 and embeddings.grad is not None and not embeddings.grad.any()
+        )
 
     def test_a_class_in_one_point(self) -> None:
         embeddings = batch().index_fill(0, (LABELS == 2).nonzero().squeeze(1), 1.0).requires_grad_()
@@ -145,24 +156,41 @@ class TestOddBatches:
 
     def test_a_memory_of_earlier_batches(self) -> None:
         """The covariance is then of batch and memory; gradients reach the batch."""
-        memory = {"name": "pml.cross_batch_memory", "loss": {"name": "aml.geometric_mean"}, "memory_size": 24}
+        memory = {
+            "name": "pml.cross_batch_memory",
+            "loss": {"name": "aml.geometric_mean"},
+            "memory_size": 24,
+        }
         loss = load_plugins().build("losses", memory, {"embedding_size": 3, "classes": 4})
         for seed in range(4):
             embeddings = batch(seed=seed).float().requires_grad_()
             loss(embeddings, LABELS).backward()
-            assert embeddings.grad is not None and embeddings.grad.isfinite().all() and embeddings.grad.any()
+            assert (
+                embeddings.grad is not None
+                and embeddings.grad.isfinite().all()
+                and embeddings.grad.any()
+            )
 
     def test_a_sum_of_pairs(self) -> None:
         pairs = every_pair(LABELS.tolist())
-        value = GeometricMeanLoss(0.0, ridge=0.1, scale="fixed", reducer=SumReducer())(batch(), LABELS)
+        value = GeometricMeanLoss(0.0, ridge=0.1, scale="fixed", reducer=SumReducer())(
+            batch(), LABELS
+        )
         e = batch().numpy()
-        parts = [eq_11(e, (*pairs[:2], [], []), 0.0, 1.0, 0.1), eq_11(e, ([], [], *pairs[2:]), 0.0, 1.0, 0.1)]
-        assert float(value) == pytest.approx(len(pairs[0]) * parts[0] + len(pairs[2]) * parts[1], rel=1e-10)
+        parts = [
+            eq_11(e, (*pairs[:2], [], []), 0.0, 1.0, 0.1),
+            eq_11(e, ([], [], *pairs[2:]), 0.0, 1.0, 0.1),
+        ]
+        assert float(value) == pytest.approx(
+            len(pairs[0]) * parts[0] + len(pairs[2]) * parts[1], rel=1e-10
+        )
 
     def test_float32_agrees(self) -> None:
         embeddings, labels = batch(200, 32), torch.arange(200) % 5
         exact = float(GeometricMeanLoss()(embeddings, labels))
-        assert float(GeometricMeanLoss()(embeddings.float(), labels)) == pytest.approx(exact, rel=1e-5)
+        assert float(GeometricMeanLoss()(embeddings.float(), labels)) == pytest.approx(
+            exact, rel=1e-5
+        )
 
 
 class TestRefusals:
@@ -184,7 +212,9 @@ class TestRefusals:
         loss, embeddings = GeometricMeanLoss(), batch()
         wrong = embeddings.clone()
         wrong[3, 1] = float("nan")
-        with pytest.raises(DataError, match=r"embeddings hold NaN or infinite numbers: 1 of 12 items"):
+        with pytest.raises(
+            DataError, match=r"embeddings hold NaN or infinite numbers: 1 of 12 items"
+        ):
             loss(wrong, LABELS)
         with pytest.raises(DataError, match=r"ref_emb hold NaN"):
             loss(embeddings, LABELS, None, wrong, LABELS)
@@ -197,7 +227,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match="labels"):
             loss(embeddings, LABELS[:5])
         for indices, sentence in (
-            ((torch.tensor([0]), torch.tensor([12]), torch.tensor([1])), "from 12 to 12, and there are 12"),
+            (
+                (torch.tensor([0]), torch.tensor([12]), torch.tensor([1])),
+                "from 12 to 12, and there are 12",
+            ),
             ((torch.tensor([0]),) * 2, "not 2 tensors"),
         ):
             with pytest.raises(ValueError, match=sentence):
@@ -206,7 +239,12 @@ class TestRefusals:
 
 def test_the_best_scale_is_where_the_objective_is_flat() -> None:
     a, eigenvalues = torch.tensor([0.3, 2.0, 1.0]), torch.tensor([0.1, 1.0, 30.0])
-    for alpha, beta, d in ((0.0, 1.0, 4.0), (1.0, 1.0, 0.01), (1000.0, 1e-3, 50.0), (1e-3, 1e3, 7.0)):
+    for alpha, beta, d in (
+        (0.0, 1.0, 4.0),
+        (1.0, 1.0, 0.01),
+        (1000.0, 1e-3, 50.0),
+        (1e-3, 1e3, 7.0),
+    ):
         found = best_scale(a, eigenvalues, torch.tensor(d), alpha, beta)
 
         def value(t: float, alpha: float = alpha, beta: float = beta, d: float = d) -> float:

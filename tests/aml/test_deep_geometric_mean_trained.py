@@ -61,9 +61,12 @@ class TestReachesTheLearnersOptimum:
         weight = trained(x, y, GeometricMeanLoss(0.0, 1.0, 0.0, "fixed"))
         expected = GMML(t=0.5).fit(x, y).get_mahalanobis_matrix()
         np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-5, atol=1e-6)
-        reached = float(GeometricMeanLoss(0.0, 1.0, 0.0)(torch.from_numpy(x) @ weight.T, torch.from_numpy(y)))
+        reached = float(
+            GeometricMeanLoss(0.0, 1.0, 0.0)(torch.from_numpy(x) @ weight.T, torch.from_numpy(y))
+        )
         a, b = (
-            sum(np.outer(x[i] - x[j], x[i] - x[j]) for i, j in zip(*kind, strict=True)) / len(kind[0])
+            sum(np.outer(x[i] - x[j], x[i] - x[j]) for i, j in zip(*kind, strict=True))
+            / len(kind[0])
             for kind in (every_pair(y.tolist())[:2], every_pair(y.tolist())[2:])
         )
         root = sqrtm(a).real
@@ -101,7 +104,9 @@ class TestTrainableFeatures:
             e = (embeddings * shrink).numpy()
             pairs = every_pair(LABELS.tolist())
             naive = sum(dist(m, e[i], e[j]) for i, j in zip(*pairs[:2], strict=True))
-            naive += sum(dist(np.linalg.inv(m), e[i], e[j]) for i, j in zip(*pairs[2:], strict=True))
+            naive += sum(
+                dist(np.linalg.inv(m), e[i], e[j]) for i, j in zip(*pairs[2:], strict=True)
+            )
             assert naive > least and (shrink == 1 or naive < 1e-2)
         fixed, free = GeometricMeanLoss(scale="fixed"), GeometricMeanLoss()
         whole = float(fixed(embeddings, LABELS))
@@ -152,6 +157,7 @@ class TestTrainableFeatures:
         lines: list[str] = []
         train(tmp_path / "run", made, report=lines.append)
         losses = [
-            json.loads(x)["loss"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+            json.loads(x)["loss"]
+            for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         ]
         assert losses[-1] < 0.8 * losses[0]

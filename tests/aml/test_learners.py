@@ -65,7 +65,9 @@ def test_the_result_is_a_metric_and_a_map(learner: Any, wine: Any) -> None:
 def test_learning_helps_where_scales_mislead(learner: Any) -> None:
     random = np.random.default_rng(0)
     y = np.repeat([0, 1, 2], 60)
-    x = np.hstack([y[:, None] + 0.15 * random.normal(size=(180, 1)), 3 * random.normal(size=(180, 4))])
+    x = np.hstack(
+        [y[:, None] + 0.15 * random.normal(size=(180, 1)), 3 * random.normal(size=(180, 4))]
+    )
     inside, outside = np.arange(180) % 2 == 0, np.arange(180) % 2 == 1
     knn = KNeighborsClassifier(5)
     plain = knn.fit(x[inside], y[inside]).score(x[outside], y[outside])
@@ -81,7 +83,12 @@ def test_all_pairs_listed_give_what_labels_give(learner: Any, wine: Any) -> None
     pairs = np.array([[x[i], x[j]] for i, j in itertools.combinations(range(len(x)), 2)])
     similar = np.array([y[i] == y[j] for i, j in itertools.combinations(range(len(x)), 2)])
     expected = learner.fit(x, y).get_mahalanobis_matrix()
-    for flags in (similar, similar.astype(int), np.where(similar, 1, -1), np.where(similar, 1.0, -1.0)):
+    for flags in (
+        similar,
+        similar.astype(int),
+        np.where(similar, 1, -1),
+        np.where(similar, 1.0, -1.0),
+    ):
         found = learner.fit_pairs(pairs, flags)
         np.testing.assert_allclose(found.get_mahalanobis_matrix(), expected, rtol=1e-5, atol=1e-6)
     assert found.n_similar_ == similar.sum() and found.n_dissimilar_ == (~similar).sum()
@@ -93,7 +100,11 @@ def test_pairs_count_as_often_as_they_are_given(wine: Any) -> None:
     pairs = np.stack([x[:100], x[20:120]], axis=1)
     similar = np.arange(100) % 3 == 0
     once = AML().fit_pairs(pairs, similar).get_mahalanobis_matrix()
-    twice = AML().fit_pairs(np.concatenate([pairs, pairs]), np.tile(similar, 2)).get_mahalanobis_matrix()
+    twice = (
+        AML()
+        .fit_pairs(np.concatenate([pairs, pairs]), np.tile(similar, 2))
+        .get_mahalanobis_matrix()
+    )
     np.testing.assert_allclose(once, twice, rtol=1e-6, atol=1e-7)
     more = AML().fit_pairs(np.concatenate([pairs, pairs[:9]]), np.append(similar, similar[:9]))
     assert np.abs(more.get_mahalanobis_matrix() - once).max() > 1e-3
@@ -141,7 +152,9 @@ def test_pairs_are_drawn_by_seed(wine: Any) -> None:
     whole = GMML().fit(x, y)
     assert whole.n_similar_ + whole.n_dissimilar_ == 178 * 177 // 2
     near = np.abs(paper.get_mahalanobis_matrix() - whole.get_mahalanobis_matrix()).max()
-    assert near < 0.15 < np.abs(first.get_mahalanobis_matrix() - whole.get_mahalanobis_matrix()).max()
+    assert (
+        near < 0.15 < np.abs(first.get_mahalanobis_matrix() - whole.get_mahalanobis_matrix()).max()
+    )
 
 
 def test_sums_only_make_gmmls_metric_larger_but_change_amls(wine: Any) -> None:
@@ -157,7 +170,9 @@ def test_standardizing_is_taken_into_the_map(wine: Any) -> None:
     for learner in (GMML(0.3), AML(), AML(n_pairs=1000)):
         plain = again(learner, standardize=True).fit(x, y)
         scaled = again(learner, standardize=True).fit(7 + x * scales, y)
-        np.testing.assert_allclose(scaled.transform(7 + x * scales), plain.transform(x), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            scaled.transform(7 + x * scales), plain.transform(x), rtol=1e-4, atol=1e-5
+        )
         by_hand = again(learner).fit(x, y).get_mahalanobis_matrix()
         np.testing.assert_allclose(plain.get_mahalanobis_matrix(), by_hand, rtol=1e-5, atol=1e-6)
 
@@ -187,7 +202,8 @@ def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> 
         slope = opposite @ (points[0] - points[1]) + 0.7 * m @ (points[0] - pair[0])  # Eq 8
         assert np.abs(slope).max() < 1e-4
     np.testing.assert_array_equal(
-        learner.adversarial_pairs(pairs, similar.astype(int)), learner.adversarial_pairs(pairs, similar)
+        learner.adversarial_pairs(pairs, similar.astype(int)),
+        learner.adversarial_pairs(pairs, similar),
     )
     with pytest.raises(ValueError, match="have 12 features, and AML was fitted on 13"):
         learner.adversarial_pairs(pairs[:, :, 1:], similar)
@@ -197,7 +213,9 @@ def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> 
 
 def test_from_a_recipe() -> None:
     plugins = load_plugins(block=["pml"])
-    made = plugins.build("learners", {"name": "aml.aml", "alpha": 0.5, "n_pairs": "paper"}, {"features": 9})
+    made = plugins.build(
+        "learners", {"name": "aml.aml", "alpha": 0.5, "n_pairs": "paper"}, {"features": 9}
+    )
     assert isinstance(made, AML) and (made.alpha, made.n_pairs) == (0.5, "paper")
     prior = [[2.0, 0.0], [0.0, 1.0]]
     assert plugins.build("learners", {"name": "aml.gmml", "prior": prior}).prior == prior

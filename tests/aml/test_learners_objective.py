@@ -19,7 +19,9 @@ from retrieval_aml.moments import moments_of_classes, moments_of_drawn_pairs, mo
 from retrieval_aml.objective import Objective, divided_difference, spectrum
 from retrieval_aml.spd import geodesic, lifted
 
-SPEC = importlib.util.spec_from_file_location("pairs_by_loops", Path(__file__).parent / "pairs_by_loops.py")
+SPEC = importlib.util.spec_from_file_location(
+    "pairs_by_loops", Path(__file__).parent / "pairs_by_loops.py"
+)
 assert SPEC and SPEC.loader
 loops = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(loops)
@@ -53,11 +55,15 @@ def test_eq_9_is_where_the_confusion_is_stationary(m: Any, beta: float) -> None:
     found = adversarial_pairs(m, PAIRS, SIMILAR, beta)
     inverse = np.linalg.inv(m)
     for pair, alike, points in zip(PAIRS, SIMILAR, found, strict=True):
-        np.testing.assert_allclose(points, loops.printed_eq_9(m, pair, bool(alike), beta), rtol=1e-8)
+        np.testing.assert_allclose(
+            points, loops.printed_eq_9(m, pair, bool(alike), beta), rtol=1e-8
+        )
         # Eq 8
         opposite = inverse if alike else m
         d = points[0] - points[1]
-        scale = np.abs(beta * m).max() * np.abs(pair).max() + np.abs(opposite).max() * np.abs(d).max()
+        scale = (
+            np.abs(beta * m).max() * np.abs(pair).max() + np.abs(opposite).max() * np.abs(d).max()
+        )
         assert np.abs(opposite @ d + beta * m @ (points[0] - pair[0])).max() < 1e-10 * scale
         assert np.abs(-opposite @ d + beta * m @ (points[1] - pair[1])).max() < 1e-10 * scale
 
@@ -131,7 +137,9 @@ def by_autograd(m: Any, alpha: float, beta: float) -> Any:
 
 @metrics
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (1e-2, 1e3), (1e3, 1e-2)])
-def test_the_gradient_is_autograds_and_that_of_differences(m: Any, alpha: float, beta: float) -> None:
+def test_the_gradient_is_autograds_and_that_of_differences(
+    m: Any, alpha: float, beta: float
+) -> None:
     moments = moments_of_classes(X, Y)
     objective = Objective(moments.similar, moments.dissimilar, alpha, beta)
     gradient = objective(m)[1]
@@ -143,7 +151,9 @@ def test_the_gradient_is_autograds_and_that_of_differences(m: Any, alpha: float,
         step = np.zeros((4, 4))
         step[i, j] = step[j, i] = 1e-6
         slope = (objective(m + step)[0] - objective(m - step)[0]) / 2e-6
-        assert slope == pytest.approx((gradient * step).sum() / 1e-6, abs=1e-6 * np.abs(gradient).max())
+        assert slope == pytest.approx(
+            (gradient * step).sum() / 1e-6, abs=1e-6 * np.abs(gradient).max()
+        )
 
 
 def test_the_divided_difference_keeps_its_digits() -> None:
@@ -184,7 +194,9 @@ def test_gmml_with_a_prior() -> None:
     a, b = loops.moments(PAIRS, SIMILAR)
     learner = GMML(0.5, weight, prior).fit(X, Y)
     m = learner.get_mahalanobis_matrix()
-    np.testing.assert_allclose(m, riccati(a + weight * inv(prior), b + weight * prior), rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(
+        m, riccati(a + weight * inv(prior), b + weight * prior), rtol=1e-8, atol=1e-9
+    )
     heavy = GMML(0.5, 1e9, prior).fit(X, Y).get_mahalanobis_matrix()
     np.testing.assert_allclose(heavy, prior, rtol=1e-5, atol=1e-6)
     plain = GMML(regularization=weight).fit(X, Y).get_mahalanobis_matrix()
@@ -226,7 +238,8 @@ def test_the_optimum_solves_its_equation(alpha: float, beta: float) -> None:
     np.testing.assert_allclose(m, expected, atol=1e-5 * np.abs(m).max())
     assert learner.objective_ == pytest.approx(objective(m)[0], rel=1e-10)
     assert (
-        learner.objective_ < objective(np.sqrt(objective.pull) * GMML().fit(x, y).get_mahalanobis_matrix())[0]
+        learner.objective_
+        < objective(np.sqrt(objective.pull) * GMML().fit(x, y).get_mahalanobis_matrix())[0]
     )
     # AML_t moves along the geodesic of that equation
     slid = AML(alpha, beta, 0.3, tol=1e-9, max_iter=3000).fit(x, y).get_mahalanobis_matrix()
@@ -241,7 +254,9 @@ def test_no_start_finds_less() -> None:
     a, b = torch.tensor(moments.similar), torch.tensor(moments.dissimilar)
     for seed in range(3):
         root = torch.tensor(np.linalg.cholesky(spd(4, 1.0, seed)), requires_grad=True)
-        descent = torch.optim.LBFGS([root], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-10)
+        descent = torch.optim.LBFGS(
+            [root], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-10
+        )
 
         def value(root: Any = root) -> Any:
             m = root @ root.T
@@ -249,7 +264,9 @@ def test_no_start_finds_less() -> None:
             near = torch.linalg.solve(2 * inverse + 0.5 * m, 0.5 * m)
             c = 1 + 3.0 * (0.5 / 2.5) ** 2
             return (
-                torch.trace(a @ m) + 3.0 * torch.trace(near @ a @ near.T @ m) + c * torch.trace(b @ inverse)
+                torch.trace(a @ m)
+                + 3.0 * torch.trace(near @ a @ near.T @ m)
+                + c * torch.trace(b @ inverse)
             )
 
         def closure(descent: Any = descent, value: Any = value) -> Any:

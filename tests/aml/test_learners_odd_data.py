@@ -22,7 +22,10 @@ SINGULAR = {
         np.vstack([r.normal(size=(30, 3)), -r.normal(size=(30, 3))]) @ np.diag([1, 1, 0]) + 0.0,
         np.repeat([0, 1], 30),
     ),
-    "A: twins": lambda r: (np.repeat(r.normal(size=(10, 4)), 2, axis=0), np.repeat(np.arange(10), 2)),
+    "A: twins": lambda r: (
+        np.repeat(r.normal(size=(10, 4)), 2, axis=0),
+        np.repeat(np.arange(10), 2),
+    ),
     "both: constant and repeated features": lambda r: (
         (lambda z: np.hstack([z, z[:, :1], np.full((40, 1), 3.0)]))(r.normal(size=(40, 3))),
         np.arange(40) % 2,
@@ -85,7 +88,11 @@ def test_pairs_of_identical_points(wine: Any) -> None:
     pairs = np.stack([x[:60], x[60:120]], axis=1)
     some = pairs.copy()
     some[::5, 1] = some[::5, 0]
-    all_similar, all_dissimilar, all_alike = pairs.copy(), pairs.copy(), np.repeat(pairs[:, :1], 2, axis=1)
+    all_similar, all_dissimilar, all_alike = (
+        pairs.copy(),
+        pairs.copy(),
+        np.repeat(pairs[:, :1], 2, axis=1),
+    )
     all_similar[:30, 1] = all_similar[:30, 0]
     all_dissimilar[30:, 1] = all_dissimilar[30:, 0]
     for learner in (GMML(), AML()):
@@ -136,7 +143,8 @@ def test_refuses_data(wine: Any) -> None:
     pairs, similar = np.stack([x[:80], x[80:160]], axis=1), np.arange(80) % 2
     for learner in (GMML(), AML()):
         with pytest.raises(
-            ValueError, match=r"All 178 items are of one class, .*0.*: (GMML|AML) needs at least two"
+            ValueError,
+            match=r"All 178 items are of one class, .*0.*: (GMML|AML) needs at least two",
         ):
             learner.fit(x, 0 * y)
         with pytest.raises(ValueError, match="the only one of its class"):
@@ -156,7 +164,9 @@ def test_refuses_data(wine: Any) -> None:
             learner.fit_pairs(pairs, -np.ones(80))
         with pytest.raises(ValueError, match=r"pairs has the shape \(80, 13\)"):
             learner.fit_pairs(pairs[:, 0], similar)
-        with pytest.raises(ValueError, match=r"There are 80 pairs, and similar has the shape \(3,\)"):
+        with pytest.raises(
+            ValueError, match=r"There are 80 pairs, and similar has the shape \(3,\)"
+        ):
             learner.fit_pairs(pairs, similar[:3])
         for flags in (similar + 1, similar * 0.5, similar.astype(str)):
             with pytest.raises(ValueError, match="similar must hold true and false"):
@@ -167,7 +177,9 @@ def test_refuses_data(wine: Any) -> None:
 
 
 def test_says_when_it_stopped_early(wine: Any) -> None:
-    with pytest.warns(ConvergenceWarning, match="AML stopped at a relative slope of .* after 1 iterations"):
+    with pytest.warns(
+        ConvergenceWarning, match="AML stopped at a relative slope of .* after 1 iterations"
+    ):
         learner = AML(1000.0, 1.0, max_iter=1).fit(*wine)
     assert learner.converged_ is False and learner.n_iter_ == 1
     assert_spd(learner.get_mahalanobis_matrix())
@@ -193,4 +205,6 @@ def test_where_no_pair_differs_the_metric_is_its_own_geometric_mean(t: float, wi
         found = learner.fit(np.pad(x, ((0, 0), (0, 2))) @ turn.T, y).get_mahalanobis_matrix()
         unit = np.exp(np.linalg.slogdet(plain)[1] / 13)
         np.testing.assert_allclose(still.T @ found @ still, unit * np.eye(2), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(turn[:, :13].T @ found @ turn[:, :13], plain, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            turn[:, :13].T @ found @ turn[:, :13], plain, rtol=1e-4, atol=1e-5
+        )

@@ -58,7 +58,16 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     test = np.setdiff1d(np.arange(len(x)), train)
     np.savez(tmp_path / "gallery.npz", features=x[train], labels=y[train])
     np.savez(tmp_path / "queries.npz", features=x[test[:60]])
-    run("index", "create", tmp_path / "index", tmp_path / "gallery.npz", "--bundle", tmp_path / "bundle")
-    answers = json.loads(run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json"))
+    run(
+        "index",
+        "create",
+        tmp_path / "index",
+        tmp_path / "gallery.npz",
+        "--bundle",
+        tmp_path / "bundle",
+    )
+    answers = json.loads(
+        run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json")
+    )
     first = [answer["results"][0]["label"] for answer in answers]
     assert np.mean(np.array(first) == y[test[:60]]) > 0.9

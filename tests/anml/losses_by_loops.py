@@ -54,7 +54,10 @@ def mined(s: list[list[float]], sets: Sets, epsilon: float) -> Sets:
         most = max((row[j] for j in different), default=-math.inf)
         least = min((row[j] for j in same), default=math.inf)
         kept.append(
-            ([j for j in same if row[j] - epsilon < most], [j for j in different if row[j] + epsilon > least])
+            (
+                [j for j in same if row[j] - epsilon < most],
+                [j for j in different if row[j] + epsilon > least],
+            )
         )
     return kept
 
@@ -83,7 +86,9 @@ def gaps(
 def mean_loss(x: list[float | None], outer: str, margin: float = 0.0) -> float:
     def cost(gap: float) -> float:
         gap += margin
-        return {"identity": gap, "hinge": max(gap, 0.0), "logistic": math.log1p(math.exp(gap))}[outer]
+        return {"identity": gap, "hinge": max(gap, 0.0), "logistic": math.log1p(math.exp(gap))}[
+            outer
+        ]
 
     return math.fsum(cost(gap) for gap in x if gap is not None) / len(x)
 
@@ -92,6 +97,9 @@ def npair(s: list[list[float]], gamma: float, offset: float) -> float:
     """Equation 31 of N pairs of N classes, s[i][j] the similarity of an anchor i with a positive j."""
     n = len(s)
     return math.fsum(
-        math.log(1 + math.fsum(math.exp(gamma * (s[i][j] - offset - s[i][i])) for j in range(n) if j != i))
+        math.log(
+            1
+            + math.fsum(math.exp(gamma * (s[i][j] - offset - s[i][i])) for j in range(n) if j != i)
+        )
         for i in range(n)
     ) / (n * gamma)

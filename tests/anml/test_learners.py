@@ -39,7 +39,9 @@ def wine() -> tuple[Any, Any]:
     return StandardScaler().fit_transform(x), y
 
 
-@pytest.mark.parametrize("learner", [LANML(max_iter=5), LANML(1.0, max_iter=5), PNCA(max_iter=5)], ids=str)
+@pytest.mark.parametrize(
+    "learner", [LANML(max_iter=5), LANML(1.0, max_iter=5), PNCA(max_iter=5)], ids=str
+)
 def test_keeps_scikit_learns_rules(learner: Any) -> None:
     with warnings.catch_warnings():
         # some of its checks fit on pure noise
@@ -63,7 +65,9 @@ def test_learning_helps(learner: Any) -> None:
 def test_beats_euclid_where_a_feature_misleads() -> None:
     random = np.random.default_rng(0)
     y = np.repeat([0, 1, 2], 60)
-    x = np.hstack([y[:, None] + 0.15 * random.normal(size=(180, 1)), 3 * random.normal(size=(180, 4))])
+    x = np.hstack(
+        [y[:, None] + 0.15 * random.normal(size=(180, 1)), 3 * random.normal(size=(180, 4))]
+    )
     inside, outside = np.arange(180) % 2 == 0, np.arange(180) % 2 == 1
     knn = KNeighborsClassifier(5)
     plain = knn.fit(x[inside], y[inside]).score(x[outside], y[outside])
@@ -114,7 +118,9 @@ def test_mahalanobis_matrix(learner: Any, wine: Any) -> None:
     for i in range(4):
         for j in range(4):
             d = x[i] - x[j]
-            assert d @ m @ d == pytest.approx(((codes[i] - codes[j]) ** 2).sum(), rel=1e-9, abs=1e-9)
+            assert d @ m @ d == pytest.approx(
+                ((codes[i] - codes[j]) ** 2).sum(), rel=1e-9, abs=1e-9
+            )
 
 
 @each
@@ -181,7 +187,10 @@ def test_odd_data_give_finite_maps(wine: Any) -> None:
         "huge": (1e6 * x, y),
         "tiny": (1e-6 * x, y),
         "one feature": (x[:, :1], y),
-        "more features than items": (np.random.default_rng(0).normal(size=(12, 30)), np.arange(12) % 2),
+        "more features than items": (
+            np.random.default_rng(0).normal(size=(12, 30)),
+            np.arange(12) % 2,
+        ),
     }
     for name, (features, labels) in odd.items():
         for learner in (
@@ -191,7 +200,10 @@ def test_odd_data_give_finite_maps(wine: Any) -> None:
             PNCA(0.1, "sum", max_iter=20),
         ):
             learner.fit(features, labels)
-            assert np.isfinite(learner.components_).all() and np.isfinite(learner.objective_), (name, learner)
+            assert np.isfinite(learner.components_).all() and np.isfinite(learner.objective_), (
+                name,
+                learner,
+            )
             assert learner.components_.any(), (name, learner)
 
 
@@ -289,7 +301,14 @@ def test_from_a_recipe() -> None:
     )
     assert isinstance(made, LANML) and made.neighbors == "all"
     assert plugins.build("learners", {"name": "anml.lanml", "neighbors": 5}).neighbors == 5
-    assert plugins.build("learners", {"name": "anml.pnca", "alpha": 0.5, "form": "sum"}).form == "sum"
-    for wrong in ({"gamma2": 0.0}, {"gamma1": "big"}, {"neighbors": "some"}, {"regularization": -1.0}):
+    assert (
+        plugins.build("learners", {"name": "anml.pnca", "alpha": 0.5, "form": "sum"}).form == "sum"
+    )
+    for wrong in (
+        {"gamma2": 0.0},
+        {"gamma1": "big"},
+        {"neighbors": "some"},
+        {"regularization": -1.0},
+    ):
         with pytest.raises(RecipeError, match=next(iter(wrong))):
             plugins.build("learners", {"name": "anml.lanml", **wrong})

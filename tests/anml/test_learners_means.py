@@ -66,7 +66,10 @@ def test_numbers_that_would_overflow(gamma: float) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=8), st.lists(st.floats(-9, 9), min_size=2, max_size=2))
+@given(
+    st.lists(st.floats(-5, 5), min_size=1, max_size=8),
+    st.lists(st.floats(-9, 9), min_size=2, max_size=2),
+)
 def test_decreases_within_its_bounds(a: list[float], gammas: list[float]) -> None:
     low, high = sorted(gammas)
     left, right = both(a, low), both(a, high)

@@ -94,7 +94,9 @@ def by_loops(learner: Any, L: Floats, x: Floats, y: NDArray[np.int64]) -> float:
         near = [squared(x, L, i, j) for j in similar]
         far = [squared(x, L, i, j) for j in range(len(x)) if y[j] != y[i]]
         if isinstance(learner, LANML):
-            gap = radius_of(near, learner.gamma1, learner.k1) - radius_of(far, learner.gamma2, learner.k2)
+            gap = radius_of(near, learner.gamma1, learner.k1) - radius_of(
+                far, learner.gamma2, learner.k2
+            )
             total += loss_of(gap, learner.loss, learner.margin, learner.width)
         else:
             s = sum(math.exp(-learner.alpha * d) for d in near)
@@ -129,7 +131,9 @@ def test_against_loops_and_differences(
     value, gradient = learner.objective(L, x, y)
     assert value == pytest.approx(by_loops(learner, L, x, y), rel=1e-11)
     expected = differences(lambda at: learner.objective(at, x, y)[0], L)
-    np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=2e-8 * max(1, np.abs(expected).max()))
+    np.testing.assert_allclose(
+        gradient, expected, rtol=2e-6, atol=2e-8 * max(1, np.abs(expected).max())
+    )
     assert np.abs(expected).max() > 1e-3
 
 
@@ -151,7 +155,9 @@ def test_small_classes_together_are_what_they_are_one_by_one(
 
 @pytest.mark.parametrize("k1", [2, 4, -2, -4])
 @pytest.mark.parametrize("k2", [2, 7, 13])
-def test_each_query_has_one_gamma_under_which_the_log_exp_means_are_the_hard_ones(k1: int, k2: int) -> None:
+def test_each_query_has_one_gamma_under_which_the_log_exp_means_are_the_hard_ones(
+    k1: int, k2: int
+) -> None:
     """Theorem 3 and Eq 17: with γs of its own, a query's term of Eq 19 is its term of Eq 11."""
     random = np.random.default_rng(k1 + 10 * k2)
     y = np.array([0] * 9 + [1] * 14)
@@ -165,15 +171,22 @@ def test_each_query_has_one_gamma_under_which_the_log_exp_means_are_the_hard_one
         gamma2 = gamma_for_mean_of_k_smallest(far, k2)
         assert gamma1 * k1 > 0 and gamma2 > 0
         for distances, gamma, k in ((near, gamma1, k1), (far, gamma2, k2)):
-            assert log_exp_mean(distances, gamma) == pytest.approx(radius_of(distances, 0, k), rel=1e-9)
+            assert log_exp_mean(distances, gamma) == pytest.approx(
+                radius_of(distances, 0, k), rel=1e-9
+            )
             around = [float(log_exp_mean(distances, gamma * by)) for by in (0.5, 0.9, 1.1, 2)]
             passed = [mean - radius_of(distances, 0, k) for mean in around]
-            assert all(passed[n] * passed[-1] < 0 for n in (0, 1)), "b is monotone: no other γ does it"
+            assert all(passed[n] * passed[-1] < 0 for n in (0, 1)), (
+                "b is monotone: no other γ does it"
+            )
 
 
 def test_the_hard_form_is_the_limit_of_the_soft_one(data: Any) -> None:
     x, y, L = data
-    hard = [LANML(k1=k1, k2=k2, neighbors="all").objective(L, x, y) for k1, k2 in ((1, 1), (-1, 1), (99, 99))]
+    hard = [
+        LANML(k1=k1, k2=k2, neighbors="all").objective(L, x, y)
+        for k1, k2 in ((1, 1), (-1, 1), (99, 99))
+    ]
     soft = [
         LANML(gamma1=g1, gamma2=g2, neighbors="all").objective(L, x, y)
         for g1, g2 in ((1e4, 1e4), (-1e4, 1e4), (0.0, 1e-9))
@@ -205,7 +218,9 @@ def test_labels_may_be_text_and_nothing_is_kept(data: Any) -> None:
     x, y, L = data
     learner = LANML()
     expected = learner.objective(L, x, y)[0]
-    assert learner.objective(L, x, np.array(["d", "c", "b", "a"])[y])[0] == pytest.approx(expected, rel=1e-14)
+    assert learner.objective(L, x, np.array(["d", "c", "b", "a"])[y])[0] == pytest.approx(
+        expected, rel=1e-14
+    )
     assert not [name for name in vars(learner) if name.endswith("_")]
 
 
@@ -253,7 +268,9 @@ def test_alpha_1_is_scikit_learns_nca(data: Any) -> None:
     for form in ("mean", "sum"):
         value, gradient = PNCA(1.0, form).objective(L, x, y)  # type: ignore[arg-type]
         assert queries * (1 - value) == pytest.approx(-theirs, rel=1e-10)
-        np.testing.assert_allclose(queries * gradient, slope.reshape(L.T.shape).T, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(
+            queries * gradient, slope.reshape(L.T.shape).T, rtol=1e-8, atol=1e-10
+        )
 
 
 def rows(x: Floats, y: Any, L: Floats, gamma1: float, gamma2: float) -> float:
@@ -278,7 +295,10 @@ def test_identity_loss_is_the_sum_of_logits(data: Any) -> None:
 
 def test_limits_of_gamma(data: Any) -> None:
     x, y, L = data
-    near = [[squared(x, L, i, j) for j in range(len(x)) if j != i and y[j] == y[i]] for i in range(len(x))]
+    near = [
+        [squared(x, L, i, j) for j in range(len(x)) if j != i and y[j] == y[i]]
+        for i in range(len(x))
+    ]
     far = [[squared(x, L, i, j) for j in range(len(x)) if y[j] != y[i]] for i in range(len(x))]
     pairs = [(s, d) for s, d in zip(near, far, strict=True) if s]
     mean = sum(sum(s) / len(s) - sum(d) / len(d) for s, d in pairs) / len(pairs)
@@ -302,7 +322,9 @@ def gaps(learner: LANML, x: Floats, y: Any, segments: int = 25) -> list[float]:
     random = np.random.default_rng(3)
     found = []
     for _ in range(segments):
-        a, b = (random.normal(size=(4, random.integers(1, 5))) * random.uniform(0.2, 1.5) for _ in "ab")
+        a, b = (
+            random.normal(size=(4, random.integers(1, 5))) * random.uniform(0.2, 1.5) for _ in "ab"
+        )
         ends = [learner.objective(half(m @ m.T), x, y)[0] for m in (a, b)]
         found.append(learner.objective(half((a @ a.T + b @ b.T) / 2), x, y)[0] - sum(ends) / 2)
     return found

@@ -82,13 +82,23 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     train = loaded.splits.train
     made.fit(x[train].astype(np.float64), y[train])
     found = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
-    np.testing.assert_allclose(found, made.transform(x[:100].astype(np.float64)), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        found, made.transform(x[:100].astype(np.float64)), rtol=1e-3, atol=1e-3
+    )
     assert sum(p.numel() for p in head.parameters()) == 16 * 64
 
     test = np.setdiff1d(np.arange(len(x)), train)
     np.savez(tmp_path / "gallery.npz", features=x[train], labels=y[train])
     np.savez(tmp_path / "queries.npz", features=x[test[:60]])
-    run(cli, "index", "create", tmp_path / "index", tmp_path / "gallery.npz", "--bundle", tmp_path / "bundle")
+    run(
+        cli,
+        "index",
+        "create",
+        tmp_path / "index",
+        tmp_path / "gallery.npz",
+        "--bundle",
+        tmp_path / "bundle",
+    )
     answers = json.loads(
         run(cli, "search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json")
     )
@@ -98,14 +108,22 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
 
 def test_behind_a_frozen_network(cli: Callable[..., Any], tmp_path: Path) -> None:
     recall = {}
-    for name, learner in (("plain", '[learner]\nname = "core.pca"\nn_components = 8\n'), ("learned", LANML)):
+    for name, learner in (
+        ("plain", '[learner]\nname = "core.pca"\nn_components = 8\n'),
+        ("learned", LANML),
+    ):
         (tmp_path / "recipe.toml").write_text(IMAGES + learner.replace("n_components = 16\n", ""))
         run(cli, "train", tmp_path / "recipe.toml", "--output", tmp_path / name)
-        recall[name] = json.loads((tmp_path / name / "summary.json").read_text())["validation"]["recall_at_1"]
+        recall[name] = json.loads((tmp_path / name / "summary.json").read_text())["validation"][
+            "recall_at_1"
+        ]
     assert recall["learned"] > recall["plain"] + 0.05
     run(cli, "export", tmp_path / "learned", "-o", tmp_path / "bundle", "--exporter", "torchscript")
     assert [path.name for path in (tmp_path / "bundle").glob("*.onnx")] == ["encoder.onnx"]
     images = np.random.default_rng(0).integers(0, 256, (4, 28, 28), dtype=np.uint8)
     pictures = [Image.fromarray(image) for image in images]
-    found = [Bundle.open(tmp_path / "bundle", threads=1).encode_image(picture).vector for picture in pictures]
+    found = [
+        Bundle.open(tmp_path / "bundle", threads=1).encode_image(picture).vector
+        for picture in pictures
+    ]
     assert np.isfinite(found).all()

@@ -30,7 +30,15 @@ _spec.loader.exec_module(loops)
 
 LABELS = [0, 1, 0, 2, 1, 0, 2, 3, 1, 0]  # label 3 has one member: an anchor without positives
 REFERENCES = [1, 0, 2, 2, 5, 0, 1]  # label 3 has none here
-GAMMAS = [(2.0, 30.0), (0.5, 4.0), (0.0, 7.0), (1e-4, 1e-4), (0.05, 0.02), (math.inf, math.inf), (3.0, 400.0)]
+GAMMAS = [
+    (2.0, 30.0),
+    (0.5, 4.0),
+    (0.0, 7.0),
+    (1e-4, 1e-4),
+    (0.05, 0.02),
+    (math.inf, math.inf),
+    (3.0, 400.0),
+]
 
 
 def made(items: int, seed: int = 0) -> Tensor:
@@ -50,14 +58,17 @@ def check_gradient(call: Any, *inputs: Tensor) -> None:
     along = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True))
     step = 1e-5
     up, down = (
-        float(call(*(x + k * step * d for x, d in zip(inputs, directions, strict=True)))) for k in (1, -1)
+        float(call(*(x + k * step * d for x, d in zip(inputs, directions, strict=True))))
+        for k in (1, -1)
     )
     assert along == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize("gamma", GAMMAS, ids=str)
 @pytest.mark.parametrize(
-    "thresholds", [(0.5, 0.5), (0.6, 0.2), (0.5, 0.52), (None, None), (0.3, None), (None, 0.3)], ids=str
+    "thresholds",
+    [(0.5, 0.5), (0.6, 0.2), (0.5, 0.52), (None, None), (0.3, None), (None, 0.3)],
+    ids=str,
 )
 class TestDANML:
     def test_value_and_gradient(self, gamma: Any, thresholds: Any) -> None:
@@ -67,12 +78,16 @@ class TestDANML:
         check_gradient(lambda e: loss(e, Y), X)
         if thresholds in ((0.5, 0.5), (None, None)):  # and every entry of it
             leaf = X.clone().requires_grad_()
-            assert torch.autograd.gradcheck(lambda e: loss(e, Y), leaf, eps=1e-6, atol=1e-7, rtol=1e-5)
+            assert torch.autograd.gradcheck(
+                lambda e: loss(e, Y), leaf, eps=1e-6, atol=1e-7, rtol=1e-5
+            )
 
     def test_reference_set(self, gamma: Any, thresholds: Any) -> None:
         loss = DANMLoss(*gamma, *thresholds)
         x = loops.gaps(loops.cosines(X, R), loops.by_label(LABELS, REFERENCES), *gamma, *thresholds)
-        assert loss(X, Y, None, R, YR).item() == pytest.approx(loops.mean_loss(x, "logistic"), rel=1e-10)
+        assert loss(X, Y, None, R, YR).item() == pytest.approx(
+            loops.mean_loss(x, "logistic"), rel=1e-10
+        )
         check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
 
     def test_fused_is_the_miner_then_the_loss(self, gamma: Any, thresholds: Any) -> None:
@@ -85,12 +100,16 @@ class TestDANML:
         check_gradient(lambda e: apart(e, Y, PairMiner()(X, Y)), X)
 
 
-@pytest.mark.parametrize(("outer", "margin"), [("identity", 0.0), ("hinge", 0.4), ("logistic", -0.3)])
+@pytest.mark.parametrize(
+    ("outer", "margin"), [("identity", 0.0), ("hinge", 0.4), ("logistic", -0.3)]
+)
 def test_outer_functions_and_margin(outer: Any, margin: float) -> None:
     x = loops.gaps(loops.cosines(X, X), loops.by_label(LABELS), 2, 30, 0.5, 0.5)
     loss = DANMLoss(outer=outer, margin=margin)
     assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, outer, margin), rel=1e-10)
-    assert DANMLoss(outer="hinge")(X, Y).item() == pytest.approx(loops.mean_loss(x, "hinge", 1.0), rel=1e-10)
+    assert DANMLoss(outer="hinge")(X, Y).item() == pytest.approx(
+        loops.mean_loss(x, "hinge", 1.0), rel=1e-10
+    )
 
 
 def test_only_the_size_of_gamma1_matters() -> None:
@@ -105,7 +124,9 @@ def test_triplets_and_pairs_count_each_pair_once() -> None:
     expected = loops.mean_loss(loops.gaps(loops.cosines(X, X), sets, 2, 30, 0.5, 0.5), "logistic")
     a, p, n = (torch.tensor(each) for each in (anchor, positive, negative))
     assert DANMLoss()(X, Y, (a, p, n)).item() == pytest.approx(expected, rel=1e-10)
-    assert DANMLoss()(X, Y, (a, p, a.flip(0), n.flip(0))).item() == pytest.approx(expected, rel=1e-10)
+    assert DANMLoss()(X, Y, (a, p, a.flip(0), n.flip(0))).item() == pytest.approx(
+        expected, rel=1e-10
+    )
     assert DANMLoss()(X, None, (a, p, n)).item() == pytest.approx(expected, rel=1e-10)
 
 
@@ -133,7 +154,12 @@ class TestLifted:
     def test_equation_25(self, gamma1: float, gamma2: float, thresholds: Any) -> None:
         loss = ImprovedLiftedLoss(gamma1, gamma2, *thresholds, margin=0.3)
         x = loops.gaps(
-            loops.cosines(X, X), loops.by_label(LABELS), gamma1, gamma2, *thresholds, loops.log_exp_sum
+            loops.cosines(X, X),
+            loops.by_label(LABELS),
+            gamma1,
+            gamma2,
+            *thresholds,
+            loops.log_exp_sum,
         )
         assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, "hinge", 0.3), rel=1e-10)
         check_gradient(lambda e: loss(e, Y), X)
@@ -171,7 +197,10 @@ class TestNPair:
         first, second = made(6, 3), made(4, 4)
         labels = torch.cat([self.LABELS, torch.tensor([0, 2, 2, 0])])
         # the fifth item of a class is left out, and so is a class with one
-        labels, x = torch.cat([labels, torch.tensor([0, 7])]), torch.cat([first, second, made(2, 5)])
+        labels, x = (
+            torch.cat([labels, torch.tensor([0, 7])]),
+            torch.cat([first, second, made(2, 5)]),
+        )
         loss = ImprovedNPairLoss(3.0, 0.1)
         parts = 3 * loss(first, self.LABELS) + 2 * loss(second, torch.tensor([0, 2, 2, 0]))
         assert loss(x, labels).item() == pytest.approx(parts.item() / 5, rel=1e-10)
@@ -192,10 +221,15 @@ class TestNPair:
         expected = 0.0
         for i, j in pairs:
             far = {k for a, k in zip(anchor, negative, strict=True) if a == i}
-            expected += math.log(1 + sum(math.exp(gamma * (s[i][k] - offset - s[i][j])) for k in far)) / gamma
+            expected += (
+                math.log(1 + sum(math.exp(gamma * (s[i][k] - offset - s[i][j])) for k in far))
+                / gamma
+            )
         loss = ImprovedNPairLoss(gamma, offset)
         triplets = tuple(torch.tensor(each) for each in (anchor, positive, negative))
-        assert loss(x, self.LABELS, triplets).item() == pytest.approx(expected / len(pairs), rel=1e-10)
+        assert loss(x, self.LABELS, triplets).item() == pytest.approx(
+            expected / len(pairs), rel=1e-10
+        )
         check_gradient(lambda e: loss(e, self.LABELS, triplets), x)
 
     def test_original(self) -> None:
@@ -212,7 +246,9 @@ def test_improved_proxy_nca(thresholds: Any) -> None:
     total = 0.0
     for row, label in zip(distances, LABELS, strict=True):
         near = [row[label]] + ([] if levels[0] is None else [levels[0]])
-        far = [-d for k, d in enumerate(row) if k != label] + ([] if levels[1] is None else [-levels[1]])
+        far = [-d for k, d in enumerate(row) if k != label] + (
+            [] if levels[1] is None else [-levels[1]]
+        )
         total += math.log1p(math.exp(loops.log_exp_mean(near, 1.5) + loops.log_exp_mean(far, 3.0)))
     assert loss(X, Y).item() == pytest.approx(total / len(LABELS), rel=1e-10)
 
@@ -232,7 +268,9 @@ class TestDistances:
 
     @pytest.mark.parametrize("cls", [DANMLoss, MinedDANMLoss, LiftedLoss, ImprovedLiftedLoss])
     def test_combiner_of_unit_vectors_is_the_cosine(self, cls: Any) -> None:
-        assert cls(distance=self.Euclidean())(X, Y).item() == pytest.approx(cls()(X, Y).item(), rel=1e-9)
+        assert cls(distance=self.Euclidean())(X, Y).item() == pytest.approx(
+            cls()(X, Y).item(), rel=1e-9
+        )
         loss = cls(distance=self.Euclidean())
         check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
 
@@ -245,9 +283,16 @@ class TestDistances:
         )
 
         cosine = torch.tensor(loops.cosines(X, R), dtype=torch.float64)
-        for distance in (CosineSimilarity(), DotProductSimilarity(), LpDistance(), LpDistance(power=2)):
+        for distance in (
+            CosineSimilarity(),
+            DotProductSimilarity(),
+            LpDistance(),
+            LpDistance(power=2),
+        ):
             assert torch.allclose(similarities(distance, X, R), cosine, atol=1e-12)
-            losses = [DANMLoss(distance=each)(X, Y, None, R, YR).item() for each in (distance, None)]
+            losses = [
+                DANMLoss(distance=each)(X, Y, None, R, YR).item() for each in (distance, None)
+            ]
             assert losses[0] == pytest.approx(losses[1], rel=1e-12)
         plain = DotProductSimilarity(normalize_embeddings=False)
         assert torch.allclose(similarities(plain, X, R), X @ R.T)
@@ -259,16 +304,22 @@ class TestDistances:
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("euclidean", [False, True])
-def test_pair_miner_is_pytorch_metric_learnings(epsilon: float, reference: bool, euclidean: bool) -> None:
+def test_pair_miner_is_pytorch_metric_learnings(
+    epsilon: float, reference: bool, euclidean: bool
+) -> None:
     from pytorch_metric_learning.distances import LpDistance
     from pytorch_metric_learning.miners import MultiSimilarityMiner
 
     given = {"distance": LpDistance()} if euclidean else {}
     x, y = made(60, 7), torch.arange(60) % 9
     more = (made(40, 8), torch.arange(40) % 11) if reference else ()
-    ours, theirs = (cls(epsilon=epsilon, **given)(x, y, *more) for cls in (PairMiner, MultiSimilarityMiner))
+    ours, theirs = (
+        cls(epsilon=epsilon, **given)(x, y, *more) for cls in (PairMiner, MultiSimilarityMiner)
+    )
     for k in (0, 2):
-        found = [{*zip(each[k].tolist(), each[k + 1].tolist(), strict=True)} for each in (ours, theirs)]
+        found = [
+            {*zip(each[k].tolist(), each[k + 1].tolist(), strict=True)} for each in (ours, theirs)
+        ]
         assert found[0] == found[1] and len(ours[k]) == len(found[0]) > 0
 
 
@@ -277,11 +328,17 @@ def test_float32_at_extreme_gammas() -> None:
     s = loops.cosines(x, x)
     for gamma in (1e-8, 1e-4, 0.0999, 0.4999, 0.5001, 50.0, 1e4, 1e8):
         rule = Rule(gamma, gamma, 0.5, 0.4)
-        got, _ = gap_of_similarities(torch.tensor(s, dtype=torch.float32), LabelPairs(Y, None), rule)
-        exact, _ = gap_of_similarities(torch.tensor(s, dtype=torch.float64), LabelPairs(Y, None), rule)
+        got, _ = gap_of_similarities(
+            torch.tensor(s, dtype=torch.float32), LabelPairs(Y, None), rule
+        )
+        exact, _ = gap_of_similarities(
+            torch.tensor(s, dtype=torch.float64), LabelPairs(Y, None), rule
+        )
         assert (got - exact).abs().max() < 2e-6, gamma
 
 
 def test_index_tensors_of_anchors_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match="there are 10 items"):
-        ListedPairs((torch.tensor([0, 10]), torch.tensor([1, 2]), torch.tensor([3, 4])), (10, 10), X.device)
+        ListedPairs(
+            (torch.tensor([0, 10]), torch.tensor([1, 2]), torch.tensor([3, 4])), (10, 10), X.device
+        )

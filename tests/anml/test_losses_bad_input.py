@@ -126,7 +126,9 @@ class TestOneSidedBatches:
             [30 * cosine[~torch.eye(6, dtype=torch.bool)].view(6, 5), torch.full((6, 1), 15.0)], 1
         )
         expected = (torch.logsumexp(exponents, 1) - math.log(6)) / 30 - 0.5
-        assert DANMLoss(outer="identity")(X, ALONE).item() == pytest.approx(expected.mean().item(), abs=1e-6)
+        assert DANMLoss(outer="identity")(X, ALONE).item() == pytest.approx(
+            expected.mean().item(), abs=1e-6
+        )
         assert DANMLoss(outer="identity")(X, ALIKE).item() != 0
 
     @pytest.mark.parametrize("labels", [ALONE, ALIKE], ids=["no positive", "no negative"])
@@ -146,7 +148,9 @@ class TestOneSidedBatches:
         value.backward()
         assert value.item() == 0 and x.grad is not None and (x.grad == 0).all()
 
-    @pytest.mark.parametrize("name", ["danml", "improved_lifted", "lifted", "npair", "improved_npair"])
+    @pytest.mark.parametrize(
+        "name", ["danml", "improved_lifted", "lifted", "npair", "improved_npair"]
+    )
     def test_a_miner_that_finds_nothing(self, name: str) -> None:
         none = torch.zeros(0, dtype=torch.long)
         x = X.clone().requires_grad_()

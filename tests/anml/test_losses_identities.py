@@ -81,7 +81,12 @@ def test_improved_lifted_at_infinity_is_the_hardest_triplet() -> None:
     ):
         assert loss(X, Y).item() == pytest.approx(hardest / 24, rel=1e-12)
         near = type(loss)(
-            1e5, 1e5, None, None, margin=0.2, **({"outer": "hinge"} if type(loss) is DANMLoss else {})
+            1e5,
+            1e5,
+            None,
+            None,
+            margin=0.2,
+            **({"outer": "hinge"} if type(loss) is DANMLoss else {}),
         )
         assert near(X, Y).item() == pytest.approx(loss(X, Y).item(), abs=1e-4)
         assert torch.allclose(gradient(near), gradient(loss), atol=1e-6)
@@ -118,25 +123,33 @@ class TestNPair:
     x = torch.randn(16, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
     def test_gamma_1_without_offset_is_equation_28(self) -> None:
-        assert ImprovedNPairLoss(1.0, 0.0)(self.x, self.y).item() == NPairLoss()(self.x, self.y).item()
+        assert (
+            ImprovedNPairLoss(1.0, 0.0)(self.x, self.y).item() == NPairLoss()(self.x, self.y).item()
+        )
 
     def test_is_pytorch_metric_learnings(self) -> None:
         upstream = NPairsLoss(distance=DotProductSimilarity(normalize_embeddings=False))
-        assert NPairLoss()(self.x, self.y).item() == pytest.approx(upstream(self.x, self.y).item(), rel=1e-10)
+        assert NPairLoss()(self.x, self.y).item() == pytest.approx(
+            upstream(self.x, self.y).item(), rel=1e-10
+        )
         assert torch.allclose(
             gradient(NPairLoss(), self.x, self.y), gradient(upstream, self.x, self.y), atol=1e-12
         )
 
     def test_equation_31_is_a_cross_entropy(self) -> None:
         gamma, offset = 5.0, -0.2
-        logits = gamma * (self.x[:8] @ self.x[8:].T - offset * (1 - torch.eye(8, dtype=torch.float64)))
+        logits = gamma * (
+            self.x[:8] @ self.x[8:].T - offset * (1 - torch.eye(8, dtype=torch.float64))
+        )
         expected = torch.nn.functional.cross_entropy(logits, torch.arange(8)) / gamma
         assert ImprovedNPairLoss(gamma, offset)(self.x, self.y).item() == pytest.approx(
             expected.item(), rel=1e-10
         )
 
     def test_a_margin_is_a_negative_offset(self) -> None:
-        losses = [ImprovedNPairLoss(5.0, offset)(self.x, self.y).item() for offset in (-0.3, 0.0, 0.3)]
+        losses = [
+            ImprovedNPairLoss(5.0, offset)(self.x, self.y).item() for offset in (-0.3, 0.0, 0.3)
+        ]
         assert losses[0] > losses[1] > losses[2]
 
 

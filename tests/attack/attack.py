@@ -44,7 +44,9 @@ _ATTACKERS = 8  # addresses
 
 def makers() -> ModuleType:
     """Return the serving tests' makers of bundles and images."""
-    spec = importlib.util.spec_from_file_location("serving_makers", HERE.parent / "serving" / "makers.py")
+    spec = importlib.util.spec_from_file_location(
+        "serving_makers", HERE.parent / "serving" / "makers.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -74,7 +76,16 @@ class Server:
     @classmethod
     def start(cls, index: Path, log: Path, *options: str, **environment: str) -> Server:
         """Start it, and wait until it is ready."""
-        command = [sys.executable, "-m", "retrieval.cli", "serve", str(index), "--port", "0", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "retrieval.cli",
+            "serve",
+            str(index),
+            "--port",
+            "0",
+            *options,
+        ]
         with log.open("w") as errors:
             process = subprocess.Popen(
                 command,
@@ -198,7 +209,8 @@ class Attack:
         first = self._next
         honest = HonestClients(self._server.port, self._searches, DEADLINE)
         attackers = [
-            threading.Thread(target=self._attack, args=(n, first + requests)) for n in range(threads)
+            threading.Thread(target=self._attack, args=(n, first + requests))
+            for n in range(threads)
         ]
         watch = threading.Thread(target=self._watch, args=(first, requests))
         for thread in (watch, *attackers):  # starting the last takes as long as many requests
@@ -249,7 +261,9 @@ class Attack:
             self.result.faults.append(f"{name}: {answer.status} {answer.body[:200]!r}")
 
 
-def ends(index: Path, log: Path, generator: Generator, sound: bytes, count: int, seed: int) -> list[float]:
+def ends(
+    index: Path, log: Path, generator: Generator, sound: bytes, count: int, seed: int
+) -> list[float]:
     """Start a server, attack it, and end it at a random moment, so many times; return the seconds each end took."""
     took, chance = [], random.Random(seed)
     for turn in range(count):
@@ -270,7 +284,9 @@ def prepare(folder: Path) -> tuple[Path, bytes]:
 
     made = makers()
     made.write_digits(folder / "photos", 200)
-    create_index(folder / "i", made.make_bundle(folder / "bundle"), [folder / "photos"], progress=False)
+    create_index(
+        folder / "i", made.make_bundle(folder / "bundle"), [folder / "photos"], progress=False
+    )
     return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
 
 
@@ -309,7 +325,9 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
     for kind, counts in sorted(result.answers.items()):
         lines.append(f"| {kind} | " + " | ".join(str(counts[s] or "") for s in statuses) + " |")
     lines += ["", "503 that attackers were given, all with `Retry-After`:", ""]
-    lines += [f"- {count} × {sentence}" for sentence, count in result.overload.most_common()] or ["- none"]
+    lines += [f"- {count} × {sentence}" for sentence, count in result.overload.most_common()] or [
+        "- none"
+    ]
     for title, found in (("Faults", result.faults), ("Wrong", seen.wrong), ("Late", seen.late)):
         if found:
             lines += ["", f"{title}:", "", *(f"- {text}" for text in found[:20])]

@@ -114,7 +114,11 @@ class Attacked:
         path = f"POST /v1/indexes/{STILL}/search HTTP/1.1".encode()
         plain = [
             post(form(self.sound, "3"), FORM, self._honest),
-            post(json.dumps({"vector": [0.25] * 16, "k": 3}).encode(), "application/json", self._honest),
+            post(
+                json.dumps({"vector": [0.25] * 16, "k": 3}).encode(),
+                "application/json",
+                self._honest,
+            ),
         ]
         return [one.replace(b"POST /v1/search HTTP/1.1", path, 1) for one in plain]
 
@@ -134,7 +138,9 @@ class Attacked:
         own, others = self.server.processes()
         opened = [str(each.readlink()) for pid in own for each in _there(f"/proc/{pid}/fd")]
         sizes = {path.name: path.stat().st_size for path in self.index.rglob("*") if path.is_file()}
-        with closing(sqlite3.connect(f"file:{self.index}/items.sqlite?mode=ro", uri=True)) as record:
+        with closing(
+            sqlite3.connect(f"file:{self.index}/items.sqlite?mode=ro", uri=True)
+        ) as record:
             free = record.execute(
                 "select freelist_count * page_size from pragma_freelist_count, pragma_page_size"
             ).fetchone()
@@ -165,7 +171,11 @@ class Attacked:
                 began = time.perf_counter()
                 status = ask(self.server.port, request).status
                 took.setdefault(name, []).append(time.perf_counter() - began)
-                assert status in (200, 413, 422) and took[name][-1] < DEADLINE, (name, status, took[name])
+                assert status in (200, 413, 422) and took[name][-1] < DEADLINE, (
+                    name,
+                    status,
+                    took[name],
+                )
         return took
 
     def whole(self) -> list[str]:
@@ -255,7 +265,9 @@ def bombs_of(bombs: dict[str, list[float]]) -> str:
     sizes = {name: len(content) for name, content in worst(0)}
     for name, took in bombs.items():
         inside = sorted(took)
-        least, half, most = (1000 * one for one in (inside[0], inside[len(inside) // 2], inside[-1]))
+        least, half, most = (
+            1000 * one for one in (inside[0], inside[len(inside) // 2], inside[-1])
+        )
         rows.append(f"| {name} | {sizes[name] / 1e6:.3g} | {least:.1f} | {half:.1f} | {most:.1f} |")
     return "\n".join(rows) + "\n"
 
@@ -309,7 +321,9 @@ def main() -> None:
         help="of the server; several times: one attack after the other",
     )
     parser.add_argument("--threads", type=int, default=48, help="attackers at a time")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which no further request is begun")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="after which no further request is begun"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--bombs", action="store_true", help="only time their refusal")

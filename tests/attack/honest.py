@@ -74,7 +74,9 @@ def results(answer: Answer) -> object:
     return json.loads(answer.body)["results"] if answer.status == 200 else answer
 
 
-def _search(port: int, searches: list[bytes], deadline: float, count: int, stop: Any, queue: Any) -> None:
+def _search(
+    port: int, searches: list[bytes], deadline: float, count: int, stop: Any, queue: Any
+) -> None:
     seen, lock = Seen(), threading.Lock()
     expected = [results(ask(port, search)) for search in searches]
 

@@ -20,7 +20,14 @@ def saved(image: Image.Image, format: str, **options: object) -> bytes:
 def metadata(entries: int, size: int) -> bytes:
     """A TIFF directory whose entries all name the same bytes."""
     rows = b"".join(struct.pack("<HHII", 1000 + number, 7, size, 8) for number in range(entries))
-    return b"II*\0" + struct.pack("<I", 8 + size) + bytes(size) + struct.pack("<H", entries) + rows + bytes(4)
+    return (
+        b"II*\0"
+        + struct.pack("<I", 8 + size)
+        + bytes(size)
+        + struct.pack("<H", entries)
+        + rows
+        + bytes(4)
+    )
 
 
 # TIFF
@@ -30,12 +37,18 @@ def _tiff(tags: dict[int, tuple[int, int, int]], tail: bytes = b"", following: i
     """A TIFF of one directory with (type, count, value or place) and whatever follows at place 1024."""
     rows = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
     head = (
-        b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + rows + struct.pack("<I", following)
+        b"II*\0"
+        + struct.pack("<I", 8)
+        + struct.pack("<H", len(tags))
+        + rows
+        + struct.pack("<I", following)
     )
     return head.ljust(1024, b"\0") + tail
 
 
-def _plain(width: int, height: int, **more: tuple[int, int, int]) -> dict[int, tuple[int, int, int]]:
+def _plain(
+    width: int, height: int, **more: tuple[int, int, int]
+) -> dict[int, tuple[int, int, int]]:
     tags = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 277: 1}
     return {tag: (4, 1, value) for tag, value in tags.items()} | {
         int(tag[1:]): value for tag, value in more.items()
@@ -56,7 +69,10 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     yield "tiff: one huge tile of a gigabyte", _tiff(tiled(65_536, 16_384, big * 10), big * 10)
     yield "tiff: a tile of 4 megapixels", _tiff(tiled(2048, 2048), big)
     many = 90_000
-    places, lengths = struct.pack("<I", 1024 + 8 * many) * many, struct.pack("<I", len(zeros)) * many
+    places, lengths = (
+        struct.pack("<I", 1024 + 8 * many) * many,
+        struct.pack("<I", len(zeros)) * many,
+    )
     strips = {"t273": (4, many, 1024), "t279": (4, many, 1024 + 4 * many), "t278": (4, 1, 1)}
     yield (
         "tiff: strips that share their bytes",
@@ -79,7 +95,10 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     for name, tags in (
         ("25 megapixels", _plain(5000, 5000, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
         ("one line", _plain(24_000_000, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
-        ("2 ** 32 pixels wide", _plain(2**32 - 1, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
+        (
+            "2 ** 32 pixels wide",
+            _plain(2**32 - 1, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate),
+        ),
         (
             "a thousand samples",
             _plain(2000, 2000, t277=(4, 1, 1000), t273=(4, 1, 1024), t279=(4, 1, len(big))),
@@ -87,7 +106,12 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     ):
         yield f"tiff: {name}", _tiff(tags, big)
     jpeg = _plain(
-        1000, 1000, t259=(3, 1, 7), t273=(4, 1, 1024), t279=(4, 1, len(many_scans)), t278=(4, 1, 1000)
+        1000,
+        1000,
+        t259=(3, 1, 7),
+        t273=(4, 1, 1024),
+        t279=(4, 1, len(many_scans)),
+        t278=(4, 1, 1000),
     )
     yield "tiff: a JPEG of 5,000 scans", _tiff(jpeg, many_scans)
     yield (
@@ -105,7 +129,12 @@ def _box(kind: bytes, *content: bytes) -> bytes:
 
 
 def _boxed(
-    brand: bytes, item: bytes, size: tuple[int, int], grid: bytes = b"", more: bytes = b"", tiles: int = 1
+    brand: bytes,
+    item: bytes,
+    size: tuple[int, int],
+    grid: bytes = b"",
+    more: bytes = b"",
+    tiles: int = 1,
 ) -> bytes:
     """A file of one item of a kind, a size, and what a grid says of itself."""
     info = _box(b"infe", b"\2\0\0\0", struct.pack(">HH", 1, 0), item, b"\0")
@@ -132,10 +161,15 @@ def boxes(writable: Collection[str]) -> Iterator[tuple[str, bytes]]:
         )
         yield (
             f"{name}: an overlay larger than its image",
-            _boxed(brand, b"iovl", (64, 64), b"\0\1" + bytes(8) + struct.pack(">II", 30_000, 30_000)),
+            _boxed(
+                brand, b"iovl", (64, 64), b"\0\1" + bytes(8) + struct.pack(">II", 30_000, 30_000)
+            ),
         )
         yield f"{name}: 65,535 items", _boxed(brand, kind, (64, 64), tiles=65_535)
-        yield f"{name}: 2 million boxes", _boxed(brand, kind, (64, 64), more=_box(b"free") * 2_000_000)
+        yield (
+            f"{name}: 2 million boxes",
+            _boxed(brand, kind, (64, 64), more=_box(b"free") * 2_000_000),
+        )
         nested = b""
         for _ in range(20_000):
             nested = _box(b"meta", bytes(4), nested)

@@ -64,10 +64,14 @@ def sound() -> dict[str, bytes]:
         "jpeg cmyk": saved(photo.convert("CMYK"), "JPEG", progressive=True),
         "png": saved(photo, "PNG", exif=exif, icc_profile=bytes(200_000)),
         "png interlaced": _interlaced(photo.crop((0, 0, 60, 40))),
-        "png animated": saved(photo, "PNG", save_all=True, append_images=[photo.rotate(9), photo.rotate(20)]),
+        "png animated": saved(
+            photo, "PNG", save_all=True, append_images=[photo.rotate(9), photo.rotate(20)]
+        ),
         "png palette": saved(palette, "PNG"),
         "gif": saved(palette, "GIF", comment=b"drawn by hand"),
-        "gif animated": saved(palette, "GIF", save_all=True, append_images=[palette.rotate(90)] * 30),
+        "gif animated": saved(
+            palette, "GIF", save_all=True, append_images=[palette.rotate(90)] * 30
+        ),
         "bmp": saved(photo, "BMP"),
         "bmp run lengths": _run_lengths(64, 64, b"\x40\x05\x00\x00" * 64 + b"\0\1"),
         "ppm": saved(photo, "PPM"),
@@ -86,7 +90,9 @@ def sound() -> dict[str, bytes]:
     }
     if features.check("avif"):
         found["avif"] = saved(photo, "AVIF", exif=exif)
-        found["avif animated"] = saved(photo, "AVIF", save_all=True, append_images=[photo.rotate(9)])
+        found["avif animated"] = saved(
+            photo, "AVIF", save_all=True, append_images=[photo.rotate(9)]
+        )
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
@@ -130,7 +136,10 @@ def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "jpeg: 20 MB of fill bytes", start + b"\xff" * 19_000_000 + rest
     yield "jpeg: 20 MB of junk", start + noise.randbytes(1000).replace(b"\xff", b"") * 19_000 + rest
     yield "jpeg: 20 MB of EXIF", start + _segment(0xE1, b"Exif\0\0" + bytes(65_000)) * 300 + rest
-    yield "jpeg: EXIF that shares bytes", start + _segment(0xE1, b"Exif\0\0" + metadata(1000, 50_000)) + rest
+    yield (
+        "jpeg: EXIF that shares bytes",
+        start + _segment(0xE1, b"Exif\0\0" + metadata(1000, 50_000)) + rest,
+    )
     yield (
         "jpeg: 20 MB of colour profile",
         start + _segment(0xE2, b"ICC_PROFILE\0\1\xff" + bytes(65_000)) * 300 + rest,
@@ -148,7 +157,12 @@ def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def _png(
@@ -160,7 +174,13 @@ def _png(
     body = b"".join(pixels.compress(row) for _ in range(height)) + pixels.flush()
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlaced)
     return b"".join(
-        (b"\x89PNG\r\n\x1a\n", _chunk(b"IHDR", header), *chunks, _chunk(b"IDAT", body), _chunk(b"IEND", b""))
+        (
+            b"\x89PNG\r\n\x1a\n",
+            _chunk(b"IHDR", header),
+            *chunks,
+            _chunk(b"IDAT", body),
+            _chunk(b"IEND", b""),
+        )
     )
 
 
@@ -176,7 +196,12 @@ def _interlaced(image: Image.Image) -> bytes:
             rows.append(b"\0" + b"".join(map(bytes, row)) if row else b"")
     header = struct.pack(">IIBBBBB", *image.size, 8, 2, 0, 0, 1)
     body = zlib.compress(b"".join(rows))
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", body) + _chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", body)
+        + _chunk(b"IEND", b"")
+    )
 
 
 def _pngs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
@@ -189,8 +214,14 @@ def _pngs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "png: one line", _png(24_000_000, 1, depth=1)
     yield "png: 1.6 million chunks", _png(8, 8, _chunk(b"prVt", b"") * 1_600_000)
     whole = _png(8, 8)
-    yield "png: 1.6 million chunks of pixels", whole[:33] + _chunk(b"IDAT", b"") * 1_600_000 + whole[33:]
-    yield "png: chunks after the pixels", whole[:-12] + _chunk(b"tEXt", b"a\0b") * 1_200_000 + whole[-12:]
+    yield (
+        "png: 1.6 million chunks of pixels",
+        whole[:33] + _chunk(b"IDAT", b"") * 1_600_000 + whole[33:],
+    )
+    yield (
+        "png: chunks after the pixels",
+        whole[:-12] + _chunk(b"tEXt", b"a\0b") * 1_200_000 + whole[-12:],
+    )
     yield "png: text that grows", _png(8, 8, _chunk(b"iTXt", b"a\0\1\0\0\0" + bomb))
     yield "png: many texts that grow", _png(8, 8, _chunk(b"zTXt", b"a\0\0" + megabyte) * 10_000)
     yield "png: a colour profile that grows", _png(8, 8, _chunk(b"iCCP", b"a\0\0" + bomb))
@@ -211,11 +242,17 @@ def _grown(whole: bytes, bomb: bytes) -> bytes:
 # GIF
 
 
-def _gif(width: int, height: int, *blocks: bytes, frame: tuple[int, int, int, int] | None = None) -> bytes:
+def _gif(
+    width: int, height: int, *blocks: bytes, frame: tuple[int, int, int, int] | None = None
+) -> bytes:
     left, top, wide, high = frame or (0, 0, width, height)
     picture = b"," + struct.pack("<HHHHB", left, top, wide, high, 0) + b"\2\2\x4c\1\0;"
     return (
-        b"GIF89a" + struct.pack("<HHBBB", width, height, 0xF0, 0, 0) + bytes(6) + b"".join(blocks) + picture
+        b"GIF89a"
+        + struct.pack("<HHBBB", width, height, 0xF0, 0, 0)
+        + bytes(6)
+        + b"".join(blocks)
+        + picture
     )
 
 
@@ -229,7 +266,10 @@ def _gifs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "gif: a comment of single bytes", _gif(1, 1, b"!\xfe" + b"\1a" * 9_000_000 + b"\0")
     yield "gif: 6 million extensions", _gif(1, 1, b"!\1\0" * 6_000_000)
     yield "gif: no block at all", _gif(1, 1, b"\1" * 19_000_000)
-    yield "gif: codes that go on", _gif(100, 100)[:-2] + (b"\xff" + noise.randbytes(255)) * 75_000 + b"\0;"
+    yield (
+        "gif: codes that go on",
+        _gif(100, 100)[:-2] + (b"\xff" + noise.randbytes(255)) * 75_000 + b"\0;",
+    )
 
 
 # BMP
@@ -238,7 +278,9 @@ def _gifs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
 def _run_lengths(width: int, height: int, codes: bytes, four: bool = False) -> bytes:
     bits, kind = (4, 2) if four else (8, 1)
     colours = b"".join(bytes((n, 255 - n, n, 0)) for n in range(1 << bits))
-    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, bits, kind, len(codes), 0, 0, 1 << bits, 0)
+    header = struct.pack(
+        "<IiiHHIIiiII", 40, width, height, 1, bits, kind, len(codes), 0, 0, 1 << bits, 0
+    )
     return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + len(colours)) + header + colours + codes
 
 
@@ -295,9 +337,9 @@ def _riff(*chunks: tuple[bytes, bytes]) -> bytes:
 
 
 def _vp8x(width: int, height: int, flags: int = 0) -> tuple[bytes, bytes]:
-    return b"VP8X", bytes((flags, 0, 0, 0)) + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(
-        3, "little"
-    )
+    return b"VP8X", bytes((flags, 0, 0, 0)) + (width - 1).to_bytes(3, "little") + (
+        height - 1
+    ).to_bytes(3, "little")
 
 
 def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
@@ -314,11 +356,19 @@ def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "webp: a canvas larger than its picture", _riff(_vp8x(5000, 5000), picture)
     yield "webp: 2 million chunks", _riff(_vp8x(8, 8, 0x2C), picture, *[(b"JUNK", b"")] * 2_000_000)
     frame = (
-        bytes(6) + b"\x07\0\0\x07\0\0\x01\0\0\0" + b"VP8L" + struct.pack("<I", len(picture[1])) + picture[1]
+        bytes(6)
+        + b"\x07\0\0\x07\0\0\x01\0\0\0"
+        + b"VP8L"
+        + struct.pack("<I", len(picture[1]))
+        + picture[1]
     )
     yield (
         "webp: many frames",
-        _riff(_vp8x(8, 8, 2), (b"ANIM", bytes(6)), *[(b"ANMF", frame + bytes(len(frame) & 1))] * 200_000),
+        _riff(
+            _vp8x(8, 8, 2),
+            (b"ANIM", bytes(6)),
+            *[(b"ANMF", frame + bytes(len(frame) & 1))] * 200_000,
+        ),
     )
     yield (
         "webp: EXIF that shares bytes",

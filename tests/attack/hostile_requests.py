@@ -80,7 +80,9 @@ class Generator:
         seed: of all of them.
     """
 
-    def __init__(self, images: Sequence[tuple[str, bytes]], sound: bytes, width: int, seed: int = 0) -> None:
+    def __init__(
+        self, images: Sequence[tuple[str, bytes]], sound: bytes, width: int, seed: int = 0
+    ) -> None:
         self._images = images
         self.sound = sound
         self._width = width
@@ -136,7 +138,9 @@ class Generator:
     def _malformed(self, chance: random.Random) -> Request:
         content = bytearray(self._query(chance))
         for _ in range(chance.choice([1, 1, 2, 5, 20])):
-            place = chance.randrange(len(content) if chance.random() < 0.3 else min(len(content), 200))
+            place = chance.randrange(
+                len(content) if chance.random() < 0.3 else min(len(content), 200)
+            )
             how = chance.randrange(4)
             if how == 0:
                 content[place] = chance.randrange(256)
@@ -164,7 +168,19 @@ class Generator:
 
     def _header(self, chance: random.Random) -> Request:
         line = chance.choice(
-            ["GET", "POST", "PUT", "HEAD", "OPTIONS", "TRACE", "CONNECT", "BREW", "get", "PRI", "G" * 500]
+            [
+                "GET",
+                "POST",
+                "PUT",
+                "HEAD",
+                "OPTIONS",
+                "TRACE",
+                "CONNECT",
+                "BREW",
+                "get",
+                "PRI",
+                "G" * 500,
+            ]
         )
         path = chance.choice(
             ["/", "/v1/search", "*", "http://evil.example/", "//x", "/%", "/%ff%fe", "/\xff", "/v1/search?k=1", "/v1/../etc",
@@ -182,7 +198,9 @@ class Generator:
             k=chance.choice([0, 1, 2, 3, 6, 100]),
         )  # fmt: skip
         end = chance.choice(["\r\n"] * 5 + ["\n", "\r", ""])
-        return Request("header", end.join([f"{line} {path} {version}", *headers, "", ""]).encode("latin-1"))
+        return Request(
+            "header", end.join([f"{line} {path} {version}", *headers, "", ""]).encode("latin-1")
+        )
 
     def _form(self, chance: random.Random) -> Request:
         part = b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n'
@@ -223,14 +241,17 @@ class Generator:
         return Request("chunks", content, "vanish" if harm in (0, 2) else "whole")
 
     def _pipelined(self, chance: random.Random) -> Request:
-        return Request("pipelined", b"".join(self._query(chance) for _ in range(chance.choice([2, 8, 200]))))
+        return Request(
+            "pipelined", b"".join(self._query(chance) for _ in range(chance.choice([2, 8, 200])))
+        )
 
     def _gallery(self, chance: random.Random) -> Request:
         number = chance.choice(
             ["0", "5", "199", "200", "-1", "x", "9" * 30, "1" * 5000, "%00", "0/../0", "1e3"]
         )
         content = get(
-            f"/v1/items/{number}/image", *chance.choice([(), ('If-None-Match: "x"',), ("Range: bytes=5-1",)])
+            f"/v1/items/{number}/image",
+            *chance.choice([(), ('If-None-Match: "x"',), ("Range: bytes=5-1",)]),
         )
         return Request("gallery", content * chance.choice([1, 1, 30]))
 
@@ -238,11 +259,17 @@ class Generator:
         """Lists, batches and changes, the last of which this server does not allow."""
         many = chance.choice([1, 50, 5000])
         text = chance.choice(["%00", "..%2f" * 50, "%ff%fe", "a" * 3000, "(" * 3000, "%5B" * 1000, "%7B%22a%22%3A" * 300, "1 OR 1=1"]).replace(" ", "+")  # fmt: skip
-        name = chance.choice(["cursor", "limit", "filter", "fields", "id", "vector", "k", "x" * 300])
+        name = chance.choice(
+            ["cursor", "limit", "filter", "fields", "id", "vector", "k", "x" * 300]
+        )
         if chance.random() < 0.4:
             path = chance.choice(["/v1/items", "/v1/item", "/v1/index", "/v1/item/image", f"/v1/items/{text}", f"/v1/indexes/{text}/index"])  # fmt: skip
             return Request(
-                "v1", get(f"{path}?{name}={text}", *chance.choice([(), ("Idempotency-Key: " + "k" * 5000,)]))
+                "v1",
+                get(
+                    f"{path}?{name}={text}",
+                    *chance.choice([(), ("Idempotency-Key: " + "k" * 5000,)]),
+                ),
             )
         body = chance.choice(
             [json.dumps({"queries": [{"vector": [0.5] * self._width}] * many}).encode(), json.dumps({"queries": [{"id": "x" * 900}] * many}).encode(),
@@ -252,7 +279,14 @@ class Generator:
         )  # fmt: skip
         kind = chance.choice(["application/json"] * 4 + [FORM, "image/png"])
         path = chance.choice(
-            ["/v1/search", "/v1/search/batch", "/v1/items", "/v1/delete", "/v1/snapshots", "/v1/items/x"]
+            [
+                "/v1/search",
+                "/v1/search/batch",
+                "/v1/items",
+                "/v1/delete",
+                "/v1/snapshots",
+                "/v1/items/x",
+            ]
         )
         method = "PUT" if path == "/v1/items/x" else "POST"
         content = body if kind != FORM else form(self.sound) * min(many, 200)

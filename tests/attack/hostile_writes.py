@@ -58,10 +58,14 @@ class WritingGenerator(Generator):
         request = super().make(number)
         chance = random.Random(f"{self._seed} {number} key")
         if chance.random() < 0.9 and request.kind.partition(",")[0] != "other index":
-            request.content = request.content.replace(b" /v1/", f" /v1/indexes/{self._index}/".encode(), 1)
+            request.content = request.content.replace(
+                b" /v1/", f" /v1/indexes/{self._index}/".encode(), 1
+            )
         # most may do what they ask for: what stands behind a key is attacked, too
         key = self._keys[
-            chance.choices(list(self._keys), [6 if name == "admin" else 1 for name in self._keys])[0]
+            chance.choices(list(self._keys), [6 if name == "admin" else 1 for name in self._keys])[
+                0
+            ]
         ]
         if key is not None:
             request.content = request.content.replace(
@@ -97,7 +101,9 @@ class WritingGenerator(Generator):
         for name, value in fields:
             part = f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
             body = part.encode("utf-8", "surrogatepass") + body
-        return Request("put image", _named("PUT", f"/v1/items/{self._id(chance)}", post(body, FORM)))
+        return Request(
+            "put image", _named("PUT", f"/v1/items/{self._id(chance)}", post(body, FORM))
+        )
 
     def _numbers(self, chance: random.Random) -> str:
         return chance.choice(
@@ -114,7 +120,8 @@ class WritingGenerator(Generator):
             parts.append(f'"metadata": {self._metadata(chance)}')
         if chance.random() < 0.3:
             parts.append(
-                '"label": ' + chance.choice(['"a"', "3", "null", '"' + "x" * 999_990 + '"', '"\\u0000"'])
+                '"label": '
+                + chance.choice(['"a"', "3", "null", '"' + "x" * 999_990 + '"', '"\\u0000"'])
             )
         if chance.random() < 0.05:
             parts.append('"unknown": 1')
@@ -134,9 +141,13 @@ class WritingGenerator(Generator):
                 self.sound if chance.random() < 0.9 else chance.choice(self._images)[1][:300_000]
                 for _ in ids[:120]
             ]
-            listed = json.dumps([{"id": one} for one in ids[: len(images) + chance.choice([0, 0, 0, 1, -1])]])
+            listed = json.dumps(
+                [{"id": one} for one in ids[: len(images) + chance.choice([0, 0, 0, 1, -1])]]
+            )
             parts = b"".join(form(image)[: -len(b"--b--\r\n")] for image in images)
-            said = f'--b\r\nContent-Disposition: form-data; name="items"\r\n\r\n{listed}\r\n--b--\r\n'
+            said = (
+                f'--b\r\nContent-Disposition: form-data; name="items"\r\n\r\n{listed}\r\n--b--\r\n'
+            )
             content = post(parts + said.encode(), FORM)
         return Request("several", _named("POST", "/v1/items", content))
 
@@ -151,7 +162,13 @@ class WritingGenerator(Generator):
             return Request("batch", _named("POST", "/v1/search/batch", post(body, FORM)))
         queries = [
             chance.choice(
-                [{"vector": [0.5] * self._width}, {"id": "item/1"}, {"id": "nobody"}, {}, {"vector": [1]}]
+                [
+                    {"vector": [0.5] * self._width},
+                    {"id": "item/1"},
+                    {"id": "nobody"},
+                    {},
+                    {"vector": [1]},
+                ]
             )
             for _ in range(many)
         ]
@@ -188,19 +205,29 @@ class WritingGenerator(Generator):
     def _list(self, chance: random.Random) -> Request:
         text = chance.choice(_FILTERS).replace("%", "%25").replace(" ", "+").replace("\x00", "%00")
         more = chance.choice(
-            ["", "&limit=1000", "&limit=0", "&cursor=x", "&cursor=" + "A" * 9000, "&fields=" + "a," * 300]
+            [
+                "",
+                "&limit=1000",
+                "&limit=0",
+                "&cursor=x",
+                "&cursor=" + "A" * 9000,
+                "&fields=" + "a," * 300,
+            ]
         )
         return Request("list", get(f"/v1/items?filter={text}{more}"))
 
     def _snapshot(self, chance: random.Random) -> Request:
         path = chance.choice(["/v1/snapshots", "/v1/snapshots?name=../x"])
         return Request(
-            "snapshot", _named("POST", path, post(chance.choice([b"", b'{"path": "/etc"}', b"\xff" * 5000])))
+            "snapshot",
+            _named("POST", path, post(chance.choice([b"", b'{"path": "/etc"}', b"\xff" * 5000]))),
         )
 
     def _other_index(self, chance: random.Random) -> Request:
         """What the keys are not for, by every route."""
-        name = chance.choice(["still", "nobody", "..", "%2e%2e%2fstill", "still%00", "x" * 3000, "STILL"])
+        name = chance.choice(
+            ["still", "nobody", "..", "%2e%2e%2fstill", "still%00", "x" * 3000, "STILL"]
+        )
         method, end = chance.choice([("GET", "index"), ("GET", "items"), ("POST", "delete"), ("PUT", "items/x"), ("POST", "search"), ("POST", "items"), ("POST", "snapshots"), ("DELETE", "items/x")])  # fmt: skip
         body = chance.choice([b'{"all": true}', b'{"vector": [0.5]}', form(self.sound)])
         return Request("other index", _named(method, f"/v1/indexes/{name}/{end}", post(body)))

@@ -60,12 +60,22 @@ def test_requests_that_write_are_the_same_for_a_number():
     keys = {"admin": "Bearer a", "read": "Bearer r", "none": None}
     images = [("a", b"x" * 100)]
     made = [
-        writes.WritingGenerator(images, b"y" * 50, 16, keys, "open").make(number) for number in range(400)
+        writes.WritingGenerator(images, b"y" * 50, 16, keys, "open").make(number)
+        for number in range(400)
     ]
     again = writes.WritingGenerator(images, b"y" * 50, 16, keys, "open")
     assert made == [again.make(number) for number in range(400)]
     kinds = {request.kind.partition(",")[0] for request in made}
-    assert {"put image", "put json", "several", "batch", "delete", "repeated", "list", "other index"} <= kinds
+    assert {
+        "put image",
+        "put json",
+        "several",
+        "batch",
+        "delete",
+        "repeated",
+        "list",
+        "other index",
+    } <= kinds
     text = b"".join(request.content for request in made)
     for said in (
         b"/v1/indexes/open/items",

@@ -100,5 +100,7 @@ def test_limits_of_size_are_said():
     assert decode(wide.getvalue(), Limits(aspect=1200)).size == (6000, 5)
     with pytest.raises(DataError, match="the limit is 5,000 on each side"):
         decode(wide.getvalue(), Limits(aspect=1200, side=5000))
-    with pytest.raises(DataError, match=r"the limit is 29,999\. Save it smaller, or raise the limit"):
+    with pytest.raises(
+        DataError, match=r"the limit is 29,999\. Save it smaller, or raise the limit"
+    ):
         decode(wide.getvalue(), Limits(pixels=29_999))

@@ -48,7 +48,10 @@ def read_answer(connection: socket.socket) -> Answer:
             if not head.startswith(b"HTTP/1.1 100"):
                 break
         first, *lines = head.decode("latin-1").split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
         while len(got) < int(headers.get("content-length", "0")):
             piece = connection.recv(65_536)
             if not piece:
@@ -69,10 +72,14 @@ def ask(port: int, request: bytes, timeout: float = 20.0, source: str = "127.0.0
 
 def get(path: str, *headers: str, host: str = "localhost") -> bytes:
     """Return a GET request."""
-    return "\r\n".join([f"GET {path} HTTP/1.1", f"Host: {host}", *headers, "", ""]).encode("latin-1")
+    return "\r\n".join([f"GET {path} HTTP/1.1", f"Host: {host}", *headers, "", ""]).encode(
+        "latin-1"
+    )
 
 
-def post(body: bytes, kind: str = "application/json", *headers: str, host: str = "localhost") -> bytes:
+def post(
+    body: bytes, kind: str = "application/json", *headers: str, host: str = "localhost"
+) -> bytes:
     """Return a search request with a body."""
     lines = [
         "POST /v1/search HTTP/1.1",
@@ -83,9 +90,13 @@ def post(body: bytes, kind: str = "application/json", *headers: str, host: str =
     return "\r\n".join([*lines, *headers, "", ""]).encode("latin-1") + body
 
 
-def form(image: bytes, k: str | None = None, name: str = "image", filename: str | None = "q.png") -> bytes:
+def form(
+    image: bytes, k: str | None = None, name: str = "image", filename: str | None = "q.png"
+) -> bytes:
     """Return the body of a form whose boundary is `b`."""
-    said = f'form-data; name="{name}"' + (f'; filename="{filename}"' if filename is not None else "")
+    said = f'form-data; name="{name}"' + (
+        f'; filename="{filename}"' if filename is not None else ""
+    )
     parts = [b"--b\r\nContent-Disposition: " + said.encode() + b"\r\n\r\n" + image + b"\r\n"]
     if k is not None:
         parts.append(f'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'.encode())
@@ -130,9 +141,10 @@ def found(answer: Answer) -> list[dict[str, Any]]:
 def refused(answer, status: int, says: str) -> None:
     """Assert that an answer is a problem document of this status whose sentence says this."""
     content = answer.json()
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), (
-        answer.text
-    )
+    assert (answer.status_code, answer.headers["content-type"]) == (
+        status,
+        "application/problem+json",
+    ), answer.text
     assert content["status"] == status and content["instance"] == answer.headers["x-request-id"]
     assert says in content["detail"], content
 

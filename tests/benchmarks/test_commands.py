@@ -64,7 +64,9 @@ def parse(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "script", "words"), list(commands()))
-def test_the_script_takes_it(page: str, script: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_takes_it(
+    page: str, script: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = (ROOT / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
     if ".parse_args(" in source:
         parse(monkeypatch, script, words)

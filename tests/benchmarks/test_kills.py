@@ -17,7 +17,16 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def kept(script: str, count: int, seed: int, output: Path) -> Any:
     """Return what a script keeps. It forks, so it has a process of its own: a child of this one would wait for threads it has not."""
-    line = [sys.executable, BENCHMARKS / f"{script}.py", "--count", count, "--seed", seed, "--output", output]
+    line = [
+        sys.executable,
+        BENCHMARKS / f"{script}.py",
+        "--count",
+        count,
+        "--seed",
+        seed,
+        "--output",
+        output,
+    ]
     done = subprocess.run(
         list(map(str, line)),
         capture_output=True,
@@ -40,10 +49,14 @@ def test_what_is_lost_is_seen(tmp_path: Path) -> None:
     model: Any = importlib.import_module("living_model")
     create: Any = importlib.import_module("retrieval.serving.store.writing")
     bundles = model.make_bundles(tmp_path)
-    create.create_local(tmp_path / "index", bundles[0], model.widths_of(bundles[0], features=model.WIDTH))
+    create.create_local(
+        tmp_path / "index", bundles[0], model.widths_of(bundles[0], features=model.WIDTH)
+    )
     held = model.State({f"id{n}": 5 for n in range(60)})
     with model.LocalStore(tmp_path / "index", upkeep=False) as store:
-        store.upsert([model.item_of(id, one, 0) for id, one in held.items.items()], bundles[0].sha256)
+        store.upsert(
+            [model.item_of(id, one, 0) for id, one in held.items.items()], bundles[0].sha256
+        )
     assert model.check(tmp_path / "index", [held], {}, bundles, 0) == {"which": 0, "wrong": []}
     for call in (
         {"call": "upsert", "items": [["id7", 6]]},

@@ -27,7 +27,9 @@ def without_source(text: str) -> list[str]:
 def test_the_blocks_are_made_of_the_results(name: str) -> None:
     import pages
 
-    assert pages.written(name) == (DOCS / name).read_text(encoding="utf-8"), "python benchmarks/pages.py"
+    assert pages.written(name) == (DOCS / name).read_text(encoding="utf-8"), (
+        "python benchmarks/pages.py"
+    )
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -38,12 +40,16 @@ def test_a_figure_outside_of_them_says_where_it_is_from(name: str) -> None:
 def test_what_would_be_refused() -> None:
     assert without_source("It gains 4.3 points.\n\nNothing here.") == ["It gains 4.3 points."]
     assert without_source("- slower by 5 to 10 times\n- fine") == ["- slower by 5 to 10 times"]
-    assert not without_source("It gains 4.3 points (`benchmarks/x.py`).\n\n```toml\nmargin = 0.5\n```\n")
+    assert not without_source(
+        "It gains 4.3 points (`benchmarks/x.py`).\n\n```toml\nmargin = 0.5\n```\n"
+    )
     assert not without_source("<!-- figures: x -->\n4.3\n<!-- end of figures -->")
     assert not without_source("With `margin = 0.5`, in version 1.2.3.")
 
 
-def test_a_block_that_the_script_lacks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_the_script_lacks_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pages
 
     (tmp_path / "aml.md").write_text("<!-- figures: nothing -->\n<!-- end of figures -->\n")
@@ -58,7 +64,9 @@ def test_a_block_follows_its_result(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     for file in page_tables.RESULTS.glob("*.md"):
         text = file.read_text(encoding="utf-8")
-        (tmp_path / file.name).write_text(text.replace("60.2 ± 2.8", "99.9 ± 0.1"), encoding="utf-8")
+        (tmp_path / file.name).write_text(
+            text.replace("60.2 ± 2.8", "99.9 ± 0.1"), encoding="utf-8"
+        )
     monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
     page_tables.tables.cache_clear()
     try:

@@ -51,7 +51,9 @@ def test_what_was_acknowledged_is_there_after_a_power_cut(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("fault", ["commits", "folders"])
 def test_a_store_that_does_not_sync_is_found_out(fault: str, tmp_path: Path) -> None:
-    status, raw = cut(tmp_path, "--count", 60, "--each", 60, "--seed", 5, "--lives", 1, "--without", fault)
+    status, raw = cut(
+        tmp_path, "--count", 60, "--each", 60, "--seed", 5, "--lives", 1, "--without", fault
+    )
     assert len(raw["wrong"]) >= 3 and status == 1
     assert {outcome for _, outcome, _ in raw["cells"]} & {"wrong", "refused"}
 
@@ -103,7 +105,8 @@ def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path: Path) -> None:
         left = {path.name: path.read_bytes() for path in target.iterdir()}
         content = left.pop("a")  # its folder was synced after it had its name
         assert len(content) == 4000 and all(
-            content[at : at + 512] in (old[at : at + 512], new[at : at + 512]) for at in range(0, 4000, 512)
+            content[at : at + 512] in (old[at : at + 512], new[at : at + 512])
+            for at in range(0, 4000, 512)
         )
         assert left in ({}, {"b": old}, {"b.tmp": old})
         seen.add((content == old, content == new, *left))
@@ -165,7 +168,9 @@ def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(
     program = [sys.executable, "-I", "-S", "-c", ENDED, tmp_path / "disk", call, held]
     done = subprocess.run([*script.strace(tmp_path / "trace"), "-e", hold, *program], timeout=60)
     assert done.returncode == -signal.SIGKILL
-    text, noted = re.subn(r" = [^=\n]* \(DELAYED\)", " = ?", (tmp_path / "trace").read_text(encoding="ascii"))
+    text, noted = re.subn(
+        r" = [^=\n]* \(DELAYED\)", " = ?", (tmp_path / "trace").read_text(encoding="ascii")
+    )
     assert noted == (held == "exit")
     (tmp_path / "trace").write_text(text, encoding="ascii")
     disk = script.Disk(tmp_path / "disk")

@@ -17,7 +17,11 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def kept(name: str) -> Any:
     file = RESULTS / "raw" / name
     text = file.read_text(encoding="utf-8")
-    return json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    return (
+        json.loads(text)
+        if file.suffix == ".json"
+        else [json.loads(line) for line in text.splitlines()]
+    )
 
 
 PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
@@ -86,5 +90,7 @@ def test_sentences_follow_the_figures() -> None:
     for row in figures["rows"]:
         row["cpu"] *= 1 if row["contestant"] == "`retrieval.evaluate`" else 10
     after = page("evaluation", figures)
-    said = [[line for line in text.splitlines() if line.startswith("- ")] for text in (before, after)]
+    said = [
+        [line for line in text.splitlines() if line.startswith("- ")] for text in (before, after)
+    ]
     assert said[0] != said[1] and all("× our CPU seconds" in line for line in said[0][:1])

@@ -43,14 +43,20 @@ def test_what_is_lost_is_seen(tmp_path: Path) -> None:
     with living.Index.open(tmp_path / "i", threads=1) as index:
         for id, value in values.items():
             vector = bundle.encode(soak.np.float32([value.numbers()])).vector[0]
-            said = items(id, value.label, {"made": value.features}, keep="nothing", arrays={"vector": vector})
+            said = items(
+                id, value.label, {"made": value.features}, keep="nothing", arrays={"vector": vector}
+            )
             index.upsert([said])
             record.told(id, value)
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
     record.asked("c/1", None)  # without an answer both are right
     record.asked("c/new", soak.Value(7, "x"))
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
-    for id, value in (("c/2", None), ("c/3", soak.Value(3, "other")), ("c/gone", soak.Value(9, "x"))):
+    for id, value in (
+        ("c/2", None),
+        ("c/3", soak.Value(3, "other")),
+        ("c/gone", soak.Value(9, "x")),
+    ):
         other = soak.Record(dict(record.known))
         other.told(id, value)
         count, wrong = soak.differences(tmp_path / "i", bundle, [other], 0)

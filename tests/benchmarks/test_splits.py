@@ -27,5 +27,7 @@ def test_each_seed_divides_anew() -> None:
     import daml_real
 
     y = np.repeat(np.arange(26), 7)
-    searched = {tuple(sorted(daml_real.divided("digits", y, seed)[1].tolist())) for seed in daml_real.SEEDS}
+    searched = {
+        tuple(sorted(daml_real.divided("digits", y, seed)[1].tolist())) for seed in daml_real.SEEDS
+    }
     assert len(searched) == len(daml_real.SEEDS)

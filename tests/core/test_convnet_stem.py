@@ -34,7 +34,9 @@ def first(net: ConvNet) -> nn.Conv2d:
 def patches(size: int, channels: int, number: int = 20) -> torch.Tensor:
     """Patches of a photograph, uint8 (number, channels, size, size)."""
     photo = load_sample_images().images[0].transpose(2, 0, 1)[:channels]
-    return torch.from_numpy(np.stack([photo[:, 9 * i : 9 * i + size, :size] for i in range(number)]))
+    return torch.from_numpy(
+        np.stack([photo[:, 9 * i : 9 * i + size, :size] for i in range(number)])
+    )
 
 
 @pytest.mark.parametrize(("stem", "kernel"), [(2, 3), (4, 7)])
@@ -52,7 +54,9 @@ def test_the_first_convolution_strides_and_sees_every_pixel(stem: int, kernel: i
         for column in range(side):
             y, z = row * stem, column * stem
             expected = (padded[y : y + kernel, z : z + kernel] * weight).sum((1, 2))
-            np.testing.assert_allclose(out[0, :, row, column].detach().numpy(), expected, rtol=1e-10)
+            np.testing.assert_allclose(
+                out[0, :, row, column].detach().numpy(), expected, rtol=1e-10
+            )
     out.sum().backward()
     assert x.grad is not None and bool((x.grad != 0).all())
 
@@ -83,7 +87,9 @@ def test_a_seed_gives_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize(("stem", "size", "channels"), [(2, 33, 3), (4, 65, 1)])
-def test_a_bundle_gives_what_torch_gives(stem: int, size: int, channels: int, tmp_path: Path) -> None:
+def test_a_bundle_gives_what_torch_gives(
+    stem: int, size: int, channels: int, tmp_path: Path
+) -> None:
     net = seeded(width=4, size=size, channels=channels, stem=stem)
     assert net.preprocessing is not None and net.preprocessing.shape == (channels, size, size)
     model = Model(net, build_head(net.features, 8))
@@ -113,7 +119,9 @@ def test_a_bundle_gives_what_torch_gives(stem: int, size: int, channels: int, tm
         ),
         (
             {"size": 28, "stem": 4, "depth": 4},
-            ["size 28 cannot be halved 3 times after a stem of 4; make depth or stem smaller or size larger"],
+            [
+                "size 28 cannot be halved 3 times after a stem of 4; make depth or stem smaller or size larger"
+            ],
         ),
     ],
 )
@@ -124,6 +132,9 @@ def test_wrong_options_are_told_at_once(values: dict[str, Any], sentences: list[
 
 
 def test_the_smallest_image_that_a_stem_takes() -> None:
-    assert seeded(size=13, stem=4, depth=3, width=2).eval()(torch.zeros(1, 1, 13, 13)).shape == (1, 8)
+    assert seeded(size=13, stem=4, depth=3, width=2).eval()(torch.zeros(1, 1, 13, 13)).shape == (
+        1,
+        8,
+    )
     with pytest.raises(RecipeError, match="size 12 cannot be halved 2 times after a stem of 4"):
         create("backbone", "core.convnet", size=12, stem=4, depth=3)

@@ -57,8 +57,12 @@ readers = pytest.mark.parametrize("read", [trained, indexed])
 @readers
 def test_capitals_blanks_and_backslashes_are_read(read: Read, folder: Path) -> None:
     assert read(written(folder, "path,label", lambda n, path, label: f"{path},{label}")) == PLAIN
-    assert read(written(folder, "Path, LABEL", lambda n, path, label: f" {path} ,{label} ")) == PLAIN
-    windows = written(folder, "path,label", lambda n, path, label: path.replace("/", "\\") + f",{label}")
+    assert (
+        read(written(folder, "Path, LABEL", lambda n, path, label: f" {path} ,{label} ")) == PLAIN
+    )
+    windows = written(
+        folder, "path,label", lambda n, path, label: path.replace("/", "\\") + f",{label}"
+    )
     assert read(windows) == PLAIN
 
 
@@ -75,7 +79,9 @@ def test_a_column_without_a_name_says_how_to_write_the_file(read: Read, folder: 
         DataError, match=r"line 1: .*the first: pandas writes row numbers.*to_csv\(…, index=False\)"
     ):
         read(written(folder, ",path,label", lambda n, path, label: f"{n},{path},{label}"))
-    with pytest.raises(DataError, match=r"line 1: .*the last: the line ends with a comma.*index=False"):
+    with pytest.raises(
+        DataError, match=r"line 1: .*the last: the line ends with a comma.*index=False"
+    ):
         read(written(folder, "path,label,", lambda n, path, label: f"{path},{label},"))
     with pytest.raises(
         DataError, match="line 2: it ends with a comma, so that it has 3 values; the header names 2"
@@ -85,7 +91,9 @@ def test_a_column_without_a_name_says_how_to_write_the_file(read: Read, folder: 
 
 @readers
 def test_a_column_of_another_name_is_to_be_renamed(read: Read, folder: Path) -> None:
-    with pytest.raises(DataError, match=r"no column 'path' \(it has: paths, label\)\. Rename 'paths'"):
+    with pytest.raises(
+        DataError, match=r"no column 'path' \(it has: paths, label\)\. Rename 'paths'"
+    ):
         read(written(folder, "paths,label", lambda n, path, label: f"{path},{label}"))
     with pytest.raises(DataError, match="names 'path' twice"):
         read(written(folder, "Path,PATH,label", lambda n, path, label: f"{path},{path},{label}"))
@@ -100,7 +108,9 @@ def test_a_column_of_another_name_is_to_be_renamed(read: Read, folder: Path) -> 
     ],
 )
 def test_the_cause_is_told_once(read: Read, folder: Path, start: str, cause: str) -> None:
-    with pytest.raises(DataError, match=rf"m\.csv: line 2: {cause}.*\(and 5 more lines\)$") as error:
+    with pytest.raises(
+        DataError, match=rf"m\.csv: line 2: {cause}.*\(and 5 more lines\)$"
+    ) as error:
         read(written(folder, "path,label", lambda n, path, label: f"{start}{path},{label}"))
     assert "\n" not in str(error.value)
 
@@ -128,12 +138,19 @@ def test_sides_and_roles_by_their_usual_names(folder: Path) -> None:
 
 def test_true_and_false_of_excel_and_pandas() -> None:
     values = ["TRUE", "False", "", "true"]
-    assert [row["x"] for row in typed([{"x": value} for value in values])] == [True, False, None, True]
+    assert [row["x"] for row in typed([{"x": value} for value in values])] == [
+        True,
+        False,
+        None,
+        True,
+    ]
     assert typed([{"x": "TRUE"}, {"x": "yes"}]) == [{"x": "TRUE"}, {"x": "yes"}]
 
 
 def test_the_column_id_is_an_items_id(folder: Path) -> None:
-    found = items(written(folder, "Id,path,label,price", lambda n, path, label: f"p{n},{path},{label},{n}"))
+    found = items(
+        written(folder, "Id,path,label,price", lambda n, path, label: f"p{n},{path},{label},{n}")
+    )
     assert [item.key for item in found] == [f"p{n}" for n in range(6)]
     assert found[3].metadata == {"price": 3}
     both = items(written(folder, "id,key,path", lambda n, path, label: f"p{n},k{n},{path}"))

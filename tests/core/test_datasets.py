@@ -59,7 +59,10 @@ def test_digits(plugins: Plugins) -> None:
 
 
 def idx(*shape: int, content: np.ndarray[Any, Any]) -> bytes:
-    return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + content.astype(np.uint8).tobytes()
+    return (
+        struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
+        + content.astype(np.uint8).tobytes()
+    )
 
 
 @pytest.fixture
@@ -72,7 +75,9 @@ def fashion(tmp_path: Path) -> Path:
         pixels = generator.integers(0, 256, (count, 28, 28))
         images = idx(count, 28, 28, content=pixels)
         (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
-        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(count, content=np.arange(count) % 10))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(
+            idx(count, content=np.arange(count) % 10)
+        )
     return folder
 
 
@@ -86,7 +91,9 @@ def test_fashion_mnist_layout(plugins: Plugins, fashion: Path) -> None:
     assert found.train.tolist() == list(range(30)) and found.query.tolist() == list(range(30, 50))
 
 
-def test_fashion_mnist_faults(plugins: Plugins, fashion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fashion_mnist_faults(
+    plugins: Plugins, fashion: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     labels = fashion / "t10k-labels-idx1-ubyte"
     labels.write_bytes(idx(9, content=np.arange(9)))
     with pytest.raises(DataError, match=r"test images and labels .* do not belong together"):
@@ -104,7 +111,9 @@ def test_fashion_mnist_faults(plugins: Plugins, fashion: Path, monkeypatch: pyte
         build(plugins, "fashion_mnist")
 
 
-@pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+@pytest.mark.skipif(
+    not DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
+)
 def test_fashion_mnist_itself(plugins: Plugins) -> None:
     data = build(plugins, "fashion_mnist")
     assert data.arrays is not None and data.arrays.shape == (70_000, 28, 28)
@@ -115,7 +124,9 @@ def test_fashion_mnist_itself(plugins: Plugins) -> None:
 
 
 def test_image_folder(plugins: Plugins, tmp_path: Path) -> None:
-    for i, name in enumerate(["cat/1.png", "cat/2.PNG", "cat/more/3.jpg", "dog 2/x.png", "dog 10/y.webp"]):
+    for i, name in enumerate(
+        ["cat/1.png", "cat/2.PNG", "cat/more/3.jpg", "dog 2/x.png", "dog 10/y.webp"]
+    ):
         picture(tmp_path / name, 10 * i)
     picture(tmp_path / ".hidden" / "z.png")
     (tmp_path / "cat" / "notes.txt").write_text("no image")
@@ -154,7 +165,9 @@ def test_classes_that_are_called_like_sides(plugins: Plugins, tmp_path: Path) ->
     assert sorted(build(plugins, "image_folder", folder=tmp_path).labels) == ["test", "train"]
 
 
-def test_image_folder_faults(plugins: Plugins, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_image_folder_faults(
+    plugins: Plugins, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(DataError, match=r"is not a folder\. Relative paths start at"):
         build(plugins, "image_folder", folder=tmp_path / "none")
     with pytest.raises(DataError, match="holds no image"):
@@ -164,7 +177,9 @@ def test_image_folder_faults(plugins: Plugins, tmp_path: Path, caplog: pytest.Lo
     build(plugins, "image_folder", folder=tmp_path)
     assert "no image in empty" in caplog.text
     picture(tmp_path / "stray.png")
-    with pytest.raises(DataError, match=r"1 image lies in no class's folder, .*: stray\.png\. Move it"):
+    with pytest.raises(
+        DataError, match=r"1 image lies in no class's folder, .*: stray\.png\. Move it"
+    ):
         build(plugins, "image_folder", folder=tmp_path)
 
 
@@ -287,7 +302,9 @@ def test_all_problems_of_a_csv_at_once(plugins: Plugins, tmp_path: Path) -> None
         (b"path,label\n" + b"x" * 5000 + b",a\n", "list.csv"),
     ],
 )
-def test_csv_files_that_are_wrong(plugins: Plugins, tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_csv_files_that_are_wrong(
+    plugins: Plugins, tmp_path: Path, content: bytes, sentence: str
+) -> None:
     (tmp_path / "list.csv").write_bytes(content)
     with pytest.raises(DataError, match=sentence):
         build(plugins, "csv", manifest=tmp_path / "list.csv")
@@ -304,7 +321,11 @@ def test_csv_skip_bad(plugins: Plugins, damaged: Path) -> None:
     names = sorted(p.relative_to(damaged).as_posix() for p in damaged.rglob("*.*"))
     manifest = damaged / "list.csv"
     manifest.write_text("path,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
-    assert build(plugins, "csv", manifest=manifest, skip_bad=True).keys == ["a/1.png", "a/2.png", "b/1.png"]
+    assert build(plugins, "csv", manifest=manifest, skip_bad=True).keys == [
+        "a/1.png",
+        "a/2.png",
+        "b/1.png",
+    ]
 
 
 def test_features(plugins: Plugins, tmp_path: Path) -> None:
@@ -320,7 +341,10 @@ def test_features(plugins: Plugins, tmp_path: Path) -> None:
     )  # fmt: skip
     data = build(plugins, "features", file=file)
     assert (data.labels, data.keys) == (list("aabbcc"), list("uvwxyz"))
-    assert (data.splits, data.roles) == (["train", "test"] * 3, ["", "query", "", "gallery", "", ""])
+    assert (data.splits, data.roles) == (
+        ["train", "test"] * 3,
+        ["", "query", "", "gallery", "", ""],
+    )
 
 
 GOOD = {"features": np.zeros((3, 2), np.float32), "labels": np.array(["a", "b", "a"])}
@@ -336,7 +360,10 @@ GOOD = {"features": np.zeros((3, 2), np.float32), "labels": np.array(["a", "b", 
             ["2 rows of features hold NaN", ": 0, 2."],
         ),
         ({"features": np.array([[1, 0], [1, 1e300], [1, 0]])}, ["1 row of features holds", ": 1."]),
-        ({"features": np.zeros((3, 2), complex)}, ["features must be real numbers, not complex128"]),
+        (
+            {"features": np.zeros((3, 2), complex)},
+            ["features must be real numbers, not complex128"],
+        ),
         ({"features": np.zeros(3)}, ["features must have the shape (N, F), not (3,)"]),
         ({"features": np.zeros((0, 2))}, ["(0, 2)"]),
         ({"features": np.float32(3)}, ["features must have the shape (N, F), not ()"]),
@@ -369,7 +396,13 @@ def test_feature_files_that_are_damaged(plugins: Plugins, tmp_path: Path) -> Non
     file = tmp_path / "vectors.npz"
     np.savez(file, **GOOD)
     whole = file.read_bytes()
-    for content in (b"", b"PK", b"text", whole[: len(whole) // 2], whole[:100] + b"\0" * 40 + whole[140:]):
+    for content in (
+        b"",
+        b"PK",
+        b"text",
+        whole[: len(whole) // 2],
+        whole[:100] + b"\0" * 40 + whole[140:],
+    ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=r"vectors\.npz cannot be read as \.npz"):
             build(plugins, "features", file=file)
@@ -394,7 +427,9 @@ def test_parquet_reads_tables_and_folders_of_embeddings(plugins, tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     data = build(plugins, "parquet", path=tmp_path / "t.parquet")
     assert data.kind == "features" and data.labels == ["1", "2"] * 3 and data.keys == list("abcdef")
-    assert data.splits == columns["split"] and data.roles is None and data.metadata[0] == {"price": 5}
+    assert (
+        data.splits == columns["split"] and data.roles is None and data.metadata[0] == {"price": 5}
+    )
     assert (np.stack([data[at] for at in range(6)]) == values).all()
     del columns["label"]
     pq.write_table(pa.table(columns), tmp_path / "u.parquet")

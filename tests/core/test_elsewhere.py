@@ -46,8 +46,13 @@ def test_torchvision_with_two_sides(tmp_path: Path) -> None:
         Image.fromarray(pixels(50 + i)).save(images / f"{i}.ppm")
     (base / "GT-final_test.csv").write_text("Filename;ClassId\n0.ppm;0\n1.ppm;1\n")
     data = torchvision_dataset("GTSRB", tmp_path)
-    assert data.labels == ["0", "0", "1", "1", "0", "1"] and data.splits == ["train"] * 4 + ["test"] * 2
-    assert np.array_equal(np.asarray(data[2]), pixels(10)) and np.array_equal(np.asarray(data[5]), pixels(51))
+    assert (
+        data.labels == ["0", "0", "1", "1", "0", "1"]
+        and data.splits == ["train"] * 4 + ["test"] * 2
+    )
+    assert np.array_equal(np.asarray(data[2]), pixels(10)) and np.array_equal(
+        np.asarray(data[5]), pixels(51)
+    )
     again = pickle.loads(pickle.dumps(data))  # as processes that decode are given it
     assert np.array_equal(np.asarray(again[4]), pixels(50))
     Path(base / "GTSRB" / "Final_Test" / "Images" / "0.ppm").write_bytes(b"no image")
@@ -84,7 +89,10 @@ def test_torchvision_in_memory(tmp_path: Path) -> None:
         )
     data = torchvision_dataset("MNIST", tmp_path)
     assert data.arrays is not None and np.array_equal(data.arrays, np.concatenate([*made.values()]))
-    assert data.labels == ["3 - three", "7 - seven"] * 3 and data.splits == ["train"] * 4 + ["test"] * 2
+    assert (
+        data.labels == ["3 - three", "7 - seven"] * 3
+        and data.splits == ["train"] * 4 + ["test"] * 2
+    )
 
 
 def test_torchvision_refusals(tmp_path: Path) -> None:
@@ -124,7 +132,9 @@ def test_what_torchvision_unpickles_is_refused() -> None:
         )
     ]
     for name in unsafe:
-        with pytest.raises(DataError, match=f"unpickles a file for {name}, which may run any code. "):
+        with pytest.raises(
+            DataError, match=f"unpickles a file for {name}, which may run any code. "
+        ):
             torchvision_dataset(name, Path("/nowhere"))
 
 
@@ -150,9 +160,15 @@ def test_shards_are_read_where_they_lie_in_any_order(tmp_path: Path) -> None:
         shard(tmp_path / f"part-{part}.tar", members)
     data = shards(tmp_path)
     assert (
-        data.labels == list("010101") and data.splits == ["train"] * 3 + ["test"] * 3 and data.roles is None
+        data.labels == list("010101")
+        and data.splits == ["train"] * 3 + ["test"] * 3
+        and data.roles is None
     )
-    assert data.keys[4] == "part-1/4" and data.metadata is not None and data.metadata[4] == {"vendor": "v1"}
+    assert (
+        data.keys[4] == "part-1/4"
+        and data.metadata is not None
+        and data.metadata[4] == {"vendor": "v1"}
+    )
     again = pickle.loads(pickle.dumps(data))
     for i in (5, 0, 3, 1, 4, 2, 0):
         assert np.array_equal(np.asarray(data[i]), pixels(i)) and np.array_equal(
@@ -166,7 +182,9 @@ def test_shards_that_cannot_serve(tmp_path: Path) -> None:
             shards(path)
         return str(error.value)
 
-    assert "does not exist" in refused(tmp_path / "none") and "holds no .tar file" in refused(tmp_path)
+    assert "does not exist" in refused(tmp_path / "none") and "holds no .tar file" in refused(
+        tmp_path
+    )
     packed = shard(tmp_path / "a.tar.gz", {"0.png": encoded(0), "0.cls": b"a"})
     assert "a.tar.gz is no .tar file" in refused(packed)
     bare = shard(tmp_path / "b.tar", {"0.png": encoded(0), "1.png": encoded(1), "1.cls": b"a"})

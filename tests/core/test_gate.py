@@ -30,7 +30,8 @@ Write = Callable[[Path, Columns], retrieval.Dataset]
 
 def npz(folder: Path, columns: Columns) -> retrieval.Dataset:
     arrays = {
-        f"{name}s" if name != "features" else name: np.array(values) for name, values in columns.items()
+        f"{name}s" if name != "features" else name: np.array(values)
+        for name, values in columns.items()
     }
     np.savez(folder / "v.npz", **arrays)
     return retrieval.create("dataset", "core.features", file=str(folder / "v.npz"))
@@ -38,7 +39,8 @@ def npz(folder: Path, columns: Columns) -> retrieval.Dataset:
 
 def parquet(folder: Path, columns: Columns) -> retrieval.Dataset:
     listed = {
-        name: values.tolist() if hasattr(values, "tolist") else values for name, values in columns.items()
+        name: values.tolist() if hasattr(values, "tolist") else values
+        for name, values in columns.items()
     }
     pq.write_table(pa.table(listed), folder / "v.parquet")
     return retrieval.create("dataset", "core.parquet", path=str(folder / "v.parquet"))
@@ -53,13 +55,17 @@ def bad_vectors() -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("read", [npz, parquet])
 def test_vectors_that_are_not_finite_are_refused(read: Write, tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"2 rows of features hold NaN, infinity or numbers too large for 32 bits: 5, 7\. Rem"
+        DataError,
+        match=r"2 rows of features hold NaN, infinity or numbers too large for 32 bits: 5, 7\. Rem",
     ):
         read(tmp_path, {"features": bad_vectors(), "label": LABELS})
     with pytest.raises(DataError, match="1 row of features holds NaN"):
         read(
             tmp_path,
-            {"features": np.where(VECTORS[3, 0] == VECTORS, 1e300, VECTORS.astype(float)), "label": LABELS},
+            {
+                "features": np.where(VECTORS[3, 0] == VECTORS, 1e300, VECTORS.astype(float)),
+                "label": LABELS,
+            },
         )
 
 
@@ -96,15 +102,24 @@ def test_a_missing_value_among_texts_of_npz_is_refused(tmp_path: Path) -> None:
 
 def test_an_index_takes_a_nan_label_for_none(tmp_path: Path) -> None:
     labels = [float("nan"), *map(float, range(N - 1))]
-    pq.write_table(pa.table({"features": VECTORS.tolist(), "label": labels}), tmp_path / "v.parquet")
-    assert [item.label for item in collect([tmp_path / "v.parquet"], "features").items][:2] == [None, "0.0"]
+    pq.write_table(
+        pa.table({"features": VECTORS.tolist(), "label": labels}), tmp_path / "v.parquet"
+    )
+    assert [item.label for item in collect([tmp_path / "v.parquet"], "features").items][:2] == [
+        None,
+        "0.0",
+    ]
 
 
 def test_shards_pass_the_gate(tmp_path: Path) -> None:
     out = io.BytesIO()
     Image.new("RGB", (8, 8)).save(out, "PNG")
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, content in (("a.png", out.getvalue()), ("a.cls", b"cat"), ("b.png", out.getvalue())):
+        for name, content in (
+            ("a.png", out.getvalue()),
+            ("a.cls", b"cat"),
+            ("b.png", out.getvalue()),
+        ):
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
@@ -168,7 +183,9 @@ def test_long_arrays_are_looked_through_in_blocks() -> None:
     vectors = np.zeros((5_000_000, 2), np.float32)
     vectors[4_999_999, 1] = np.inf
     with pytest.raises(DataError, match="32 bits: 4999999"):
-        usable(ArrayDataset(vectors, ["a"] * len(vectors), range(len(vectors)), kind="features"), "x")  # type: ignore[arg-type]
+        usable(
+            ArrayDataset(vectors, ["a"] * len(vectors), range(len(vectors)), kind="features"), "x"
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("read", [npz, parquet])

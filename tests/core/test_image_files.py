@@ -20,7 +20,9 @@ from sklearn.datasets import load_digits
 
 @pytest.fixture(scope="module")
 def digits() -> list[Image.Image]:
-    return [Image.fromarray((image * 15.9).astype(np.uint8)) for image in load_digits().images[:120]]
+    return [
+        Image.fromarray((image * 15.9).astype(np.uint8)) for image in load_digits().images[:120]
+    ]
 
 
 @pytest.fixture
@@ -99,7 +101,9 @@ def test_the_run_and_the_index_keep_it(
     assert done.code == 0, done.err
     notes = json.loads(Path("run/run.json").read_text())["notes"]
     assert any("being JPEG 2000, which is not read here: 1/scan.jp2." in note for note in notes)
-    assert any(note.startswith("left out: ") and "photos/0/cut is damaged" in note for note in notes)
+    assert any(
+        note.startswith("left out: ") and "photos/0/cut is damaged" in note for note in notes
+    )
     assert cli("export", "run", "--exporter", "torchscript").code == 0
     done = cli("index", "create", "i", "photos", "--bundle", "run/bundle", "--skip-bad")
     assert done.code == 0 and "Indexed 120 items" in done.out and "1 skipped" in done.out, done.err

@@ -42,7 +42,9 @@ def digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 def scikit(learner: LinearMap) -> Any:
     """The estimator of scikit-learn with the same settings."""
     if isinstance(learner, PCA):
-        return SklearnPCA(learner.n_components, whiten=learner.whiten, random_state=learner.seed or 0)
+        return SklearnPCA(
+            learner.n_components, whiten=learner.whiten, random_state=learner.seed or 0
+        )
     if isinstance(learner, LDA):
         return LinearDiscriminantAnalysis(
             "eigen", n_components=learner.n_components, shrinkage=learner.shrinkage
@@ -115,7 +117,11 @@ def test_learning_helps(digits: Any) -> None:
         name: knn.fit(learner.fit(x[:200], y[:200]).transform(x[:200]), y[:200]).score(
             learner.transform(x[200:]), y[200:]
         )
-        for name, learner in {"pca": PCA(3), "lda": LDA(3), "nca": NCA(3, init="pca", max_iter=30)}.items()
+        for name, learner in {
+            "pca": PCA(3),
+            "lda": LDA(3),
+            "nca": NCA(3, init="pca", max_iter=30),
+        }.items()
     }
     assert found["pca"] < found["lda"] and found["pca"] < found["nca"]
     assert min(found.values()) > 0.5
@@ -126,7 +132,9 @@ def test_in_a_pipeline_and_a_search(learner: LinearMap, digits: Any) -> None:
     x, y = digits[0][:150], digits[1][:150]
     name = type(learner).__name__.lower()
     pipeline = make_pipeline(StandardScaler(), learner, KNeighborsClassifier(1))
-    search = GridSearchCV(pipeline, {f"{name}__n_components": [1, 5]}, cv=2, error_score="raise").fit(x, y)
+    search = GridSearchCV(
+        pipeline, {f"{name}__n_components": [1, 5]}, cv=2, error_score="raise"
+    ).fit(x, y)
     assert search.best_params_ == {f"{name}__n_components": 5}
     assert search.best_estimator_[:-1].transform(x).shape == (150, 5)
     assert len(search.best_estimator_[:-1].get_feature_names_out()) == 5

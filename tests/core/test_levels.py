@@ -41,7 +41,9 @@ def rooted(maps: Tensor, grid: int) -> Tensor:
     return functional.normalize(cells.sign() * cells.abs().sqrt())
 
 
-def test_each_level_is_the_nets_own_map_averaged_over_its_grid(levels: Backbone, images: Tensor) -> None:
+def test_each_level_is_the_nets_own_map_averaged_over_its_grid(
+    levels: Backbone, images: Tensor
+) -> None:
     network: Any = levels.network.network
     seen: dict[str, Tensor] = {}
     hooks = [
@@ -137,7 +139,9 @@ def test_frozen_features_are_exported_though_lengths_do_not_divide() -> None:
 def test_the_recipe_is_the_chosen_one(name: str) -> None:
     root = Path(__file__).parents[2]
     recipe = tomllib.loads((root / "models" / name / "recipe.toml").read_text(encoding="utf-8"))
-    kept = json.loads((root / "benchmarks" / "results" / "raw" / "levels.json").read_text(encoding="utf-8"))
+    kept = json.loads(
+        (root / "benchmarks" / "results" / "raw" / "levels.json").read_text(encoding="utf-8")
+    )
     tried = kept["sets"][name.partition("-")[0]]["tried"]
     chosen = max(tried, key=lambda one: one["score"])
     assert recipe["backbone"] == {**chosen["backbone"], "frozen": True}

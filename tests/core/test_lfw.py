@@ -140,7 +140,9 @@ def test_where_the_lists_are(plugins: Plugins, faces: Path, tmp_path: Path) -> N
 def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces: Path) -> None:
     (faces / "Person_00" / "Person_00_0002.jpg").unlink()
     (faces / "Person_09" / "Person_09_0001.jpg").rename(faces / "Person_09" / "portrait.jpg")
-    shutil.copy(faces / "Person_01" / "Person_01_0001.jpg", faces / "Person_01" / "Person_01_0001.png")
+    shutil.copy(
+        faces / "Person_01" / "Person_01_0001.jpg", faces / "Person_01" / "Person_01_0001.png"
+    )
     train = faces.parent / "peopleDevTrain.txt"
     train.write_text(train.read_text().replace("Person_02\t5", "Person_01\t7"))
     text = refused(plugins, faces)
@@ -169,7 +171,9 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces
         ("2\n1\nPerson_00\t5\n1\nNobody\t1\n", "line 5: of Nobody's 1 images 1 are missing: Nobody/Nobody_0001."),
     ],
 )  # fmt: skip
-def test_a_list_of_people_that_is_wrong(plugins: Plugins, faces: Path, text: str, says: str) -> None:
+def test_a_list_of_people_that_is_wrong(
+    plugins: Plugins, faces: Path, text: str, says: str
+) -> None:
     (faces.parent / "people.txt").write_text(text)
     assert says in refused(plugins, faces, view="folds")
 
@@ -182,16 +186,23 @@ def test_lists_that_do_not_fit_the_view(plugins: Plugins, faces: Path) -> None:
         build(plugins, faces, view="folds", fold=0)
     assert "is not a folder" in refused(plugins, faces / "none")
     shutil.copy(lists / "peopleDevTrain.txt", lists / "peopleDevTest.txt")
-    assert "put people on both sides, to train and to test: Person_00, Person_01" in refused(plugins, faces)
+    assert "put people on both sides, to train and to test: Person_00, Person_01" in refused(
+        plugins, faces
+    )
     shutil.copy(lists / "pairs.txt", lists / "pairsDevTest.txt")
     text = refused(plugins, faces, restricted=True)
     assert "pairsDevTest.txt: line 1 must state one number of pairs." in text
     shutil.copy(lists / "pairsDevTrain.txt", lists / "pairs.txt")
-    assert "pairs.txt: line 1 must state folds" in refused(plugins, faces, view="folds", restricted=True)
+    assert "pairs.txt: line 1 must state folds" in refused(
+        plugins, faces, view="folds", restricted=True
+    )
     broken = (lists / "pairsDevTrain.txt").read_text().replace("Person_00\t1\t2", "Person_00\t1\t9")
     (lists / "pairsDevTrain.txt").write_text(broken)
     text = refused(plugins, faces, restricted=True)
-    assert "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item" in text
+    assert (
+        "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item"
+        in text
+    )
 
 
 def test_skip_bad(plugins: Plugins, faces: Path) -> None:

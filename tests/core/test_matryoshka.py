@@ -43,7 +43,9 @@ def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bo
         for j, other in enumerate(cut):
             if i != j:
                 own = math.sqrt(sum(x * x for x in one)), math.sqrt(sum(x * x for x in other))
-                away = math.sqrt(sum((x / own[0] - y / own[1]) ** 2 for x, y in zip(one, other, strict=True)))
+                away = math.sqrt(
+                    sum((x / own[0] - y / own[1]) ** 2 for x, y in zip(one, other, strict=True))
+                )
                 same = labels[i] == labels[j]
                 if (lost := away if same else 1 - away) > 0:
                     sides[same].append(lost)
@@ -107,7 +109,9 @@ def test_every_loss_trains_prefixes(name: str) -> None:
         if p.required:
             words = {"losses": "pml.contrastive"}
             inner[p.name] = (
-                ["pml.contrastive"] if p.many else words.get(p.part or "", [1] if p.name == "widths" else 0.5)
+                ["pml.contrastive"]
+                if p.many
+                else words.get(p.part or "", [1] if p.name == "widths" else 0.5)
             )
     try:
         loss = make(inner)
@@ -124,7 +128,9 @@ def test_every_loss_trains_prefixes(name: str) -> None:
 
 
 def test_proxies_are_made_for_each_width() -> None:
-    shapes = [[tuple(p.shape) for p in each.parameters()] for each in make("pml.proxy_anchor").losses]
+    shapes = [
+        [tuple(p.shape) for p in each.parameters()] for each in make("pml.proxy_anchor").losses
+    ]
     assert shapes == [[(4, 2)], [(4, 5)], [(4, 12)]]
 
 

@@ -26,7 +26,9 @@ def write_emnist(folder: Path) -> tuple[Any, Any]:
         stored = np.ascontiguousarray(
             images[rows].transpose(0, 2, 1)
         )  # as published: rows and columns exchanged
-        (folder / f"emnist-balanced-{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(stored)))
+        (folder / f"emnist-balanced-{split}-images-idx3-ubyte.gz").write_bytes(
+            gzip.compress(idx(stored))
+        )
         (folder / f"emnist-balanced-{split}-labels-idx1-ubyte").write_bytes(idx(labels[rows]))
     return images, labels
 
@@ -51,7 +53,9 @@ def test_emnist_that_is_incomplete_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither emnist-balanced-train-images"):
         emnist(tmp_path, counts="any")
     write_emnist(tmp_path)
-    (tmp_path / "emnist-balanced-test-labels-idx1-ubyte").write_bytes(idx(np.zeros(9, dtype=np.uint8)))
+    (tmp_path / "emnist-balanced-test-labels-idx1-ubyte").write_bytes(
+        idx(np.zeros(9, dtype=np.uint8))
+    )
     with pytest.raises(DataError, match="2 images and 9 labels"):
         emnist(tmp_path, counts="any")
     with pytest.raises(DataError, match="letters"):
@@ -76,7 +80,9 @@ def test_cifar10_binary_version(tmp_path: Path) -> None:
     images, labels = write_cifar(tmp_path)
     data = cifar10(tmp_path, counts="any")
     assert np.array_equal(data.arrays, images)
-    assert list(data.labels)[:3] == ["airplane", "automobile", "bird"] and len(set(data.labels)) == 10
+    assert (
+        list(data.labels)[:3] == ["airplane", "automobile", "bird"] and len(set(data.labels)) == 10
+    )
     assert data.splits == ["train"] * 10 + ["test"] * 2
     grey = cifar10(tmp_path, grey=True, counts="any").arrays
     assert grey is not None and grey.shape == (12, 32, 32) and grey.dtype == np.uint8
@@ -106,11 +112,13 @@ def test_cifar10_that_is_damaged_or_pickled_is_refused(tmp_path: Path) -> None:
 def test_other_numbers_than_the_published_ones_are_refused(tmp_path: Path) -> None:
     write_emnist(tmp_path)
     with pytest.raises(
-        DataError, match="its train side has 112,800 images of 47 classes; here it has 5 images of 4 classes"
+        DataError,
+        match="its train side has 112,800 images of 47 classes; here it has 5 images of 4 classes",
     ):
         emnist(tmp_path)
     write_cifar(tmp_path)
     with pytest.raises(
-        DataError, match="its test side has 10,000 images of 10 classes; here it has 2 images of 2 classes"
+        DataError,
+        match="its test side has 10,000 images of 10 classes; here it has 2 images of 2 classes",
     ):
         cifar10(tmp_path)

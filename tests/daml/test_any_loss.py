@@ -36,7 +36,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """A trainer on the digits' pixels as vectors, before its first step."""
     digits = load_digits()
     file = tmp_path_factory.mktemp("data") / "digits.npz"
-    np.savez(file, features=(digits.data[:300] / 16.0).astype(np.float32), labels=digits.target[:300])
+    np.savez(
+        file, features=(digits.data[:300] / 16.0).astype(np.float32), labels=digits.target[:300]
+    )
 
     def build(loss: str, **tables: Any) -> Trainer:
         base: dict[str, Any] = {
@@ -69,7 +71,9 @@ def test_there_are_some_of_every_plugin() -> None:
 
 @pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])
 @pytest.mark.parametrize("name", TAKES)
-def test_synthetic_samples_enter_the_loss_and_its_gradient(make: Make, name: str, generator: str) -> None:
+def test_synthetic_samples_enter_the_loss_and_its_gradient(
+    make: Make, name: str, generator: str
+) -> None:
     of = make(name, generator={"name": generator})
     inputs, labels = next(iter(of.batches.epoch(0)))
     values = []
@@ -108,6 +112,7 @@ def test_beside_a_discriminator_it_trains_both(make: Make, name: str) -> None:
 @pytest.mark.parametrize("name", NOT)
 def test_any_other_is_refused_with_what_to_use(make: Make, name: str) -> None:
     with pytest.raises(
-        RecipeError, match=rf"{name} (takes no `ref_emb`|picks its own pairs). Use a loss that .*: \w+\."
+        RecipeError,
+        match=rf"{name} (takes no `ref_emb`|picks its own pairs). Use a loss that .*: \w+\.",
     ):
         make(name)

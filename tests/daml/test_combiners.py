@@ -33,7 +33,9 @@ def made(metrics: int = 3, seed: int = 0, **options: Any) -> tuple[Discriminator
 
 
 def items(number: int, seed: int = 1) -> Tensor:
-    return torch.randn(number, F, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        number, F, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def embed(head: nn.Module, features: Tensor) -> Tensor:
@@ -57,14 +59,19 @@ def test_in_double_precision_throughout(metrics: int) -> None:
 
 
 def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
-    return [sum(w * v for w, v in zip(row, x, strict=True)) + b for row, b in zip(weight, bias, strict=True)]
+    return [
+        sum(w * v for w, v in zip(row, x, strict=True)) + b
+        for row, b in zip(weight, bias, strict=True)
+    ]
 
 
 def loop_gamma(combiner: Discriminator, x: list[float], y: list[float]) -> list[float]:
     """Γ from the two items' features: the network run on [x; y] and on [y; x], its two outputs averaged."""
     flows, out = combiner.flows, combiner.out
     weight, bias = flows.weight.tolist(), flows.bias.tolist()
-    first = [row + other for row, other in zip(weight[:H], weight[H:], strict=True)]  # [A | B], H × 2F
+    first = [
+        row + other for row, other in zip(weight[:H], weight[H:], strict=True)
+    ]  # [A | B], H × 2F
     bias_sum = [a + b for a, b in zip(bias[:H], bias[H:], strict=True)]
     runs = []
     for pair in (x + y, y + x):
@@ -117,7 +124,9 @@ def test_the_head_makes_the_codes_that_the_loops_start_from() -> None:
     x = items(4)
     assert torch.allclose(head(x), embed(head, x), atol=1e-12)
     assert torch.equal(combiner.index_vectors(head(x)), head(x)[:, :D])
-    assert torch.allclose(head(x)[:, :D].unflatten(-1, (3, 4)).norm(dim=-1), torch.ones(4, 3).double())
+    assert torch.allclose(
+        head(x)[:, :D].unflatten(-1, (3, 4)).norm(dim=-1), torch.ones(4, 3).double()
+    )
 
 
 @pytest.mark.parametrize("power", [1, 2])
@@ -127,7 +136,9 @@ def test_uniform_is_the_mean_of_the_local_distances(power: int) -> None:
     head = combiner.build_head(F).double()
     x, y = items(5), items(8, 2)
     linear = head[0]
-    codes = [nn.functional.normalize(linear(v).unflatten(-1, (3, 4)), dim=-1).flatten(-2) for v in (x, y)]
+    codes = [
+        nn.functional.normalize(linear(v).unflatten(-1, (3, 4)), dim=-1).flatten(-2) for v in (x, y)
+    ]
     distances, alike = combiner.compute_mat(*codes), combiner.similarities(*codes)
     wrapped = nn.Module()
     wrapped.embedding = head
@@ -164,15 +175,19 @@ def test_objective_is_the_papers_term_with_its_mean_and_the_balance() -> None:
     spread = -sum(sum((g - 1 / 3) ** 2 for g in gamma) for gamma in gammas) / len(pairs)
     means = [sum(column) / len(pairs) for column in zip(*gammas, strict=True)]
     balance = sum((m - 1 / 3) ** 2 for m in means)
-    assert value is not None and value.item() == pytest.approx(0.3 * spread + 2.0 * balance, abs=1e-12)
-    assert figures["j_dis"].item() == pytest.approx(spread) and figures["balance"].item() == pytest.approx(
-        balance
+    assert value is not None and value.item() == pytest.approx(
+        0.3 * spread + 2.0 * balance, abs=1e-12
     )
+    assert figures["j_dis"].item() == pytest.approx(spread) and figures[
+        "balance"
+    ].item() == pytest.approx(balance)
     assert [figures[f"load_{k}"].item() for k in (1, 2, 3)] == pytest.approx(means)
     assert figures["gamma_max"].item() == pytest.approx(sum(map(max, gammas)) / len(pairs))
     for k in range(3):
         ordered = sorted(gamma[k] for gamma in gammas)
-        assert figures[f"gamma_{k + 1}_p50"].item() == pytest.approx(ordered[round(0.5 * (len(pairs) - 1))])
+        assert figures[f"gamma_{k + 1}_p50"].item() == pytest.approx(
+            ordered[round(0.5 * (len(pairs) - 1))]
+        )
     assert not any(value.requires_grad for value in figures.values())
 
 
@@ -184,7 +199,11 @@ def test_j_dis_lies_between_its_bounds_and_reaches_both(metrics: int) -> None:
         with torch.no_grad():
             combiner.out.weight.mul_(10 ** random.Random(seed).uniform(-2, 3))
         codes = torch.cat(
-            [torch.randn(8, D, dtype=torch.float64), 3 * torch.randn(8, 2 * H, dtype=torch.float64)], 1
+            [
+                torch.randn(8, D, dtype=torch.float64),
+                3 * torch.randn(8, 2 * H, dtype=torch.float64),
+            ],
+            1,
         )
         _, figures = combiner.objective(codes, torch.arange(8), None)
         assert lowest - 1e-12 <= figures["j_dis"].item() <= 0
@@ -192,9 +211,13 @@ def test_j_dis_lies_between_its_bounds_and_reaches_both(metrics: int) -> None:
     with torch.no_grad():
         combiner.out.weight.zero_()
         combiner.out.bias.zero_()
-    assert combiner.objective(codes, torch.arange(8), None)[1]["j_dis"].item() == pytest.approx(0, abs=1e-12)
+    assert combiner.objective(codes, torch.arange(8), None)[1]["j_dis"].item() == pytest.approx(
+        0, abs=1e-12
+    )
     with torch.no_grad():
-        combiner.out.bias[0] = 100.0  # all on one metric: the most uneven weights, and the least balanced
+        combiner.out.bias[0] = (
+            100.0  # all on one metric: the most uneven weights, and the least balanced
+        )
     figures = combiner.objective(codes, torch.arange(8), None)[1]
     assert figures["j_dis"].item() == pytest.approx(lowest)
     assert figures["balance"].item() == pytest.approx(1 - 1 / metrics)
@@ -229,13 +252,17 @@ def test_weights_do_not_depend_on_the_order_of_a_pair() -> None:
     assert (combiner.compute_mat(x, y) - combiner.compute_mat(y, x).T).abs().max() < 1e-14
     # the paper's shared flows alone would not do it: one order's network gives other weights
     a, b = combiner.flows(items(1)).chunk(2, 1), combiner.flows(items(1, 2)).chunk(2, 1)
-    one, other = (combiner.out(torch.relu(p + q)).softmax(1) for p, q in ((a[0], b[1]), (b[0], a[1])))
+    one, other = (
+        combiner.out(torch.relu(p + q)).softmax(1) for p, q in ((a[0], b[1]), (b[0], a[1]))
+    )
     assert (one - other).abs().max() > 1e-3
     sums = there.sum(-1)
     assert (there >= 0).all() and torch.allclose(sums, torch.ones_like(sums))
 
 
-@pytest.mark.parametrize("what", ["compute_mat", "pairwise_distance", "weights", "similarities", "objective"])
+@pytest.mark.parametrize(
+    "what", ["compute_mat", "pairwise_distance", "weights", "similarities", "objective"]
+)
 @pytest.mark.parametrize("small_blocks", [False, True])
 def test_gradients_agree_with_finite_differences(
     what: str, small_blocks: bool, monkeypatch: pytest.MonkeyPatch
@@ -293,10 +320,16 @@ def test_blocks_give_what_all_at_once_gives(monkeypatch: pytest.MonkeyPatch) -> 
         combiner.zero_grad()
         distances = combiner.compute_mat(*leaves)
         (distances.sin().sum() + combiner.weights(*leaves).square().sum()).backward()
-        found[direct, block] = [distances, *(v.grad for v in leaves), combiner.out.weight.grad.clone()]
+        found[direct, block] = [
+            distances,
+            *(v.grad for v in leaves),
+            combiner.out.weight.grad.clone(),
+        ]
     whole = found.pop((10**9, 1))
     for other in found.values():
-        assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-10) for a, b in zip(whole, other, strict=True))
+        assert all(
+            torch.allclose(a, b, atol=1e-12, rtol=1e-10) for a, b in zip(whole, other, strict=True)
+        )
 
 
 def test_equal_items_are_at_distance_zero_with_finite_gradients() -> None:
@@ -329,7 +362,9 @@ def test_metrics_that_do_not_divide_the_embedding_are_refused(name: str, metrics
         load_plugins().build("combiners", values, {"features": F, "embedding_size": D})
     assert "metrics" in str(refused.value)
     if metrics:
-        assert f"{metrics} local metrics cannot share an embedding of 12 columns" in str(refused.value)
+        assert f"{metrics} local metrics cannot share an embedding of 12 columns" in str(
+            refused.value
+        )
         assert "1, 2, 3, 4, 6, 12" in str(refused.value)
 
 
@@ -340,7 +375,9 @@ def test_negative_weights_are_refused(name: str) -> None:
             Discriminator(F, D, **{name: value})
     with pytest.raises(RetrievalError, match=name):
         load_plugins().build(
-            "combiners", {"name": "daml.discriminator", name: -1.0}, {"features": F, "embedding_size": D}
+            "combiners",
+            {"name": "daml.discriminator", name: -1.0},
+            {"features": F, "embedding_size": D},
         )
 
 
@@ -366,13 +403,16 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.numbers = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
         for each in made if isinstance(made, tuple | list) else (made,):
             if isinstance(each, Tensor):
                 # an expanded tensor holds fewer numbers than it has elements
                 self.numbers = max(
-                    self.numbers, min(each.numel(), each.untyped_storage().size() // each.element_size())
+                    self.numbers,
+                    min(each.numel(), each.untyped_storage().size() // each.element_size()),
                 )
         return made
 

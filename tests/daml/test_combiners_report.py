@@ -51,7 +51,9 @@ def adversarial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_writes_every_panel(adversarial: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["daml-report", str(adversarial), "--output", str(tmp_path / "panels")])
+    done = CliRunner().invoke(
+        app, ["daml-report", str(adversarial), "--output", str(tmp_path / "panels")]
+    )
     assert done.exit_code == 0, done.output
     names = ["losses", "gamma", "synthetic", "map"]
     assert done.output.split() == [str(tmp_path / "panels" / f"{name}.svg") for name in names]
@@ -75,7 +77,11 @@ def test_the_panels_are_the_files_and_only_of_such_a_run(adversarial: Path, tmp_
     for name, title in report.TITLES.items():
         assert (tmp_path / "panels" / f"{name}.svg").read_bytes() == found[title]
     plain = make(
-        tmp_path, combiner=None, generator=None, loss={"name": "pml.contrastive"}, phase=[{"epochs": 1}]
+        tmp_path,
+        combiner=None,
+        generator=None,
+        loss={"name": "pml.contrastive"},
+        phase=[{"epochs": 1}],
     )
     assert list(panels(load_run(plain))) == ["Curves of training"]
 
@@ -100,7 +106,9 @@ def test_the_curves_are_the_logs_figures(adversarial: Path) -> None:
         (band,) = axes.collections
         edges = {(float(x), float(y)) for x, y in band.get_paths()[0].vertices}
         for q in (10, 90):
-            assert {(float(i), epoch[f"gamma_{k}_p{q}"]) for i, epoch in enumerate(epochs, 1)} <= edges
+            assert {
+                (float(i), epoch[f"gamma_{k}_p{q}"]) for i, epoch in enumerate(epochs, 1)
+            } <= edges
 
 
 def test_the_samples_are_the_runs_own(adversarial: Path) -> None:
@@ -151,9 +159,9 @@ def test_synthetic_samples_are_drawn_beside_the_real_ones_they_replace(adversari
     report.draw_map(figure, run, samples)
     dots, crosses = figure.axes[0].collections[::2], figure.axes[0].collections[1::2]
     for drawn, labels in ((dots, samples.labels), (crosses, samples.made_labels)):
-        assert [len(points.get_offsets()) for points in drawn] == np.unique(labels, return_counts=True)[
-            1
-        ].tolist()
+        assert [len(points.get_offsets()) for points in drawn] == np.unique(
+            labels, return_counts=True
+        )[1].tolist()
     # t-SNE keeps neighbours: of a synthetic sample and an item as of two items
     where = np.concatenate([points.get_offsets() for points in dots])
     own = np.repeat(np.arange(5), 20)
@@ -175,7 +183,13 @@ def test_a_plain_run_has_fewer_panels_and_what_is_no_run_is_refused(tmp_path: Pa
     done = CliRunner().invoke(app, ["daml-report", str(plain)])
     assert done.exit_code != 0 and "has no epoch yet" in str(done.exception)
     fitted = make(
-        tmp_path, "fitted", combiner=None, generator=None, loss=None, phase=None, learner={"name": "core.pca"}
+        tmp_path,
+        "fitted",
+        combiner=None,
+        generator=None,
+        loss=None,
+        phase=None,
+        learner={"name": "core.pca"},
     )
     done = CliRunner().invoke(app, ["daml-report", str(fitted)])
     assert done.exit_code != 0 and "is a learner's run" in str(done.exception)
@@ -207,13 +221,17 @@ def test_what_is_missing_or_wrong_is_said(adversarial: Path, tmp_path: Path) -> 
         return str(done.exception)
 
     (tmp_path / "taken").write_text("")
-    assert "losses.svg cannot be written" in refused(adversarial, "--output", str(tmp_path / "taken"))
+    assert "losses.svg cannot be written" in refused(
+        adversarial, "--output", str(tmp_path / "taken")
+    )
     run = tmp_path / "run"
     shutil.copytree(adversarial, run)
     recipe = (run / "recipe.toml").read_text()
     (run / "recipe.toml").write_text(recipe.replace("digits.npz", "gone.npz"))
     assert "gone.npz does not exist" in refused(run)
-    (run / "recipe.toml").write_text(recipe.replace("daml.hard_negative", "daml.disturbed_negative"))
+    (run / "recipe.toml").write_text(
+        recipe.replace("daml.hard_negative", "daml.disturbed_negative")
+    )
     assert "holds another generator than the recipe" in refused(run)
     (run / "recipe.toml").write_text(recipe)
     (run / "checkpoints" / "last.safetensors").unlink()

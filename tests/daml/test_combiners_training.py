@@ -70,7 +70,9 @@ def log(run: Run) -> list[dict[str, Any]]:
 
 @Both
 @pytest.mark.parametrize("loss", ["pml.triplet_margin", "daml.contrastive", "anml.danml"])
-def test_one_metric_is_the_plain_case_bit_for_bit(name: str, loss: str, make: Make, tmp_path: Path) -> None:
+def test_one_metric_is_the_plain_case_bit_for_bit(
+    name: str, loss: str, make: Make, tmp_path: Path
+) -> None:
     one = fit(tmp_path, make(combiner={"name": name, "metrics": 1}, loss={"name": loss}), "one")
     plain = fit(tmp_path, make(combiner=None, loss={"name": loss}), "plain")
     ours, theirs = last(one), last(plain)
@@ -105,7 +107,9 @@ def test_one_metric_called_from_python_is_lp_distance_bit_for_bit() -> None:
         found = []
         for distance in (combiner, None):
             leaf = codes.clone().requires_grad_()
-            loss = losses.TripletMarginLoss(**({"distance": distance} if distance else {}))(leaf, labels)
+            loss = losses.TripletMarginLoss(**({"distance": distance} if distance else {}))(
+                leaf, labels
+            )
             loss.backward()
             found.append((loss, leaf.grad))
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
@@ -122,7 +126,9 @@ def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
     from retrieval.run.open import build_run
     from retrieval.training.trainer import Trainer
 
-    made = make(combiner={"name": "daml.discriminator", "metrics": 3, "hidden": 8, "mu": 0.5, "rho": 3.0})
+    made = make(
+        combiner={"name": "daml.discriminator", "metrics": 3, "hidden": 8, "mu": 0.5, "rho": 3.0}
+    )
     checkpoint.seed_everything(0)
     run = build_run(tmp_path, made)
     combiner = run.model.combiner
@@ -134,7 +140,9 @@ def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
     alone, own = run.objective.loss(codes, labels), combiner.objective(codes, labels, None)[0]
     assert own is not None and abs(own.item()) > 1e-4
     both = trainer.step.losses(inputs, labels)
-    assert both.metric is not None and both.metric.item() == pytest.approx((alone + own).item(), abs=1e-6)
+    assert both.metric is not None and both.metric.item() == pytest.approx(
+        (alone + own).item(), abs=1e-6
+    )
     assert both.figures["combiner_loss"] == pytest.approx(own.item(), abs=1e-6)
     trainer.step.phase = trainer.phase.model_copy(update={"train": ["head"]})
     without = trainer.step.losses(inputs, labels)
@@ -150,7 +158,12 @@ def test_what_the_head_shares_with_the_discriminator_is_the_discriminators(
     weights = {"name": "weights", "epochs": 1, "train": ["combiner"]}
     start, first = last_of_none(make, tmp_path), last(fit(tmp_path, make(phase=[metric]), "first"))
     both = last(fit(tmp_path, make(phase=[metric, weights]), "both"))
-    own = {"combiner.flows.weight", "combiner.flows.bias", "combiner.out.weight", "combiner.out.bias"}
+    own = {
+        "combiner.flows.weight",
+        "combiner.flows.bias",
+        "combiner.out.weight",
+        "combiner.out.bias",
+    }
     shared = {"head.flows.weight", "head.flows.bias"}
     embedding = {"head.embedding.0.weight", "head.embedding.0.bias"}
     assert both.keys() == own | shared | embedding
@@ -166,29 +179,40 @@ def last_of_none(make: Make, tmp_path: Path) -> dict[str, Tensor]:
     from retrieval.run.open import build_run
 
     checkpoint.seed_everything(0)
-    return {k: v.clone() for k, v in build_run(tmp_path / "none", make()).model.state_dict().items()}
+    return {
+        k: v.clone() for k, v in build_run(tmp_path / "none", make()).model.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("still", ["combiner", "head"])
-def test_with_a_zero_rate_a_side_stays_bit_identical(still: str, make: Make, tmp_path: Path) -> None:
+def test_with_a_zero_rate_a_side_stays_bit_identical(
+    still: str, make: Make, tmp_path: Path
+) -> None:
     start = last_of_none(make, tmp_path)
     after = last(fit(tmp_path, make(optimizer={"lr": 0.01, "lr_factor": {still: 0.0}})))
     moved = {key for key in start if not torch.equal(start[key], after[key])}
-    assert moved == {key for key in start if ("combiner" in key or "flows" in key) == (still == "head")}
+    assert moved == {
+        key for key in start if ("combiner" in key or "flows" in key) == (still == "head")
+    }
 
 
 def test_a_combiner_without_objective_trains_as_before(make: Make, tmp_path: Path) -> None:
     """Uniform weights add nothing to the loss: by hand, one step at a time, the same weights."""
     run = fit(
-        tmp_path, make(combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1})
+        tmp_path,
+        make(combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1}),
     )
-    assert not any("combiner_loss" in line or "load_1" in line or "warnings" in line for line in log(run))
+    assert not any(
+        "combiner_loss" in line or "load_1" in line or "warnings" in line for line in log(run)
+    )
 
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.trainer import Trainer
 
-    made = make(combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1})
+    made = make(
+        combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1}
+    )
     checkpoint.seed_everything(made.seed)
     again = build_run(tmp_path / "by-hand", made)
     trainer = Trainer(again, Accelerator(cpu=True))
@@ -208,12 +232,18 @@ def test_a_combiner_without_objective_trains_as_before(make: Make, tmp_path: Pat
 # --- the log ---------------------------------------------------------------------------------------------
 
 
-def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make: Make, tmp_path: Path) -> None:
+def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(
+    make: Make, tmp_path: Path
+) -> None:
     """The paper's μ, without balance, leaves one metric in use."""
     lines: list[str] = []
     paper = {"name": "daml.discriminator", "metrics": 3, "hidden": 8, "mu": 1e5, "rho": 0.0}
     optimizer = {"lr": 0.05}
-    run = fit(tmp_path, make(combiner=paper, optimizer=optimizer, train={"epochs": 4}), report=lines.append)
+    run = fit(
+        tmp_path,
+        make(combiner=paper, optimizer=optimizer, train={"epochs": 4}),
+        report=lines.append,
+    )
     for line in log(run):
         loads = [line[f"load_{k}"] for k in (1, 2, 3)]
         assert sum(loads) == pytest.approx(1, abs=1e-5)
@@ -222,7 +252,9 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make: Make, tm
         ]
         for k, load in enumerate(loads, 1):
             low, high = line[f"gamma_{k}_p10"], line[f"gamma_{k}_p90"]
-            assert 0 <= low <= line[f"gamma_{k}_p50"] <= high <= 1 and low - 0.2 <= load <= high + 0.2
+            assert (
+                0 <= low <= line[f"gamma_{k}_p50"] <= high <= 1 and low - 0.2 <= load <= high + 0.2
+            )
     assert max(log(run)[-1][f"load_{k}"] for k in (1, 2, 3)) > 0.9
     said = [line for line in lines if line.startswith("warning: local metric")]
     assert len(said) == sum(len(line.get("warnings", [])) for line in log(run)) >= 2
@@ -230,7 +262,9 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make: Make, tm
 
     balanced = {"name": "daml.discriminator", "metrics": 3, "hidden": 8}
     assert any("load_1 0.3333," in line for line in run_one_batch(make(combiner=balanced)))
-    quiet = fit(tmp_path, make(combiner=balanced, optimizer=optimizer, train={"epochs": 4}), "balanced")
+    quiet = fit(
+        tmp_path, make(combiner=balanced, optimizer=optimizer, train={"epochs": 4}), "balanced"
+    )
     assert all(abs(line[f"load_{k}"] - 1 / 3) < 0.1 for line in log(quiet) for k in (1, 2, 3))
     assert not any("warnings" in line for line in log(quiet))
 
@@ -262,7 +296,9 @@ def test_a_run_that_stops_amid_a_phase_goes_on_bit_for_bit(
     for stop in (2, 6, 11):  # in each phase
         real, calls = module.Trainer._train_batch, [0]
 
-        def stopping(self: Any, *given: Any, real: Any = real, calls: Any = calls, stop: int = stop) -> Any:
+        def stopping(
+            self: Any, *given: Any, real: Any = real, calls: Any = calls, stop: int = stop
+        ) -> Any:
             calls[0] += 1
             if calls[0] == stop:
                 raise KeyboardInterrupt
@@ -278,10 +314,14 @@ def test_a_run_that_stops_amid_a_phase_goes_on_bit_for_bit(
         for part in ("model", "modules", "optimizers", "random"):
             mine: dict[str, Tensor] = {}
             theirs: dict[str, Tensor] = {}
-            assert checkpoint._flatten(again[part], "", mine) == checkpoint._flatten(states[part], "", theirs)
+            assert checkpoint._flatten(again[part], "", mine) == checkpoint._flatten(
+                states[part], "", theirs
+            )
             assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
         runs = [tmp_path / name / "metrics.jsonl" for name in (f"stopped-{stop}", "whole")]
-        loads = [[json.loads(line)["load_2"] for line in run.read_text().splitlines()] for run in runs]
+        loads = [
+            [json.loads(line)["load_2"] for line in run.read_text().splitlines()] for run in runs
+        ]
         assert loads[0] == loads[1]
 
 
@@ -292,17 +332,22 @@ def test_a_run_that_stops_amid_a_phase_goes_on_bit_for_bit(
 def test_a_loss_without_distance_is_refused_with_what_to_use(name: str, make: Make) -> None:
     with pytest.raises(RecipeError) as refused:
         make(combiner={"name": name}, loss={"name": "pml.arc_face"})
-    assert f"[combiner] {name} needs a loss that takes a `distance`, and pml.arc_face takes none" in str(
-        refused.value
+    assert (
+        f"[combiner] {name} needs a loss that takes a `distance`, and pml.arc_face takes none"
+        in str(refused.value)
     )
     assert "Use one that does" in str(refused.value)
 
 
-def test_negative_weights_and_uneven_parts_are_refused_in_the_recipe(make: Make, tmp_path: Path) -> None:
+def test_negative_weights_and_uneven_parts_are_refused_in_the_recipe(
+    make: Make, tmp_path: Path
+) -> None:
     with pytest.raises(RecipeError, match="mu"):
         make(combiner={"name": "daml.discriminator", "mu": -1.0})
     made = make(combiner={"name": "daml.discriminator", "metrics": 5})
-    with pytest.raises(RecipeError, match="5 local metrics cannot share an embedding of 12 columns"):
+    with pytest.raises(
+        RecipeError, match="5 local metrics cannot share an embedding of 12 columns"
+    ):
         fit(tmp_path, made)
 
 

@@ -20,7 +20,8 @@ from retrieval_daml import DisturbedNegative, SemiHard
 
 F, T = 5, 7
 A, P, N = (
-    torch.randn(T, F, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (1, 2, 3)
+    torch.randn(T, F, generator=torch.Generator().manual_seed(s), dtype=torch.float64)
+    for s in (1, 2, 3)
 )
 HEAD = build_head(F, 3).double()
 for parameter in HEAD.parameters():
@@ -29,7 +30,10 @@ for parameter in HEAD.parameters():
 
 def code(x: list[float]) -> list[float]:
     weight, bias = (HEAD.state_dict()[f"0.{part}"].tolist() for part in ("weight", "bias"))
-    out = [sum(w * v for w, v in zip(row, x, strict=True)) + b for row, b in zip(weight, bias, strict=True)]
+    out = [
+        sum(w * v for w, v in zip(row, x, strict=True)) + b
+        for row, b in zip(weight, bias, strict=True)
+    ]
     length = math.sqrt(sum(v * v for v in out))
     return [v / length for v in out]
 
@@ -42,10 +46,14 @@ def by_loops(by: str, step: float, tries: int) -> list[list[float]]:
         if by == "noise":
             noise = torch.randn(T, F, dtype=torch.float64).tolist()
             lengths = [math.sqrt(sum(v * v for v in row)) / math.sqrt(F) for row in n]
-            added.append([[v * size for v in row] for row, size in zip(noise, lengths, strict=True)])
+            added.append(
+                [[v * size for v in row] for row, size in zip(noise, lengths, strict=True)]
+            )
         else:
             order = torch.randperm(T).tolist()
-            added.append([[x - y for x, y in zip(a[other], p[other], strict=True)] for other in order])
+            added.append(
+                [[x - y for x, y in zip(a[other], p[other], strict=True)] for other in order]
+            )
     found = []
     for row in range(T):
         drawn = []
@@ -97,7 +105,9 @@ def test_a_class_that_varies_alike_keeps_its_items() -> None:
     assert ((made - far).norm(dim=1) < (made - near).norm(dim=1)).all()
 
 
-def test_it_has_no_parameters_and_leaves_the_head_alone_and_only_the_negative_has_a_gradient() -> None:
+def test_it_has_no_parameters_and_leaves_the_head_alone_and_only_the_negative_has_a_gradient() -> (
+    None
+):
     head = nn.Sequential(nn.Linear(F, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
     generator = DisturbedNegative()
     generator.bind(head)
@@ -117,11 +127,15 @@ def test_without_a_head_only_one_try_is_possible() -> None:
         DisturbedNegative(tries=2)(A, P, N)
 
 
-@pytest.mark.parametrize("value", [{"step": -0.1}, {"step": math.nan}, {"tries": 0}, {"by": "style"}])
+@pytest.mark.parametrize(
+    "value", [{"step": -0.1}, {"step": math.nan}, {"tries": 0}, {"by": "style"}]
+)
 def test_wrong_parameters_are_refused(value: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(value))} is"):
         DisturbedNegative(**value)
-    assert load_plugins().check("generators", {"name": "daml.disturbed_negative", **value}, "[generator]")
+    assert load_plugins().check(
+        "generators", {"name": "daml.disturbed_negative", **value}, "[generator]"
+    )
 
 
 def recipe(file: Path, **more: Any) -> dict[str, Any]:

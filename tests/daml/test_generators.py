@@ -18,7 +18,8 @@ from retrieval_daml.miners import OnePerClass, SemiHard
 
 F, T = 4, 6
 A, P, N = (
-    torch.randn(T, F, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (1, 2, 3)
+    torch.randn(T, F, generator=torch.Generator().manual_seed(s), dtype=torch.float64)
+    for s in (1, 2, 3)
 )
 HEAD = build_head(F, 3, normalize=False).double()
 for parameter in HEAD.parameters():
@@ -50,7 +51,9 @@ def distance(x: Tensor, y: Tensor) -> Tensor:
 
 def plain(module: Any, x: list[float]) -> list[float]:
     w, b = module.weight.tolist(), module.bias.tolist()
-    return [sum(c * v for c, v in zip(row, x, strict=True)) + e for row, e in zip(w, b, strict=True)]
+    return [
+        sum(c * v for c, v in zip(row, x, strict=True)) + e for row, e in zip(w, b, strict=True)
+    ]
 
 
 def squared(x: list[float], y: list[float]) -> float:
@@ -108,7 +111,9 @@ def test_output_and_objective_by_loops_and_gradient_by_differences(
                 parameter.view(-1)[index] += step
                 ends.append(objective_by_loops(generator, A, P, N))
                 parameter.view(-1)[index] -= step
-        assert gradient.view(-1)[index].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
+        assert gradient.view(-1)[index].item() == pytest.approx(
+            (ends[0] - ends[1]) / 2e-6, rel=1e-5
+        )
 
 
 @pytest.mark.parametrize(("cls", "args"), GENERATORS)
@@ -126,7 +131,10 @@ def test_the_terms_add_up(cls: type[Any], args: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("cls", "args"), GENERATORS)
 def test_the_order_of_triplets_does_not_matter(cls: type[Any], args: dict[str, Any]) -> None:
-    generator, order = made(cls, args), torch.randperm(T, generator=torch.Generator().manual_seed(0))
+    generator, order = (
+        made(cls, args),
+        torch.randperm(T, generator=torch.Generator().manual_seed(0)),
+    )
     synthetic, shuffled = generator(A, P, N), generator(A[order], P[order], N[order])
     torch.testing.assert_close(shuffled, synthetic[order])
     torch.testing.assert_close(
@@ -195,14 +203,18 @@ def test_wrong_parameters_are_refused_in_a_recipe(name: str, value: dict[str, An
 
 
 @pytest.mark.parametrize("cls", [HardNegativeGenerator, HardPositiveGenerator])
-@pytest.mark.parametrize("value", [{"lambda_reg": -1.0}, {"lambda_adv": math.nan}, {"margin": math.inf}])
+@pytest.mark.parametrize(
+    "value", [{"lambda_reg": -1.0}, {"lambda_adv": math.nan}, {"margin": math.inf}]
+)
 def test_wrong_parameters_are_refused_in_code(cls: type[Any], value: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(value))} is"):
         cls(F, **value)
 
 
 def test_hard_positives_without_bound_are_refused() -> None:
-    with pytest.raises(RecipeError, match="lambda_reg is 1, and without normalize it must be above 1"):
+    with pytest.raises(
+        RecipeError, match="lambda_reg is 1, and without normalize it must be above 1"
+    ):
         load_plugins().build(
             "generators",
             {"name": "daml.hard_positive", "preset": "paper", "normalize": False},
@@ -241,14 +253,17 @@ def test_one_per_class_from_a_reference_set() -> None:
 
 
 def test_semi_hard_negatives_are_farther_than_the_positive_by_less_than_the_margin() -> None:
-    codes = torch.nn.functional.normalize(torch.randn(len(Y), 3, generator=torch.Generator().manual_seed(0)))
+    codes = torch.nn.functional.normalize(
+        torch.randn(len(Y), 3, generator=torch.Generator().manual_seed(0))
+    )
     allowed = {
         (a, p, n)
         for a, p, n in zip(
             *(t.tolist() for t in loss_and_miner_utils.get_all_triplets_indices(Y)), strict=True
         )
         if 0
-        < squared(codes[a].tolist(), codes[n].tolist()) - squared(codes[a].tolist(), codes[p].tolist())
+        < squared(codes[a].tolist(), codes[n].tolist())
+        - squared(codes[a].tolist(), codes[p].tolist())
         < 0.8
     }
     seen: set[tuple[int, int, int]] = set()

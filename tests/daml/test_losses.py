@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance
+from pytorch_metric_learning.distances import (
+    CosineSimilarity,
+    DotProductSimilarity,
+    LpDistance,
+    SNRDistance,
+)
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Combiner
@@ -64,7 +69,9 @@ def all_lists(query: Tensor, reference: Tensor | None) -> Lists:
     return positive, negative, [(a, p, n) for a, p in positive for b, n in negative if a == b]
 
 
-def by_loops(name: str, lists: Lists, x: Any, z: Any, own: bool, d: Any = euclid, **args: Any) -> float:
+def by_loops(
+    name: str, lists: Lists, x: Any, z: Any, own: bool, d: Any = euclid, **args: Any
+) -> float:
     """The loss from its formula."""
     positive, negative, triplets = lists
     margin = args.get("margin", 1.0)
@@ -85,7 +92,10 @@ def by_loops(name: str, lists: Lists, x: Any, z: Any, own: bool, d: Any = euclid
         scale = args.get("scale", 16.0)
         each = [
             math.log(
-                1 + sum(math.exp(scale * (similar(a, n) - similar(a, p))) for b, n in negative if b == a)
+                1
+                + sum(
+                    math.exp(scale * (similar(a, n) - similar(a, p))) for b, n in negative if b == a
+                )
             )
             for a, p in positive
         ]
@@ -139,7 +149,9 @@ def expected_pairs(name: str, query: Tensor, reference: Tensor | None) -> Lists:
 
 @pytest.mark.parametrize(("name", "args"), CASES)
 @pytest.mark.parametrize("reference", [False, True], ids=["batch", "reference"])
-def test_value_and_gradient_without_a_miner(name: str, args: dict[str, Any], reference: bool) -> None:
+def test_value_and_gradient_without_a_miner(
+    name: str, args: dict[str, Any], reference: bool
+) -> None:
     loss = LOSSES[name](**args)
     lists = expected_pairs(name, Y, REF_Y if reference else None)
     x, z = X.clone().requires_grad_(), (REF if reference else X).clone().requires_grad_()
@@ -154,11 +166,17 @@ def test_value_and_gradient_without_a_miner(name: str, args: dict[str, Any], ref
             moved = X.clone()
             moved[i, k] += step
             other = REF if reference else moved
-            ends.append(by_loops(name, lists, moved.tolist(), other.tolist(), not reference, **args))
+            ends.append(
+                by_loops(name, lists, moved.tolist(), other.tolist(), not reference, **args)
+            )
         assert x.grad[i, k].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-6)
 
 
-TRIPLETS = (torch.tensor([0, 0, 2, 3, 0]), torch.tensor([1, 6, 3, 2, 1]), torch.tensor([9, 10, 11, 12, 13]))
+TRIPLETS = (
+    torch.tensor([0, 0, 2, 3, 0]),
+    torch.tensor([1, 6, 3, 2, 1]),
+    torch.tensor([9, 10, 11, 12, 13]),
+)
 """As the host gives them with a generator: the reference set is the batch, then the synthetic negatives."""
 
 
@@ -217,16 +235,29 @@ def test_one_by_one_and_by_the_matrix_agree(name: str) -> None:
     few = (torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([2, 3]))
     alone = LOSSES[name]()(X[:4], Y[:4], few)
     many = LOSSES[name]()(
-        X[:4], Y[:4], few, torch.cat([X[:4], torch.randn(90, 5, dtype=torch.float64)]), torch.zeros(94)
+        X[:4],
+        Y[:4],
+        few,
+        torch.cat([X[:4], torch.randn(90, 5, dtype=torch.float64)]),
+        torch.zeros(94),
     )
     assert many.item() == pytest.approx(alone.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"triplet"}))  # a triplet listed twice is two triplets
+@pytest.mark.parametrize(
+    "name", sorted(set(LOSSES) - {"triplet"})
+)  # a triplet listed twice is two triplets
 def test_pairs_listed_twice_count_once_and_order_does_not_matter(name: str) -> None:
-    pairs = (torch.tensor([0, 2, 0]), torch.tensor([1, 3, 6]), torch.tensor([0, 2]), torch.tensor([2, 8]))
+    pairs = (
+        torch.tensor([0, 2, 0]),
+        torch.tensor([1, 3, 6]),
+        torch.tensor([0, 2]),
+        torch.tensor([2, 8]),
+    )
     twice = tuple(torch.cat([x.flip(0), x]) for x in pairs)
-    assert LOSSES[name]()(X, Y, twice).item() == pytest.approx(LOSSES[name]()(X, Y, pairs).item(), rel=1e-12)
+    assert LOSSES[name]()(X, Y, twice).item() == pytest.approx(
+        LOSSES[name]()(X, Y, pairs).item(), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -277,12 +308,22 @@ def test_pairs_by_round_take_one_of_each_class() -> None:
         ),
         (lambda loss: loss(X, None), ValueError, "labels are missing"),
         (lambda loss: loss(X, Y, None, REF, None), ValueError, "ref_labels are missing"),
-        (lambda loss: loss(X, Y, TRIPLETS), ValueError, "from 9 to 13, and there are 9 items: was it"),
+        (
+            lambda loss: loss(X, Y, TRIPLETS),
+            ValueError,
+            "from 9 to 13, and there are 9 items: was it",
+        ),
         (lambda loss: loss(X, Y, TRIPLETS[:2]), ValueError, "not 2 tensors"),
-        (lambda loss: loss(X, Y, (TRIPLETS[0], TRIPLETS[1][:2], TRIPLETS[2])), ValueError, "as many anchors"),
+        (
+            lambda loss: loss(X, Y, (TRIPLETS[0], TRIPLETS[1][:2], TRIPLETS[2])),
+            ValueError,
+            "as many anchors",
+        ),
     ],
 )
-def test_what_does_not_fit_is_said(name: str, call: Any, error: type[Exception], words: str) -> None:
+def test_what_does_not_fit_is_said(
+    name: str, call: Any, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         call(LOSSES[name]())
 

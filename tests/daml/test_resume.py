@@ -26,7 +26,13 @@ BASE: dict[str, Any] = {
     "optimizer": {"lr_factor": {"head": 10.0}},
     "generator_optimizer": {"name": "Adam", "lr": 3e-4},
     "schedule": {"name": "cosine", "warmup": 0.2},
-    "train": {"device": "cpu", "checkpoint_every": 2, "real_weight": 0.5, "mine": "after", "clip_norm": 1.0},
+    "train": {
+        "device": "cpu",
+        "checkpoint_every": 2,
+        "real_weight": 0.5,
+        "mine": "after",
+        "clip_norm": 1.0,
+    },
 }
 METRIC = ["backbone", "head", "loss"]
 ALGORITHM_1: dict[str, Any] = {
@@ -123,7 +129,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(killed: Path, name: str) -> None:
+def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(
+    killed: Path, name: str
+) -> None:
     tables, kills = RUNS[name]
     whole = checkpoint.load(killed / name / "whole" / "checkpoints" / "last.safetensors")
     assert set(whole["optimizers"]) == {"metric", "generator"}
@@ -214,7 +222,8 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(
         assert report.exit_code == 0 and len(report.output.split()) == 4, report.output
     assert retrieval(*train, str(run), "--resume").exit_code == 0
     whole, again = (
-        checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors") for name in ("whole", "run")
+        checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors")
+        for name in ("whole", "run")
     )
     for part in ("model", "modules", "optimizers", "schedules", "random", "progress"):
         assert same(whole[part], again[part]), part

@@ -114,7 +114,8 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
 
     def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
         return [
-            sum(w * v for w, v in zip(row, x, strict=True)) + b for row, b in zip(weight, bias, strict=True)
+            sum(w * v for w, v in zip(row, x, strict=True)) + b
+            for row, b in zip(weight, bias, strict=True)
         ]
 
     first = "head.embedding.0" if name != "uniform" else "head.0"
@@ -169,7 +170,9 @@ def test_an_index_ranks_as_torch_does(served: Any, name: str) -> None:
         for row, hits in zip(range(0, len(made.items), 20), answers, strict=True):
             keys = [int(hit.id) for hit in hits]
             distances = made.distances[row]
-            assert [hit.distance for hit in hits] == pytest.approx(distances[keys].tolist(), abs=1e-3)
+            assert [hit.distance for hit in hits] == pytest.approx(
+                distances[keys].tolist(), abs=1e-3
+            )
             expected = np.argsort(distances, kind="stable")[:10]
             for rank, (mine, theirs) in enumerate(zip(keys, expected, strict=True)):
                 # the same item, or one that is as near up to float32's last digits
@@ -181,7 +184,9 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name
     made = served(name)
     size = len(made.items)
     expected = {}
-    euclidean = np.linalg.norm(made.codes[:, None, :32].double() - made.codes[None, :, :32].double(), axis=2)
+    euclidean = np.linalg.norm(
+        made.codes[:, None, :32].double() - made.codes[None, :, :32].double(), axis=2
+    )
     exact = made.distances.astype(np.float64)
     np.fill_diagonal(exact, np.inf)
     np.fill_diagonal(euclidean, np.inf)
@@ -190,13 +195,17 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name
         kept = []
         for row in asked:
             candidates = set(np.argsort(euclidean[row], kind="stable")[:number].tolist())
-            kept.append(len(candidates & set(np.argsort(exact[row], kind="stable")[:10].tolist())) / 10)
+            kept.append(
+                len(candidates & set(np.argsort(exact[row], kind="stable")[:10].tolist())) / 10
+            )
         expected[str(number)] = sum(kept) / len(kept)
     overlap = made.manifest.rescorer.overlap
     assert {key: overlap[key] for key in expected} == pytest.approx(expected, abs=2e-3)
     assert overlap["500"] >= 0.95
     assert overlap["50"] <= overlap["200"] <= overlap["500"]
-    results = evaluate_run(made.run, bundle=made.run.path / "bundle", metrics=["recall_at_1", "recall_at_10"])
+    results = evaluate_run(
+        made.run, bundle=made.run.path / "bundle", metrics=["recall_at_1", "recall_at_10"]
+    )
     stated = results.candidates.overlap_at_10
     assert stated == pytest.approx(
         expected | {k: v for k, v in stated.items() if k not in expected}, abs=0.02
@@ -225,7 +234,11 @@ def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served:
 
 def test_squares_of_equal_weight_need_no_rescorer(served: Any) -> None:
     made = served("squares")
-    assert made.manifest.distance.exact and made.manifest.rescorer is None and made.manifest.code is None
+    assert (
+        made.manifest.distance.exact
+        and made.manifest.rescorer is None
+        and made.manifest.code is None
+    )
     with open_index(made.index_path, threads=1) as index:
         hits = index.search(index.bundle.encode(made.items[:5]), 10)
     for row, found in enumerate(hits):

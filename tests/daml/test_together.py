@@ -67,7 +67,10 @@ def trainer(folder: Path, made: Made) -> Trainer:
 
 
 def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
-    return [sum(w * v for w, v in zip(row, x, strict=True)) + b for row, b in zip(weight, bias, strict=True)]
+    return [
+        sum(w * v for w, v in zip(row, x, strict=True)) + b
+        for row, b in zip(weight, bias, strict=True)
+    ]
 
 
 def learned(state: dict[str, Any], x: list[float], y: list[float]) -> float:
@@ -76,7 +79,9 @@ def learned(state: dict[str, Any], x: list[float], y: list[float]) -> float:
     for k in range(K):
         units = []
         for v in (x, y):
-            e = affine(state["head.embedding.0.weight"], state["head.embedding.0.bias"], v)[k * S : k * S + S]
+            e = affine(state["head.embedding.0.weight"], state["head.embedding.0.bias"], v)[
+                k * S : k * S + S
+            ]
             units.append([c / math.hypot(*e) for c in e])
         local.append(math.dist(*units))
     logits = [0.0] * K
@@ -102,7 +107,9 @@ def learned(state: dict[str, Any], x: list[float], y: list[float]) -> float:
 def test_the_generators_objective_has_the_weighed_distance(
     make: Make, tmp_path: Path, generator: dict[str, Any]
 ) -> None:
-    of = trainer(tmp_path, make(generator=generator, sampler={"classes": 3, "items": 3, "batches": 1}))
+    of = trainer(
+        tmp_path, make(generator=generator, sampler={"classes": 3, "items": 3, "batches": 1})
+    )
     module = of.objective.generator
     assert module is not None
     seen: list[Any] = []
@@ -142,11 +149,17 @@ def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
         "name": "daml.hard_negative",
         "margin": -0.5,
     }  # so that the metric is in J_gen for every triplet
-    of = trainer(tmp_path, make(train=options, miner={"name": "daml.semi_hard"}, generator=generator))
+    of = trainer(
+        tmp_path, make(train=options, miner={"name": "daml.semi_hard"}, generator=generator)
+    )
     inputs, labels = next(iter(of.batches.epoch(0)))
     random = checkpoint.random_state()
     losses = of.step.losses(inputs, labels)
-    assert losses.metric is not None and losses.generator is not None and of.objective.generator is not None
+    assert (
+        losses.metric is not None
+        and losses.generator is not None
+        and of.objective.generator is not None
+    )
     sides = {
         "head": list(of.run.model.head.parameters()),
         "combiner": list(of.run.model.combiner.parameters()),  # type: ignore[union-attr]
@@ -159,11 +172,18 @@ def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
     for name in sides:
         assert all(bool(g.any()) for g in gradients(losses.metric, name) if g is not None)
     assert any(g is not None for g in gradients(losses.metric, "generator"))
-    assert all(bool(g.any()) for name in ("head", "combiner") for g in gradients(losses.generator, name))
+    assert all(
+        bool(g.any()) for name in ("head", "combiner") for g in gradients(losses.generator, name)
+    )
     total = losses.metric + losses.generator
     expected = {
         name: gradients(
-            total if coupling == "joint" else losses.generator if name == "generator" else losses.metric, name
+            total
+            if coupling == "joint"
+            else losses.generator
+            if name == "generator"
+            else losses.metric,
+            name,
         )
         for name in sides
     }
@@ -185,11 +205,14 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
     make: Make, tmp_path: Path, coupling: str, weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eq 15: J_gen + μ J_dis + λ J_m. Differences of the three objectives, each taken by itself, along random directions."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # a step casts to float32 wherever it can
+    monkeypatch.setattr(
+        torch.Tensor, "float", torch.Tensor.double
+    )  # a step casts to float32 wherever it can
     options = {"device": "cpu", "coupling": coupling, "real_weight": 0.5}
     tables = {"generator": {"name": "daml.hard_negative", "margin": -0.5}}
     plain, of = (
-        trainer(tmp_path / str(w), make(train=options | {"loss_weight": w}, **tables)) for w in (1.0, weight)
+        trainer(tmp_path / str(w), make(train=options | {"loss_weight": w}, **tables))
+        for w in (1.0, weight)
     )
     for one in (plain, of):
         one.run.model.double()
@@ -209,7 +232,9 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
     torch.manual_seed(0)
     of.step.zero_grad()
     of.step.backward(of.step.losses(features, labels))
-    moved = {name: [p for p in group if p.requires_grad] for name, group in plain.step.parts.items()}
+    moved = {
+        name: [p for p in group if p.requires_grad] for name, group in plain.step.parts.items()
+    }
     for name, group in parts.items():
         for parameter, same in zip(group, moved[name], strict=True):
             direction = torch.randn_like(same)
@@ -223,7 +248,9 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
                 expected = weight * j_m + j_dis + j_gen
             else:
                 expected = j_gen if name == "generator" else weight * j_m + j_dis
-            assert float((parameter.grad * direction).sum()) == pytest.approx(expected, rel=1e-4, abs=1e-5)  # type: ignore[operator]
+            assert float((parameter.grad * direction).sum()) == pytest.approx(
+                expected, rel=1e-4, abs=1e-5
+            )  # type: ignore[operator]
 
 
 def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_own(
@@ -266,7 +293,9 @@ def test_what_is_mined_after_generation_is_semi_hard_by_the_weighed_distance(
     seen: list[Any] = []
     forward = of.objective.loss.forward
 
-    def spy(codes: Any, labels: Any, chosen: Any = None, ref_emb: Any = None, ref_labels: Any = None) -> Any:
+    def spy(
+        codes: Any, labels: Any, chosen: Any = None, ref_emb: Any = None, ref_labels: Any = None
+    ) -> Any:
         seen.append((codes, labels, chosen, ref_emb, ref_labels))
         return forward(codes, labels, chosen, ref_emb, ref_labels)
 
@@ -281,7 +310,9 @@ def test_what_is_mined_after_generation_is_semi_hard_by_the_weighed_distance(
     for i in range(size):
         for j in range(len(ref_emb)):
             for k in range(len(ref_emb)):
-                wrong = (j >= size and replaces == "negative") or (k >= size and replaces == "positive")
+                wrong = (j >= size and replaces == "negative") or (
+                    k >= size and replaces == "positive"
+                )
                 labelled = labels[i] == ref_labels[j] and labels[i] != ref_labels[k]
                 if labelled and not wrong and i != j and 0 < d[i][k] - d[i][j] <= 0.2:
                     expected.add((i, j, k))
@@ -327,7 +358,10 @@ def test_one_metric_is_bit_for_bit_the_run_without_a_combiner(
     (one, ours), (plain, theirs) = states
     assert one == plain and len(ours) > 10
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    logs = [(tmp_path / folder / "metrics.jsonl").read_text().splitlines() for folder in ("one", "plain")]
+    logs = [
+        (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        for folder in ("one", "plain")
+    ]
     for mine, other in zip(*logs, strict=True):
         one, plain = json.loads(mine), json.loads(other)
         assert {**one, "images_per_second": 0} == {**plain, "images_per_second": 0}
@@ -354,21 +388,32 @@ def test_any_loss_trains_both_and_what_is_served_ranks_as_torch_does(
 ) -> None:
     tables = {"loss": {"name": loss}} | LOSSES[loss]
     train(tmp_path / "run", make(**tables))
-    first, last = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    first, last = (
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    )
     assert {"loss", "generator_loss", "combiner_loss", "load_1", "synthetic_shift"} <= first.keys()
     assert math.isfinite(last["loss"]) and math.isfinite(last["generator_loss"])
     run = load_run(tmp_path / "run")
     before = build_run(tmp_path / "none", make(**tables)).model.state_dict()
     assert not any(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
     # one by the exporter that comes first, the others by the quick one
-    manifest = export_run(run, exporter="auto" if loss == "daml.triplet" else "torchscript").manifest
+    manifest = export_run(
+        run, exporter="auto" if loss == "daml.triplet" else "torchscript"
+    ).manifest
     assert manifest.rescorer is not None and manifest.rescorer.overlap is not None
     assert manifest.rescorer.overlap["500"] >= 0.95
     rows = run.splits.query
     items = run.dataset.arrays[rows]  # type: ignore[index]
-    np.savez(tmp_path / "gallery.npz", features=items, labels=run.splits.labels[rows], keys=rows.astype(str))
+    np.savez(
+        tmp_path / "gallery.npz",
+        features=items,
+        labels=run.splits.labels[rows],
+        keys=rows.astype(str),
+    )
     bundle = tmp_path / "run" / "bundle"
-    create_index(tmp_path / "index", bundle, [tmp_path / "gallery.npz"], backend="flat", progress=False)
+    create_index(
+        tmp_path / "index", bundle, [tmp_path / "gallery.npz"], backend="flat", progress=False
+    )
     with torch.no_grad():
         codes = run.model(torch.from_numpy(items))[1]
         distances = run.model.distances(codes, codes).numpy()

@@ -56,7 +56,9 @@ def test_gradients_are_those_of_the_couplings_objectives(
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["daml.hard_negative", "daml.hard_positive", "daml.disturbed_negative"])
+@pytest.mark.parametrize(
+    "name", ["daml.hard_negative", "daml.hard_positive", "daml.disturbed_negative"]
+)
 def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path: Path, name: str) -> None:
     """A triplet: the backbone has the gradient of the loss written out, with the generator's weights as constants."""
     generator = {"name": name} | ({"tries": 1, "step": 0.0} if "disturbed" in name else {})
@@ -128,7 +130,9 @@ def test_any_loss_with_a_reference_set_trains_with_synthetic_samples(
     for scale in (0.3, 1.5):
         assert of.objective.generator is not None
         for seed, parameter in enumerate(of.objective.generator.parameters()):
-            torch.nn.init.normal_(parameter, std=scale, generator=torch.Generator().manual_seed(seed))
+            torch.nn.init.normal_(
+                parameter, std=scale, generator=torch.Generator().manual_seed(seed)
+            )
         checkpoint.seed_everything(0)
         losses = of.step.losses(inputs, labels)
         assert losses.metric is not None and torch.isfinite(losses.metric)
@@ -148,9 +152,15 @@ def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path: Path) -> None:
         shorter = made(phase=ALGORITHM[:upto])
         train(tmp_path / str(upto), shorter)
         after = weights(tmp_path / str(upto))
-        seen.append((ALGORITHM[upto - 1]["name"], {name.partition(".")[0] for name in moved(before, after)}))
+        seen.append(
+            (ALGORITHM[upto - 1]["name"], {name.partition(".")[0] for name in moved(before, after)})
+        )
         before = after
-    assert seen == [("metric", {"model"}), ("generator", {"generator"}), ("both", {"model", "generator"})]
+    assert seen == [
+        ("metric", {"model"}),
+        ("generator", {"generator"}),
+        ("both", {"model", "generator"}),
+    ]
     lines = log(tmp_path / "3")
     assert "generator_loss" not in lines[0] and "synthetic_shift" not in lines[0]
     assert "loss" not in lines[1] and lines[1]["generator_loss"] > 0
@@ -166,7 +176,9 @@ def test_a_phase_trains_both_while_the_metric_sees_real_samples_only(tmp_path: P
     assert torch.equal(losses.metric, of.objective.loss(of.run.model(inputs)[1], labels))
     of.step.backward(losses)
     assert of.objective.generator is not None
-    assert all(p.grad is not None and bool(p.grad.any()) for p in of.objective.generator.parameters())
+    assert all(
+        p.grad is not None and bool(p.grad.any()) for p in of.objective.generator.parameters()
+    )
 
 
 def test_new_layers_take_their_rates_factor(tmp_path: Path) -> None:

@@ -67,13 +67,17 @@ def test_what_is_mined_after_generation_by_loops() -> None:
     for replaces in ("negative", "positive"):
         extended = extend(codes, labels, made, (a, p, n), replaces)  # type: ignore[arg-type]
         assert extended.labels[7:].tolist() == labels[n if replaces == "negative" else a].tolist()
-        found = mine(TripletMarginMiner(margin=0.4, type_of_triplets="semihard"), codes, labels, extended)
+        found = mine(
+            TripletMarginMiner(margin=0.4, type_of_triplets="semihard"), codes, labels, extended
+        )
         d = torch.cdist(codes, extended.codes)
         expected = set()
         for i in range(7):
             for j in range(len(extended.codes)):
                 for k in range(len(extended.codes)):
-                    synthetic = (j >= 7 and replaces == "negative") or (k >= 7 and replaces == "positive")
+                    synthetic = (j >= 7 and replaces == "negative") or (
+                        k >= 7 and replaces == "positive"
+                    )
                     labelled = labels[i] == extended.labels[j] and labels[i] != extended.labels[k]
                     gap = float(d[i, k] - d[i, j])
                     if labelled and not synthetic and i != j and 0 < gap <= 0.4:
@@ -85,16 +89,31 @@ def test_what_is_mined_after_generation_by_loops() -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"train": {"mine": "after"}}, r'mine = "after" says when the miner picks, and there is none'),
-        ({"generator": None, "train": {"mine": "after"}}, r"mine is of no use without a \[generator\]"),
         (
-            {"miner": {"name": "pml.embeddings_already_packaged_as_triplets"}, "train": {"mine": "after"}},
+            {"train": {"mine": "after"}},
+            r'mine = "after" says when the miner picks, and there is none',
+        ),
+        (
+            {"generator": None, "train": {"mine": "after"}},
+            r"mine is of no use without a \[generator\]",
+        ),
+        (
+            {
+                "miner": {"name": "pml.embeddings_already_packaged_as_triplets"},
+                "train": {"mine": "after"},
+            },
             r"pick from a reference set, and pml.embeddings_already_packaged_as_triplets takes no `ref_emb`",
         ),
         ({"loss": {"name": "pml.n_pairs"}}, r"takes no `ref_emb`. Use a loss that does: pml"),
         ({"loss": {"name": "pml.normalized_softmax"}}, r"takes no `ref_emb`|picks its own pairs"),
-        ({"generator": {"name": "daml.hard_negative", "lambda_reg": -1.0}}, r"\[generator\] lambda_reg"),
-        ({"generator": {"name": "daml.hard_negative", "preset": "papper"}}, r"\[generator\] preset"),
+        (
+            {"generator": {"name": "daml.hard_negative", "lambda_reg": -1.0}},
+            r"\[generator\] lambda_reg",
+        ),
+        (
+            {"generator": {"name": "daml.hard_negative", "preset": "papper"}},
+            r"\[generator\] preset",
+        ),
     ],
 )
 def test_what_cannot_go_together_is_refused(tables: dict[str, Any], words: str) -> None:
@@ -113,7 +132,9 @@ def test_a_batch_without_triplets_trains_nothing(
     of = trainer(tmp_path, **tables)
     inputs, _ = batch(of)
     before = {
-        k: v.clone() for k, v in of.run.model.state_dict().items() if "running" not in k and "num_b" not in k
+        k: v.clone()
+        for k, v in of.run.model.state_dict().items()
+        if "running" not in k and "num_b" not in k
     }
     of.step.set_modes()
     figures = of._train_batch(inputs, torch.tensor(labels))
@@ -142,13 +163,16 @@ def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path:
     body = page.split(":caption: my_steps.py", 1)[1].split("```", 1)[0]
     (tmp_path / "my_steps.py").write_text(body, encoding="utf-8")
     recipe = made(
-        plugins=[str(tmp_path / "my_steps.py")], generator={"name": "my_steps.towards", "step": 0.01}
+        plugins=[str(tmp_path / "my_steps.py")],
+        generator={"name": "my_steps.towards", "step": 0.01},
     )
     train(tmp_path / "run", recipe)
     assert log(tmp_path / "run")[0]["synthetic_shift"] == pytest.approx(0.01, rel=1e-3)
     run = build_run(tmp_path, recipe)
     assert run.objective is not None and run.objective.generator is not None
-    a, p, n = torch.randn(3, 6, run.model.backbone.features, generator=torch.Generator().manual_seed(0))
+    a, p, n = torch.randn(
+        3, 6, run.model.backbone.features, generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         moved = run.objective.generator(a, p, n)
         before, after = (run.model.feature_distance(x, a) for x in (n, moved))
@@ -174,6 +198,8 @@ def test_a_set_of_one_class_is_refused(tmp_path: Path) -> None:
         backbone={"name": "core.features"},
         split={"by": "item"},
     )
-    with pytest.raises(DataError, match="only the class 'a' is left to train on; there must be two at least"):
+    with pytest.raises(
+        DataError, match="only the class 'a' is left to train on; there must be two at least"
+    ):
         train(tmp_path / "run", recipe)
     assert not list((tmp_path / "run").glob("checkpoints/*"))

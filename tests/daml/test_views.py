@@ -93,7 +93,9 @@ def test_one_metric_is_the_plain_head(name: str) -> None:
 def test_features_that_are_not_so_many_views_are_refused(name: str) -> None:
     given = {"features": 30, "embedding_size": 12}
     combiner = load_plugins().build("combiners", {"name": name, "metrics": 4, "views": True}, given)
-    with pytest.raises(RetrievalError, match="30 features are not 4 views of one width side by side"):
+    with pytest.raises(
+        RetrievalError, match="30 features are not 4 views of one width side by side"
+    ):
         combiner.build_head(30)
 
 
@@ -123,7 +125,11 @@ def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path: P
         made = check_recipe(
             {
                 "data": {"name": "core.features", "file": str(tmp_path / "views.npz")},
-                "split": {"by": "class", "test": [str(c) for c in range(40, 60)], "validation": 0.0},
+                "split": {
+                    "by": "class",
+                    "test": [str(c) for c in range(40, 60)],
+                    "validation": 0.0,
+                },
                 "sampler": {"classes": 16, "items": 4, "batches": 50},
                 "backbone": {"name": "core.features"},
                 "head": {"embedding_size": 32},

@@ -54,22 +54,28 @@ RECIPE: dict[str, Any] = {
 
 
 def built(name: str) -> Callable[[Tensor], Tensor]:
-    return PLUGINS.build("augmentations", {"name": name, **REQUIRED.get(name.removeprefix("core."), {})})  # type: ignore[no-any-return]
+    return PLUGINS.build(
+        "augmentations", {"name": name, **REQUIRED.get(name.removeprefix("core."), {})}
+    )  # type: ignore[no-any-return]
 
 
 def noise(channels: int) -> Tensor:
-    return torch.randint(30, 220, (channels, 24, 32), generator=torch.Generator().manual_seed(1)).to(
-        torch.uint8
-    )
+    return torch.randint(
+        30, 220, (channels, 24, 32), generator=torch.Generator().manual_seed(1)
+    ).to(torch.uint8)
 
 
 @pytest.fixture(scope="module")
 def digits() -> ArrayDataset:
     found = load_digits()
-    return ArrayDataset((found.images * 15).astype(np.uint8), [str(label) for label in found.target])
+    return ArrayDataset(
+        (found.images * 15).astype(np.uint8), [str(label) for label in found.target]
+    )
 
 
-def batches(dataset: ArrayDataset, sampler: Sampler, augmentation: Augmentation, **more: Any) -> TrainBatches:
+def batches(
+    dataset: ArrayDataset, sampler: Sampler, augmentation: Augmentation, **more: Any
+) -> TrainBatches:
     labels = np.unique(np.array(dataset.labels), return_inverse=True)[1]
     transforms = [PLUGINS.build("augmentations", each) for each in augmentation.transforms]
     return TrainBatches(
@@ -167,7 +173,9 @@ def test_batches_are_the_same_wherever_a_run_goes_on(digits: ArrayDataset, crop:
         torch.equal(torch.cat(parts), batch)
         for parts, batch in zip(zip(*shares, strict=True), whole, strict=True)
     )
-    plain = [inputs for inputs, _ in batches(digits, sampler, Augmentation(crop_scale=crop)).epoch(2)]
+    plain = [
+        inputs for inputs, _ in batches(digits, sampler, Augmentation(crop_scale=crop)).epoch(2)
+    ]
     assert not any(torch.equal(a, b) for a, b in zip(whole, plain, strict=True))
 
 
@@ -188,7 +196,9 @@ def test_batches_are_the_same_with_processes_that_decode(tmp_path: Path) -> None
 
 
 class TestViews:
-    CHANGES = Augmentation(transforms=["RandomErasing", {"name": "RandomAffine", "degrees": 30}], views=3)
+    CHANGES = Augmentation(
+        transforms=["RandomErasing", {"name": "RandomAffine", "degrees": 30}], views=3
+    )
 
     def test_each_item_is_there_so_often_each_time_otherwise(self, digits: ArrayDataset) -> None:
         loader = batches(digits, Sampler(classes=4, items=2, batches=1), self.CHANGES)
@@ -231,7 +241,12 @@ class TestViews:
             sampler={"classes": 64, "items": 1, "batches": 20},
             augmentation={
                 "transforms": [
-                    {"name": "RandomAffine", "degrees": 15, "translate": [0.15, 0.15], "scale": [0.7, 1.1]}
+                    {
+                        "name": "RandomAffine",
+                        "degrees": 15,
+                        "translate": [0.15, 0.15],
+                        "scale": [0.7, 1.1],
+                    }
                 ],
                 "views": 2,
                 "positives": "item",
@@ -250,7 +265,8 @@ class TestViews:
         before = read_recipe({**recipe.model_dump(exclude_unset=True), **few})
         untrained = train(before, tmp_path / "untrained", progress=False)
         trained, raw = (
-            evaluate_run(each, progress=False).figures["trained"]["map_at_r"] for each in (run, untrained)
+            evaluate_run(each, progress=False).figures["trained"]["map_at_r"]
+            for each in (run, untrained)
         )
         assert trained > raw + 0.1
 
@@ -272,7 +288,9 @@ class TestFaults:
         assert "gives ndarray instead of a tensor" in self.message(lambda x: x.numpy())
 
     def test_a_transform_that_fails(self) -> None:
-        assert "transforms.0 (function) fails: ZeroDivisionError" in self.message(lambda x: x * (1 // 0))
+        assert "transforms.0 (function) fails: ZeroDivisionError" in self.message(
+            lambda x: x * (1 // 0)
+        )
 
     def test_what_could_not_be_repeated(self) -> None:
         said = self.message(lambda x: (x + torch.rand_like(x.float())).to(torch.uint8))
@@ -281,7 +299,8 @@ class TestFaults:
     def test_names_and_parameters(self) -> None:
         with pytest.raises(RecipeError) as refused:
             Recipe(
-                **RECIPE, augmentation={"transforms": ["RandAugmen", {"name": "RandomAffine", "degree": 15}]}
+                **RECIPE,
+                augmentation={"transforms": ["RandAugmen", {"name": "RandomAffine", "degree": 15}]},
             )
         said = str(refused.value)
         assert "Did you mean 'RandAugment'?" in said and "Did you mean 'degrees'?" in said
@@ -297,7 +316,9 @@ class TestFaults:
             '@hookimpl\ndef retrieval_augmentations():\n    return {"fog": Fog}\n'
         )
         recipe = Recipe(
-            **RECIPE, plugins=[str(plugin)], augmentation={"transforms": [{"name": "fog.fog", "most": 60}]}
+            **RECIPE,
+            plugins=[str(plugin)],
+            augmentation={"transforms": [{"name": "fog.fog", "most": 60}]},
         )
         sheet = np.asarray(preview(recipe, items=2, draws=3).convert("L"))
         assert sheet.shape[1] > 4 * 64
@@ -316,12 +337,16 @@ class TestPreview:
         }
         assert kinds == {"same", "inverted"}
 
-    def test_the_command_writes_it_and_says_when_nothing_changes(self, tmp_path: Path, cli: Any) -> None:
+    def test_the_command_writes_it_and_says_when_nothing_changes(
+        self, tmp_path: Path, cli: Any
+    ) -> None:
         recipe = tmp_path / "r.toml"
         recipe.write_text(
             'name = "r"\n[data]\nname = "core.digits"\n[split]\nby = "item"\n[backbone]\nname = "core.convnet"\n[sampler]\nclasses = 4\n[loss]\nname = "pml.contrastive"\n'
         )
-        done = cli("data", "show", str(recipe), "--items", "2", "--output", str(tmp_path / "sheet.png"))
+        done = cli(
+            "data", "show", str(recipe), "--items", "2", "--output", str(tmp_path / "sheet.png")
+        )
         assert done.code == 0, done.out + done.err
         assert "changes nothing" in (done.out + done.err)
         with Image.open(tmp_path / "sheet.png") as sheet:

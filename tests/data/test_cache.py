@@ -35,7 +35,9 @@ class Net:
         if self.fail_after is not None and self.items >= self.fail_after:
             raise KeyboardInterrupt
         self.items += len(x)
-        return torch.stack([x.float().mean((1, 2, 3)), x.float().amax((1, 2, 3)), x[:, 0, 0, 0].float()], 1)
+        return torch.stack(
+            [x.float().mean((1, 2, 3)), x.float().amax((1, 2, 3)), x[:, 0, 0, 0].float()], 1
+        )
 
 
 def compute(net: Any, data: Dataset, folder: Path, **options: Any) -> NDArray[np.float32]:
@@ -83,7 +85,10 @@ def test_computed_once_then_read(data: ArrayDataset, tmp_path: Path) -> None:
 
 
 def test_progress(
-    data: ArrayDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data: ArrayDataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("retrieval.serving.progress.EVERY", 0.0)
     compute(Net(), data, tmp_path, progress=True)
@@ -144,7 +149,9 @@ def test_a_file_cut_short(
         b'{"key":"KEY","features":3}\n{"block":99,"sum":"x"}\n{"block":"a"}\n[1]\n',
     ],
 )  # fmt: skip
-def test_a_damaged_journal_is_not_trusted(data: ArrayDataset, tmp_path: Path, journal: bytes) -> None:
+def test_a_damaged_journal_is_not_trusted(
+    data: ArrayDataset, tmp_path: Path, journal: bytes
+) -> None:
     whole = np.array(compute(Net(), data, tmp_path))
     place = entry(tmp_path)
     (place / "journal.jsonl").write_bytes(journal.replace(b"KEY", place.name.encode()))
@@ -155,7 +162,9 @@ def test_a_damaged_journal_is_not_trusted(data: ArrayDataset, tmp_path: Path, jo
     assert net.items == 37
 
 
-def test_whatever_could_change_a_feature_makes_another_entry(data: ArrayDataset, tmp_path: Path) -> None:
+def test_whatever_could_change_a_feature_makes_another_entry(
+    data: ArrayDataset, tmp_path: Path
+) -> None:
     compute(Net(), data, tmp_path)
     other = ArrayDataset(data.arrays.copy(), data.labels)
     net = Net()
@@ -232,7 +241,9 @@ def test_a_cache_that_cannot_be_written(data: ArrayDataset, tmp_path: Path) -> N
 
 def test_a_disk_that_fills_up(data: ArrayDataset, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # in bytes per file: the third block does not fit
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (300, hard)
+    )  # in bytes per file: the third block does not fit
     try:
         with pytest.raises(DataError, match="Features cannot be kept in"):
             compute(Net(), data, tmp_path)
@@ -256,7 +267,10 @@ def test_two_at_once_compute_once(
     nets = [Slow(), Slow()]
     made: list[NDArray[np.float32]] = []
     with caplog.at_level(logging.WARNING):
-        threads = [threading.Thread(target=lambda n=n: made.append(compute(n, data, tmp_path))) for n in nets]
+        threads = [
+            threading.Thread(target=lambda n=n: made.append(compute(n, data, tmp_path)))
+            for n in nets
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -38,7 +38,9 @@ def parts() -> list[Image.Image]:
     for photo in load_sample_images().images:
         for left in range(0, 5 * 128, 128):
             for top in (0, 200):
-                made.append(Image.fromarray(photo[top : top + 128, left : left + 128]).resize((SIZE, SIZE)))
+                made.append(
+                    Image.fromarray(photo[top : top + 128, left : left + 128]).resize((SIZE, SIZE))
+                )
     return made
 
 
@@ -98,14 +100,17 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
         "broken": 2, "same": 2, "items_too_many": 2, "near": 3, "leaks": 3, "label_errors": 4, "labels_of_one_item": 2, "labels_spelt_alike": 0,
     }  # fmt: skip
     assert [Path(each["item"]).name for each in said["broken"]] == ["cut.png", "empty.jpg"]
-    assert "damaged" in said["broken"][0]["why"] and "is empty (0 bytes)" in said["broken"][1]["why"]
+    assert (
+        "damaged" in said["broken"][0]["why"] and "is empty (0 bytes)" in said["broken"][1]["why"]
+    )
     assert said["broken"][0]["label"] == "c4" and said["broken"][0]["side"] == "train"
     found = {
         frozenset(Path(one["item"]).name for one in each["items"]): each
         for each in said["same"] + said["near"]
     }
     marks = {
-        tuple(sorted(who)): (each["by"], each["leak"], each["labels_differ"]) for who, each in found.items()
+        tuple(sorted(who)): (each["by"], each["leak"], each["labels_differ"])
+        for who, each in found.items()
     }
     assert marks == {
         ("0.png", "twice.png"): ("bytes", False, True),
@@ -114,7 +119,9 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
         ("6.png", "smaller.png"): ("picture", True, True),
         ("16.png", "larger.jpg"): ("picture", False, False),
     }
-    assert all(0 < each["distance"] <= said["within"]["picture"] == PICTURES for each in said["near"])
+    assert all(
+        0 < each["distance"] <= said["within"]["picture"] == PICTURES for each in said["near"]
+    )
     assert sorted(said["labels_of_one_item"]) == ["alone", "c9"] and said["sides"] == {
         "test": 14,
         "train": 13,
@@ -125,7 +132,9 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
     ):  # fmt: skip
         assert line in done.out
     pairs = done.out.partition("look the same")[2].splitlines()[1:4]
-    assert [line.split()[:2] for line in pairs[:2]] == [["LEAK", "LABEL"]] * 2, "the worst come first"
+    assert [line.split()[:2] for line in pairs[:2]] == [["LEAK", "LABEL"]] * 2, (
+        "the worst come first"
+    )
     cut = cli("data", "check", "photos", "--show", "1").out
     assert (
         "… and 2 more" in cut
@@ -153,10 +162,14 @@ def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(
     done = cli("data", "check", "photos", "--output", "found.json")
     assert done.code == 1 and "3 16-bit images lose most of their levels:" in done.out
     assert (
-        "c0/camera.png is of 16 bits and holds nothing above 4,080 of 65,535, so 16 of 256 levels" in done.out
+        "c0/camera.png is of 16 bits and holds nothing above 4,080 of 65,535, so 16 of 256 levels"
+        in done.out
     )
     assert "Multiply it by 16 before it is saved." in done.out
-    assert "c0/black.png is of 16 bits and holds nothing above 255, so it is black in 8 bits." in done.out
+    assert (
+        "c0/black.png is of 16 bits and holds nothing above 255, so it is black in 8 bits."
+        in done.out
+    )
     assert "c0/colour.png is of 16 bits and holds nothing above 4,095 of 65,535" in done.out
     assert "float.tif is floating-point grey (mode F)" in done.out
     said = json.loads(Path("found.json").read_text())
@@ -171,12 +184,16 @@ def sixteen_bit_colour(values: np.ndarray) -> bytes:
     """A PNG of 16-bit RGB, all three the same."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", values.shape[1], len(values), 16, 2, 0, 0, 0)
     rows = np.repeat(values, 3, axis=1).astype(">u2")
     body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    )
 
 
 def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[..., Any]) -> None:
@@ -193,7 +210,9 @@ def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[
     rows = [f"{each.name},{each.label},{each.side}" for each in folder.subjects]
     Path("items.csv").write_text("\n".join(["path,label,split", *rows, "gone.png,c0,train"]) + "\n")
     table = check_data(Path("items.csv"), progress=False)
-    assert table.counts() == {**folder.counts(), "broken": 1} and "No such file" in table.broken[0][1]
+    assert (
+        table.counts() == {**folder.counts(), "broken": 1} and "No such file" in table.broken[0][1]
+    )
     apart = check_data(["photos/train", "photos/test"], progress=False)
     assert apart.counts() == folder.counts() and apart.subjects[0].side == "photos/train"
     changed = cli("data", "check", "r.toml", "--set", "split.by=item", "--set", "split.test=0.5")
@@ -218,7 +237,9 @@ def test_clean_digits_raise_no_alarm(tmp_path: Path) -> None:
     assert same.clean and len(same.subjects) == 1797
 
 
-def test_what_a_model_takes_for_the_same(photos: Path, bundle: Any, cli: Callable[..., Any]) -> None:
+def test_what_a_model_takes_for_the_same(
+    photos: Path, bundle: Any, cli: Callable[..., Any]
+) -> None:
     plant(photos)
     found = check_data(photos, model=bundle, within=0.05, progress=False)
     by_model = [each for each in found.near if each.by == "model"]
@@ -231,7 +252,8 @@ def test_what_a_model_takes_for_the_same(photos: Path, bundle: Any, cli: Callabl
     expected = {}
     for i, j in itertools.combinations(codes, 2):
         apart = min(
-            float(bundle.rescore(codes[i], codes[j])[0, 0]), float(bundle.rescore(codes[j], codes[i])[0, 0])
+            float(bundle.rescore(codes[i], codes[j])[0, 0]),
+            float(bundle.rescore(codes[j], codes[i])[0, 0]),
         )
         if apart <= 0.05 and frozenset((i, j)) not in same:
             expected[i, j] = apart
@@ -239,13 +261,17 @@ def test_what_a_model_takes_for_the_same(photos: Path, bundle: Any, cli: Callabl
     assert {each.items: each.distance for each in by_model} == pytest.approx(expected, abs=1e-5)
     assert any(names(found, each) == {"4.png", "saved.jpg"} for each in by_model)
     done = cli("data", "check", "photos", "--model", str(bundle.path))
-    assert done.code == 1 and "pairs of items are the same to the model (within" in done.out, done.err
+    assert done.code == 1 and "pairs of items are the same to the model (within" in done.out, (
+        done.err
+    )
 
 
 def test_pairs_against_all_pairs_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near, "_PAGE", 17)
     random = np.random.default_rng(0)
-    vectors = np.concatenate([random.normal(size=(60, 6)), np.repeat(random.normal(size=(1, 6)), 40, 0)])
+    vectors = np.concatenate(
+        [random.normal(size=(60, 6)), np.repeat(random.normal(size=(1, 6)), 40, 0)]
+    )
     vectors = (vectors + 0.01 * random.normal(size=vectors.shape)).astype(np.float32)
     same = np.arange(100)
     same[70:75] = 70
@@ -271,9 +297,15 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch: pytest.MonkeyP
 
     city = near_pairs(vectors, 0.3, spans=[(0, 3), (3, 6)], measure=manhattan)
     table = np.abs(vectors[:, None].astype(float) - vectors[None]).sum(2)
-    wanted = {(i, j): table[i, j] for i in range(100) for j in range(i + 1, 100) if table[i, j] <= 0.3}
+    wanted = {
+        (i, j): table[i, j] for i in range(100) for j in range(i + 1, 100) if table[i, j] <= 0.3
+    }
     assert dict(
-        zip(zip(city.first.tolist(), city.second.tolist(), strict=True), city.distance.tolist(), strict=True)
+        zip(
+            zip(city.first.tolist(), city.second.tolist(), strict=True),
+            city.distance.tolist(),
+            strict=True,
+        )
     ) == pytest.approx(wanted)
     monkeypatch.setattr(near, "MOST_PAIRS", 100)
     ended = near_pairs(vectors, 1.5)
@@ -327,7 +359,9 @@ def test_vectors_that_are_the_same_or_are_none(tmp_path: Path) -> None:
     np.savez(tmp_path / "v.npz", features=vectors, labels=["a", "a", "b", "b", "c", "c"])
     found = check_data(tmp_path / "v.npz", progress=False)
     assert [each.items for each in found.same] == [(0, 3)] and found.same[0].by == "numbers"
-    assert found.contradicts(found.same[0]) and found.broken[0][0] == 5 and "NaN" in found.broken[0][1]
+    assert (
+        found.contradicts(found.same[0]) and found.broken[0][0] == 5 and "NaN" in found.broken[0][1]
+    )
 
 
 @pytest.mark.parametrize(

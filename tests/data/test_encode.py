@@ -50,7 +50,9 @@ def test_a_cpu_is_given_channels_last_and_says_the_same(channels: int) -> None:
     model = Model(net, nn.Linear(net.features, 5)).train()
     codes = encode(model, items(channels), ITEMS, batch=4)
     assert net.seen == [True] * 3 and not model.channels_last and model.training
-    pixels = torch.from_numpy(items(channels).arrays).reshape(len(ITEMS), 8, 8, channels).movedim(3, 1)
+    pixels = (
+        torch.from_numpy(items(channels).arrays).reshape(len(ITEMS), 8, 8, channels).movedim(3, 1)
+    )
     with torch.inference_mode():
         plain = copy.deepcopy(model).eval()(pixels.contiguous())[1]
     torch.testing.assert_close(codes, plain, atol=1e-6, rtol=1e-5)

@@ -35,7 +35,9 @@ def test_the_same_backbone_has_the_same_fingerprint() -> None:
     assert fingerprint(Scaled().eval()) == fingerprint(Scaled().train())
 
 
-@pytest.mark.parametrize("other", [3, 2.5, "mean", (2, 3), {"image": 14}, [{"a": (1, None)}], None, True])
+@pytest.mark.parametrize(
+    "other", [3, 2.5, "mean", (2, 3), {"image": 14}, [{"a": (1, None)}], None, True]
+)
 def test_a_plain_value_that_repr_does_not_show_counts(other: Any) -> None:
     one, another = Scaled(), Scaled(other)
     assert repr(one) == repr(another) and fingerprint(one) != fingerprint(another)

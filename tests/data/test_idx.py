@@ -61,7 +61,9 @@ def test_damaged_compression(tmp_path: Path) -> None:
         damaged[position] ^= 0x41
         path.write_bytes(damaged)
         try:
-            np.testing.assert_array_equal(read_idx(path, 3), pixels)  # the header has bytes that mean nothing
+            np.testing.assert_array_equal(
+                read_idx(path, 3), pixels
+            )  # the header has bytes that mean nothing
         except DataError:
             refused += 1
     assert refused >= len(whole) - 7

@@ -118,9 +118,13 @@ def test_epochs_and_seeds_differ_and_repeat(digits: ArrayDataset) -> None:
     assert not torch.equal(first, next(batches(digits, seed=-6).epoch(0))[0])
 
 
-@pytest.mark.parametrize("augmentation", [Augmentation(), Augmentation(horizontal_flip=0.5), CHANGES])
+@pytest.mark.parametrize(
+    "augmentation", [Augmentation(), Augmentation(horizontal_flip=0.5), CHANGES]
+)
 def test_an_epoch_goes_on_from_any_batch(digits: ArrayDataset, augmentation: Augmentation) -> None:
-    loader = batches(digits, augmentation=augmentation, sampler=Sampler(classes=4, items=3, batches=25))
+    loader = batches(
+        digits, augmentation=augmentation, sampler=Sampler(classes=4, items=3, batches=25)
+    )
     whole = list(loader.epoch(3))
     starts = [0, 24, 25, *random.Random(1).sample(range(1, 24), 6)]
     for start in starts:
@@ -134,7 +138,9 @@ def test_shares_make_up_the_batch(photos: FileDataset) -> None:
     for i, (x, y) in enumerate(whole[1:]):
         assert torch.equal(x, torch.cat([share[i][0] for share in shares]))
         assert torch.equal(y, torch.cat([share[i][1] for share in shares]))
-    with pytest.raises(DataError, match="4 classes × 3 items cannot be shared equally by 5 processes"):
+    with pytest.raises(
+        DataError, match="4 classes × 3 items cannot be shared equally by 5 processes"
+    ):
         loader.epoch(0, world=5)
 
 
@@ -160,7 +166,11 @@ def test_worker_processes_give_the_same_batches(photos: FileDataset) -> None:
 def test_nothing_touches_the_global_generators(digits: ArrayDataset, photos: FileDataset) -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[union-attr]
     lent = common_functions.NUMPY_RANDOM
-    list(batches(digits, augmentation=CHANGES, sampler=Sampler(classes=4, items=3, batches=3)).epoch(0))
+    list(
+        batches(digits, augmentation=CHANGES, sampler=Sampler(classes=4, items=3, batches=3)).epoch(
+            0
+        )
+    )
     list(batches(photos, Preprocessing((12, 10)), augmentation=CHANGES).epoch(0))
     assert torch.equal(before[0], torch.get_rng_state())
     assert (before[1] == np.random.get_state()[1]).all()  # type: ignore[index]
@@ -173,9 +183,13 @@ def test_the_draw_is_pytorch_metric_learnings(monkeypatch: pytest.MonkeyPatch, d
     """Class ids with gaps, in any order, of one item and of many; more classes than a batch takes."""
     random = np.random.default_rng(5)
     for p, m, batches_, seed, epoch in [(3, 4, 7, 0, 0), (6, 2, 1, 2**70, 3), (2, 9, None, 11, 2)]:
-        labels = random.permutation(np.repeat([7, 2, 90, 5, 41, 3], [1, 30, 4, 12, 3, 5])).astype(dtype)
+        labels = random.permutation(np.repeat([7, 2, 90, 5, 41, 3], [1, 30, 4, 12, 3, 5])).astype(
+            dtype
+        )
         count = batches_ or len(labels) // (p * m)
-        own = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
+        own = np.random.RandomState(
+            np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch]))
+        )
         monkeypatch.setattr(common_functions, "NUMPY_RANDOM", own)
         theirs = list(MPerClassSampler(labels, m, p * m, count * p * m))
         drawn = draw_epoch(labels, Sampler(classes=p, items=m, batches=batches_), seed, epoch)
@@ -204,7 +218,9 @@ def test_slices_are_what_preprocessing_gives(digits: ArrayDataset) -> None:
         assert raw.ready(indices)
         np.testing.assert_array_equal(RawInputs(digits, pre, budget=0).batch(indices), expected)
     assert RawInputs(digits, GREY8).array is not None
-    assert RawInputs(digits, Preprocessing((28, 28), 1, (0.0,), (1.0,)), budget=10).in_memory is False
+    assert (
+        RawInputs(digits, Preprocessing((28, 28), 1, (0.0,), (1.0,)), budget=10).in_memory is False
+    )
 
 
 def test_batches_have_memory_of_their_own(digits: ArrayDataset) -> None:
@@ -236,7 +252,9 @@ def test_a_crop_sees_the_whole_image(tmp_path: Path) -> None:
     pre = Preprocessing((20, 20), 1, (0.0,), (1.0,), "nearest", 20)
     middle = next(inputs(data, [0], pre, 1))
     assert (int(middle.min()), int(middle.max())) == (90, 109)
-    crops = batches(data, pre, Sampler(classes=2, items=2, batches=60), Augmentation(crop_scale=(0.05, 0.1)))
+    crops = batches(
+        data, pre, Sampler(classes=2, items=2, batches=60), Augmentation(crop_scale=(0.05, 0.1))
+    )
     seen = torch.cat([x for x, _ in crops.epoch(0)])
     assert int(seen.min()) < 15 and int(seen.max()) > 184
     widths = seen[:, 0, 0, -1].int() - seen[:, 0, 0, 0].int()
@@ -246,7 +264,9 @@ def test_a_crop_sees_the_whole_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("height", "width"), [(28, 28), (100, 37), (30, 300)])
 def test_crops_are_distributed_as_torchvisions(height: int, width: int) -> None:
     scale, ratio = (0.2, 1.0), (0.75, 4 / 3)
-    ours = np.array([crop_box(row, height, width, scale, ratio) for row in draw_changes(0, 0, 0, 6000)])
+    ours = np.array(
+        [crop_box(row, height, width, scale, ratio) for row in draw_changes(0, 0, 0, 6000)]
+    )
     transform = v2.RandomResizedCrop(8, scale=scale, ratio=ratio)
     image = torch.zeros(1, height, width)
     with torch.random.fork_rng():
@@ -288,7 +308,9 @@ def test_an_abandoned_iteration_ends(photos: FileDataset) -> None:
     stream = inputs(photos, range(48), Preprocessing((12, 10)), 4)
     next(stream)
     del stream
-    assert threading.active_count() <= before + 8  # the decoding threads wait for more; the one ahead is gone
+    assert (
+        threading.active_count() <= before + 8
+    )  # the decoding threads wait for more; the one ahead is gone
     assert not any(thread.name.startswith("ahead") for thread in threading.enumerate())
 
 
@@ -310,7 +332,12 @@ def test_bad_images_end_in_a_sentence(tmp_path: Path) -> None:
         advice="Do this.",
     )
     for i, sentence in enumerate(
-        ["torn.jpg", "empty.png is empty", r"huge.png has 5001 × 5001 pixels", "gone.png cannot be read"]
+        [
+            "torn.jpg",
+            "empty.png is empty",
+            r"huge.png has 5001 × 5001 pixels",
+            "gone.png cannot be read",
+        ]
     ):
         with pytest.raises(DataError, match=rf"(?s){sentence}.*Do this\.$"):
             list(inputs(data, [i], GREY8, 1))

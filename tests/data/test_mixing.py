@@ -30,7 +30,9 @@ RECIPE: dict[str, Any] = {
 
 def batches(mix: Any, **more: Any) -> TrainBatches:
     found = load_digits()
-    dataset = ArrayDataset((found.images * 15).astype(np.uint8), [str(label) for label in found.target])
+    dataset = ArrayDataset(
+        (found.images * 15).astype(np.uint8), [str(label) for label in found.target]
+    )
     return TrainBatches(
         dataset, np.arange(len(found.target)), found.target, Preprocessing((8, 8), 1, (0.5,), (0.5,)),
         sampler=Sampler(classes=4, items=3, batches=6), augmentation=Augmentation(mix=mix, **more), seed=4,
@@ -41,11 +43,15 @@ def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels() -> None:
     plain = list(batches(None).epoch(1))
     for (inputs, labels), (own, classes) in zip(batches("mixup").epoch(1), plain, strict=True):
         assert (
-            isinstance(labels, MixedLabels) and torch.equal(labels.own, classes) and 0 <= labels.weight <= 1
+            isinstance(labels, MixedLabels)
+            and torch.equal(labels.own, classes)
+            and 0 <= labels.weight <= 1
         )
         whole = own.double()
         means = labels.weight * whole[:, None] + (1 - labels.weight) * whole[None]
-        far = (means - inputs.double()[:, None]).abs().amax((2, 3, 4))  # of each row to each partner
+        far = (
+            (means - inputs.double()[:, None]).abs().amax((2, 3, 4))
+        )  # of each row to each partner
         partner = far.argmin(1)
         assert float(far.amin(1).max()) <= 0.51
         assert torch.equal(labels.other, classes[partner])
@@ -58,7 +64,9 @@ def test_cutmix_puts_a_box_of_another_image_in_and_weighs_by_its_area() -> None:
         assert isinstance(labels, MixedLabels)
         boxes = []
         for row, image in enumerate(inputs):
-            fits = [o for o in range(len(own)) if bool(((image == own[row]) | (image == own[o])).all())]
+            fits = [
+                o for o in range(len(own)) if bool(((image == own[row]) | (image == own[o])).all())
+            ]
             assert any(int(classes[o]) == int(labels.other[row]) for o in fits)
             boxes.append((image != own[row]).flatten())
         changed = torch.stack(boxes).any(0).view(8, 8)
@@ -73,7 +81,9 @@ def test_cutmix_puts_a_box_of_another_image_in_and_weighs_by_its_area() -> None:
 
 @pytest.mark.parametrize("mix", ["mixup", "cutmix"])
 def test_weights_follow_their_distribution_and_boxes_stay_inside(mix: Any) -> None:
-    drawn = [Mix.drawn(Augmentation(mix=mix, mix_alpha=0.4), (0, 0, b), 6, (20, 30)) for b in range(400)]
+    drawn = [
+        Mix.drawn(Augmentation(mix=mix, mix_alpha=0.4), (0, 0, b), 6, (20, 30)) for b in range(400)
+    ]
     weights = np.array([one.weight for one in drawn if one is not None])
     # a box that its image's edge cuts is smaller than was drawn
     low, high = (0.44, 0.56) if mix == "mixup" else (0.6, 0.85)
@@ -96,8 +106,12 @@ def test_a_share_of_a_batch_is_that_part_of_the_whole_and_a_run_goes_on_alike() 
         ):
             assert isinstance(labels, MixedLabels) and isinstance(every, MixedLabels)
             assert torch.equal(inputs, all_inputs[share]) and labels.weight == every.weight
-            assert torch.equal(labels.own, every.own[share]) and torch.equal(labels.other, every.other[share])
-    for (inputs, _), (again, _) in zip(whole[3:], batches("mixup", **changes).epoch(2, start=3), strict=True):
+            assert torch.equal(labels.own, every.own[share]) and torch.equal(
+                labels.other, every.other[share]
+            )
+    for (inputs, _), (again, _) in zip(
+        whole[3:], batches("mixup", **changes).epoch(2, start=3), strict=True
+    ):
         assert torch.equal(inputs, again)
 
 
@@ -122,8 +136,12 @@ def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path: Path) -> 
 
 class TestRefusals:
     def test_a_loss_of_pairs(self) -> None:
-        recipe = Recipe(**{**RECIPE, "loss": {"name": "pml.contrastive"}}, augmentation={"mix": "cutmix"})
-        with pytest.raises(RecipeError, match=r"the loss pml\.contrastive compares items with one another"):
+        recipe = Recipe(
+            **{**RECIPE, "loss": {"name": "pml.contrastive"}}, augmentation={"mix": "cutmix"}
+        )
+        with pytest.raises(
+            RecipeError, match=r"the loss pml\.contrastive compares items with one another"
+        ):
             run_one_batch(recipe)
 
     def test_a_miner(self) -> None:

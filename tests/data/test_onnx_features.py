@@ -104,7 +104,9 @@ def of_torch(net: Model, data: Dataset) -> NDArray[np.float32]:
 
 def entries(tmp_path: Path) -> set[str]:
     folders = (tmp_path / "cache" / "features").iterdir()
-    return {folder.name for folder in folders if '"block"' in (folder / "journal.jsonl").read_text()}
+    return {
+        folder.name for folder in folders if '"block"' in (folder / "journal.jsonl").read_text()
+    }
 
 
 def test_the_features_are_torchs(photos: FileDataset, tmp_path: Path) -> None:
@@ -196,5 +198,7 @@ def test_which_way(photos: FileDataset, monkeypatch: Any) -> None:
     monkeypatch.setattr(onnx_features, "LEAST", 27 * 3 * 24 * 20 + 1)
     assert way_of(photos, PRE, CPU) is None
     monkeypatch.setattr(onnx_features, "LEAST", 1)
-    monkeypatch.setattr(onnx_features, "installed_packages", lambda names: [n for n in names if n != "onnx"])
+    monkeypatch.setattr(
+        onnx_features, "installed_packages", lambda names: [n for n in names if n != "onnx"]
+    )
     assert way_of(photos, PRE, CPU) is None

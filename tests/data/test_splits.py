@@ -54,7 +54,9 @@ def test_by_class_with_named_classes() -> None:
 
 def test_unknown_classes_are_all_named() -> None:
     with pytest.raises(DataError) as error:
-        make_splits(dataset(each("cat dog cow", 5)), Split(by="class", test=["dgo", "cat", "zebra"]))
+        make_splits(
+            dataset(each("cat dog cow", 5)), Split(by="class", test=["dgo", "cat", "zebra"])
+        )
     text = str(error.value)
     assert "no class 'dgo'. Did you mean 'dog'?" in text
     assert "no class 'zebra'" in text
@@ -65,10 +67,16 @@ sides = st.lists(st.integers(0, 6), min_size=1, max_size=120)
 
 
 @given(
-    sides, st.floats(0.05, 0.9), st.floats(0.0, 0.9), st.sampled_from(["item", "class"]), st.integers(-5, 5)
+    sides,
+    st.floats(0.05, 0.9),
+    st.floats(0.0, 0.9),
+    st.sampled_from(["item", "class"]),
+    st.integers(-5, 5),
 )
 @settings(max_examples=150, deadline=None)
-def test_sides_never_overlap(numbers: list[int], test: float, part: float, by: str, seed: int) -> None:
+def test_sides_never_overlap(
+    numbers: list[int], test: float, part: float, by: str, seed: int
+) -> None:
     labels = [f"class {n}" for n in numbers]
     split = Split(by=by, test=test, validation=part, seed=seed)  # type: ignore[arg-type]
     try:
@@ -183,10 +191,18 @@ def test_all_problems_of_the_labels_at_once() -> None:
     [
         ([], Split(by="item"), "no items"),
         (each("a", 9), Split(by="item"), "only the class 'a' is left to train on"),
-        (each("a b c d", 1), Split(by="class", validation=0.0), "no class has two items to train on"),
+        (
+            each("a b c d", 1),
+            Split(by="class", validation=0.0),
+            "no class has two items to train on",
+        ),
         (each("a b", 3), Split(by="class", test=["a", "b"]), "nothing is left to train on"),
         (each("a b c", 3), Split(by="class", test=0.1), "nothing is left to test on"),
-        (["a", "a", "b", "b", "c"], Split(by="class", test=["c"], validation=0.0), "no test class has two"),
+        (
+            ["a", "a", "b", "b", "c"],
+            Split(by="class", test=["c"], validation=0.0),
+            "no test class has two",
+        ),
     ],
 )
 def test_a_side_that_cannot_serve(labels: list[str], split: Split, sentence: str) -> None:

@@ -26,7 +26,9 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-FENCE = re.compile(r"^(?P<indent> *)```(?P<head>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<head>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def command_lines(text: str) -> Iterator[str]:
     """Give the arguments of each line that calls `retrieval`, also through a launcher."""
     for line in text.splitlines():
-        found = re.match(r"\s*(?:(?:accelerate|torchrun) .*-m retrieval\.cli|retrieval) (\S.*)$", line)
+        found = re.match(
+            r"\s*(?:(?:accelerate|torchrun) .*-m retrieval\.cli|retrieval) (\S.*)$", line
+        )
         if found:
             yield found[1]
 
@@ -119,7 +123,9 @@ class Reader:
             (self.folder / block.file).write_text(block.body, encoding="utf-8")
         elif block.language == "python":
             body = (
-                block.body.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}") if self.server else block.body
+                block.body.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
+                if self.server
+                else block.body
             )
             exec(compile(body, str(block), "exec"), {"__name__": "__main__"})
         elif block.language == "sh":
@@ -128,7 +134,9 @@ class Reader:
                 self._line(line, str(block))
         elif block.language == "json" and self.answers:
             shown = list(documents(block.body))
-            assert [shape(x) for x in shown] == [shape(x) for x in self.answers], f"{block}: {self.answers}"
+            assert [shape(x) for x in shown] == [shape(x) for x in self.answers], (
+                f"{block}: {self.answers}"
+            )
 
     def _line(self, line: str, where: str) -> None:
         words = shlex.split(line)

@@ -30,7 +30,9 @@ def test_every_page_is_in_the_contents(root: Path) -> None:
 def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site; a warning is an error."""
     for module in ("sphinx", "myst_parser", "furo", "math_core"):
-        pytest.importorskip(module, reason="the documentation needs pip install 'embedding-retrieval[docs]'")
+        pytest.importorskip(
+            module, reason="the documentation needs pip install 'embedding-retrieval[docs]'"
+        )
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", str(folder / "trees"), "-b", "html",
@@ -57,7 +59,13 @@ class Loads(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        passive = tag in ("a", "area") or given.get("rel") in ("canonical", "search", "index", "next", "prev")
+        passive = tag in ("a", "area") or given.get("rel") in (
+            "canonical",
+            "search",
+            "index",
+            "next",
+            "prev",
+        )
         names = ("src", "srcset", "data", "poster", *(() if passive else ("href", "xlink:href")))
         self.found += [value for name in names if (value := given.get(name))]
         self.found += re.findall(r"url\(([^)]*)\)", given.get("style") or "")
@@ -73,16 +81,22 @@ def test_what_another_host_would_send_is_seen() -> None:
     assert elsewhere('<script src="https://host/x.js"></script><img src="//host/x.png"><a href="https://host/">x</a>') == [
         "https://host/x.js", "//host/x.png"
     ]  # fmt: skip
-    assert elsewhere('<link rel="stylesheet" href="https://host/x.css"><p style="background:url(//host/p)">')
+    assert elsewhere(
+        '<link rel="stylesheet" href="https://host/x.css"><p style="background:url(//host/p)">'
+    )
 
 
 def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 20
-    assert {p.name: found for p in pages if (found := elsewhere(p.read_text(encoding="utf-8")))} == {}
+    assert {
+        p.name: found for p in pages if (found := elsewhere(p.read_text(encoding="utf-8")))
+    } == {}
     for sheet in site.rglob("*.css"):
         text = sheet.read_text(encoding="utf-8")
-        assert not re.search(r"(?:@import\s+|url\()\s*(?:url\()?['\"]?(?:[a-z]+:)?//", text, re.I), sheet.name
+        assert not re.search(
+            r"(?:@import\s+|url\()\s*(?:url\()?['\"]?(?:[a-z]+:)?//", text, re.I
+        ), sheet.name
 
 
 @pytest.mark.parametrize(("method", "least"), METHODS.items())
@@ -97,7 +111,9 @@ def test_formulas_are_typeset(root: Path, site: Path, method: str, least: int) -
 
 @pytest.mark.browser
 def test_no_formula_is_wider_than_its_page(site: Path) -> None:
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     playwright = pytest.importorskip("playwright.sync_api")
     if program is None:
         pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
@@ -136,6 +152,10 @@ def test_every_name_of_the_face_has_an_entry(root: Path, site: Path) -> None:
     for name in dir(retrieval):
         text = " ".join((inspect.getdoc(getattr(retrieval, name)) or "").split())
         shown = " ".join(re.sub("<[^>]*>", "", built).split())
-        if inspect.isclass(getattr(retrieval, name)) or inspect.isfunction(getattr(retrieval, name)):
-            first = text.partition(". ")[0].rstrip(".").replace("`", "").split(" (")[0].split(":")[0]
+        if inspect.isclass(getattr(retrieval, name)) or inspect.isfunction(
+            getattr(retrieval, name)
+        ):
+            first = (
+                text.partition(". ")[0].rstrip(".").replace("`", "").split(" (")[0].split(":")[0]
+            )
             assert first and first.replace("'", "’") in shown.replace("'", "’"), f"{name}: {first}"

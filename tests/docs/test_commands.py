@@ -56,7 +56,9 @@ def test_the_limits_on_the_operators_page_are_the_defaults(root: Path) -> None:
 
     defaults = {each.opts[0]: each.default for each in serve_command.params}
     text = (root / "docs" / "operator.md").read_text(encoding="utf-8").partition("\n## Limits\n")[2]
-    rows = re.findall(r"(?m)^\|[^|]*\| (\d[\d,]*)(?: (MB|megapixels))?\b[^|]* \| `(--[\w-]+)` \|", text)
+    rows = re.findall(
+        r"(?m)^\|[^|]*\| (\d[\d,]*)(?: (MB|megapixels))?\b[^|]* \| `(--[\w-]+)` \|", text
+    )
     assert len(rows) >= 4
     for number, unit, option in rows:
         assert int(number.replace(",", "")) * (1_000_000 if unit else 1) == defaults[option], option
@@ -69,7 +71,9 @@ def test_commands_in_blocks_parse(command: str) -> None:
 def test_commands_in_sentences_parse(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for found in re.findall(r"`retrieval\s+([^`]+)`", text):
-        words = [word for word in shlex.split(" ".join(found.split())) if word not in ("…", "--help")]
+        words = [
+            word for word in shlex.split(" ".join(found.split())) if word not in ("…", "--help")
+        ]
         try:
             parse(words or ["plugins", "list"])  # `retrieval --help` names no command
         except click.MissingParameter:  # a sentence need not say it all
@@ -86,14 +90,18 @@ def test_help_shows_an_example_that_parses(
     command = leaf(name)
     text = (command.help or "") + "\n" + (command.epilog or "")
     examples = list(in_example(text, commands_in))
-    assert any(example.startswith(f"{name} ") for example in examples), f"no example of {name}: {text}"
+    assert any(example.startswith(f"{name} ") for example in examples), (
+        f"no example of {name}: {text}"
+    )
     for example in examples:
         words = example.split()
         named = next(one for one in (" ".join(words[:2]), words[0]) if one in LEAVES)
         assert parse(shlex.split(example)).command is leaf(named)
 
 
-def test_the_help_of_index_shows_examples_that_parse(commands_in: Callable[[str], list[str]]) -> None:
+def test_the_help_of_index_shows_examples_that_parse(
+    commands_in: Callable[[str], list[str]],
+) -> None:
     examples = list(in_example(leaf("index").epilog or "", commands_in))
     assert [parse(shlex.split(each)).info_name for each in examples] == ["create", "add", "migrate"]
 
@@ -115,7 +123,9 @@ def in_example(text: str, commands_in: Callable[[str], list[str]]) -> Iterator[s
         yield from commands_in(re.sub(r"^\s*[A-Z][\w ]*:\s+", "", line))
 
 
-def test_every_command_is_in_the_documentation(root: Path, commands_in: Callable[[str], list[str]]) -> None:
+def test_every_command_is_in_the_documentation(
+    root: Path, commands_in: Callable[[str], list[str]]
+) -> None:
     pages = [root / "README.md", *(root / "docs").glob("*.md")]
     lines = [line for page in pages for line in commands_in(page.read_text(encoding="utf-8"))]
     text = " ".join(" ".join(page.read_text(encoding="utf-8").split()) for page in pages)

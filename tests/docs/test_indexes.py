@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 VARIES = re.compile(
-    r"\d+\.\d+|\b[0-9a-f]{64}\b|\b[0-9a-f]{16}\b|(?<=bytes: )[\d,]+|(?<=transactions: )\d+|^…$", re.M
+    r"\d+\.\d+|\b[0-9a-f]{64}\b|\b[0-9a-f]{16}\b|(?<=bytes: )[\d,]+|(?<=transactions: )\d+|^…$",
+    re.M,
 )
 """Times, sizes, distances, hashes and names of files; `…` stands for lines that the page leaves out."""
 
@@ -20,13 +21,17 @@ def same(shown: str, printed: str) -> bool:
     """Whether a page's output is what came, but for what differs from machine to machine."""
     parts = [re.escape(part) for part in VARIES.split(shown)]
     tokens = [r"(?s:.*)" if token == "…" else r"[0-9a-f.,]+" for token in VARIES.findall(shown)]
-    pattern = parts[0] + "".join(token + part for token, part in zip(tokens, parts[1:], strict=True))
+    pattern = parts[0] + "".join(
+        token + part for token, part in zip(tokens, parts[1:], strict=True)
+    )
     return re.fullmatch(pattern, printed) is not None
 
 
 def test_another_output_is_noticed() -> None:
     assert same("1 added in 0.1 s.\n", "1 added in 12.3 s.\n") and same("…\nb 1\n", "a\na\nb 1\n")
-    assert not same("1 added in 0.1 s.\n", "2 added in 0.1 s.\n") and not same("…\nb 1\n", "a\nb 2\n")
+    assert not same("1 added in 0.1 s.\n", "2 added in 0.1 s.\n") and not same(
+        "…\nb 1\n", "a\nb 2\n"
+    )
 
 
 def test_indexes_shows_what_its_commands_print(
@@ -39,7 +44,9 @@ def test_indexes_shows_what_its_commands_print(
                 continue
             if block.language == "sh":
                 lines = block.body.splitlines()
-                printed = "".join(after_tutorial.call(shlex.split(line)[1:], str(block)) for line in lines)
+                printed = "".join(
+                    after_tutorial.call(shlex.split(line)[1:], str(block)) for line in lines
+                )
             elif block.language == "python":
                 out = io.StringIO()
                 with contextlib.redirect_stdout(out):
@@ -54,4 +61,7 @@ def test_indexes_shows_what_its_commands_print(
             "items.sqlite-wal",
             "items.sqlite-shm",
         }
-    assert names == {"index.json", "items.sqlite", "acknowledged", "arrays", "bundles"} and compared == 11
+    assert (
+        names == {"index.json", "items.sqlite", "acknowledged", "arrays", "bundles"}
+        and compared == 11
+    )

@@ -30,12 +30,16 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl, which asks the server, is not here")
 def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: Any) -> None:
-    spec = importlib.util.spec_from_file_location("serving_makers", root / "tests" / "serving" / "makers.py")
+    spec = importlib.util.spec_from_file_location(
+        "serving_makers", root / "tests" / "serving" / "makers.py"
+    )
     assert spec is not None and spec.loader is not None
     makers = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(makers)
     makers.write_digits(reader.folder / "photos", 20)
-    create_index(reader.folder / "photos.index", makers.make_bundle(reader.folder / "bundle"), progress=False)
+    create_index(
+        reader.folder / "photos.index", makers.make_bundle(reader.folder / "bundle"), progress=False
+    )
     with Index.open(reader.folder / "photos.index", threads=1) as index:
         index.add(reader.folder / "photos", progress=False)
     page = root / "docs" / "operator.md"
@@ -44,7 +48,9 @@ def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: 
     query = next((reader.folder / "photos").rglob("*.png"))
     reader._line(f"curl -F image=@{query} -F k=1 http://127.0.0.1:8000/v1/search", "here")
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.port}/metrics") as answer:
-        families = {each.name: each for each in text_string_to_metric_families(answer.read().decode())}
+        families = {
+            each.name: each for each in text_string_to_metric_families(answer.read().decode())
+        }
 
     families = {
         name: each
@@ -69,9 +75,13 @@ def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: 
 
     # A line of the log has what the page shows of one
     reader.close()
-    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    lines = [
+        json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")
+    ]
     (line,) = [line for line in lines if line["route"] == "/v1/search"]
-    (log,) = [json.loads(b.body) for b in blocks(page) if b.language == "json" and "request_id" in b.body]
+    (log,) = [
+        json.loads(b.body) for b in blocks(page) if b.language == "json" and "request_id" in b.body
+    ]
     assert set(log) == set(line) and set(log["stages"]) == set(line["stages"])
     assert {name: type(value) for name, value in log.items()} == {
         name: type(value) for name, value in line.items()

@@ -41,12 +41,20 @@ def test_tutorial(tutorial: Any, root: Path) -> None:
     lines = tutorial.ran
     for word in ("check", "train", "evaluate", "export", "index", "search", "serve"):
         assert any(line.startswith(f"retrieval {word} ") for line in lines), word
-    assert any("--set" in line for line in lines) and any(line.startswith("curl ") for line in lines)
+    assert any("--set" in line for line in lines) and any(
+        line.startswith("curl ") for line in lines
+    )
     with contextlib.chdir(tutorial.folder):  # the recipe's paths start there
         run = load_run(Path("runs", "photos"))
         second = load_run(Path("runs", "beta20")).recipe
-    assert (len(run.splits.train), len(run.splits.validation), len(run.splits.query)) == (1007, 250, 539)
-    assert set(Bundle.open(tutorial.folder / "runs" / "photos" / "bundle").manifest.variants) == {"int8"}
+    assert (len(run.splits.train), len(run.splits.validation), len(run.splits.query)) == (
+        1007,
+        250,
+        539,
+    )
+    assert set(Bundle.open(tutorial.folder / "runs" / "photos" / "bundle").manifest.variants) == {
+        "int8"
+    }
     assert second.loss is not None and second.loss.parameters["beta"] == 20 and second.seed == 1
 
 
@@ -55,7 +63,9 @@ def test_tutorial_shows_the_sentences_that_come(
 ) -> None:
     page = root / "docs" / "tutorial.md"
     recipe = (tutorial.folder / "photos.toml").read_text(encoding="utf-8")
-    wrong = recipe.replace("embedding_size", "embeding_size").replace("multi_similarity", "multi_similarty")
+    wrong = recipe.replace("embedding_size", "embeding_size").replace(
+        "multi_similarity", "multi_similarty"
+    )
     (tutorial.folder / "wrong.toml").write_text(wrong, encoding="utf-8")
     shown = next(block.body for block in blocks(page) if block.body.startswith("Error: "))
     with contextlib.chdir(tutorial.folder):
@@ -63,7 +73,9 @@ def test_tutorial_shows_the_sentences_that_come(
             read_recipe(Path("wrong.toml"))
         checked = tutorial.call(["check", "photos.toml"], "tutorial.md").splitlines()
     assert f"Error: {refused.value}\n" == shown
-    shown = next(block.body for block in blocks(page) if block.body.startswith("data: ")).splitlines()
+    shown = next(
+        block.body for block in blocks(page) if block.body.startswith("data: ")
+    ).splitlines()
     assert checked[:2] == shown[:2] and checked[-1] == shown[-1]
 
 
@@ -118,7 +130,9 @@ def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
     printed, shown = [], []
     with contextlib.chdir(reader.folder):
         for block in blocks(root / "docs" / "learners.md"):
-            if block.language == "python":  # one notebook: a block goes on where the one before it ended
+            if (
+                block.language == "python"
+            ):  # one notebook: a block goes on where the one before it ended
                 out = io.StringIO()
                 with contextlib.redirect_stdout(out):
                     exec(compile(block.body, str(block), "exec"), names)
@@ -134,7 +148,9 @@ def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
     assert run.recipe.learner is not None and run.recipe.learner.parameters["random_state"] == 1
 
 
-def test_errors_shows_what_its_code_prints(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+def test_errors_shows_what_its_code_prints(
+    reader: Any, root: Path, blocks: Callable[..., Any]
+) -> None:
     page = root / "docs" / "errors.md"
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -55,7 +55,9 @@ def test_the_loss_has_under_twenty_lines_and_trains(
         and run.recipe.loss.table == {"name": "my_loss.margin", "gap": 0.3}
         and run.recipe.train.epochs == 1
     )
-    shown = reader.call(["plugins", "show", "my_loss.margin", "--plugin", "my_loss.py"], "README.md")
+    shown = reader.call(
+        ["plugins", "show", "my_loss.margin", "--plugin", "my_loss.py"], "README.md"
+    )
     assert "half the margin's width" in shown and "gap = 0.2" in shown
 
 

@@ -15,7 +15,10 @@ PAGE = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
 
 def known() -> set[str]:
     """The names of all tests of stores."""
-    files = [*(ROOT / "tests" / "stores").glob("test_*.py"), *(ROOT / "tests" / "serving").glob("test_*.py")]
+    files = [
+        *(ROOT / "tests" / "stores").glob("test_*.py"),
+        *(ROOT / "tests" / "serving").glob("test_*.py"),
+    ]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     return {*re.findall(r"^ *(?:async )?def (test_\w+)", text, re.M), *dir(testing.StoreSuite)}
 
@@ -31,7 +34,9 @@ def test_every_line_of_the_table_names_tests_that_are_there() -> None:
         names = re.findall(r"`([\w./]*test_[\w./]+)`", shown)
         assert names, f"no test shows: {row}"
         for name in names:
-            assert (ROOT / name).is_file() if "/" in name else name in there, f"there is no {name}: {row}"
+            assert (ROOT / name).is_file() if "/" in name else name in there, (
+                f"there is no {name}: {row}"
+            )
     assert lines >= 14
 
 

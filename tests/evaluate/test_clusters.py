@@ -50,8 +50,12 @@ def test_against_plain_counting(seed):
     generator = np.random.default_rng(seed)
     classes = generator.integers(0, 5, 70) * 1000
     clusters = np.where(generator.random(70) < 0.6, classes // 1000, generator.integers(0, 7, 70))
-    assert nmi(clusters, classes) == pytest.approx(plain_nmi(clusters.tolist(), classes.tolist()), abs=1e-12)
-    assert nmi(clusters, classes) == pytest.approx(normalized_mutual_info_score(classes, clusters), abs=1e-12)
+    assert nmi(clusters, classes) == pytest.approx(
+        plain_nmi(clusters.tolist(), classes.tolist()), abs=1e-12
+    )
+    assert nmi(clusters, classes) == pytest.approx(
+        normalized_mutual_info_score(classes, clusters), abs=1e-12
+    )
     assert pair_f1(clusters, classes) == pytest.approx(
         plain_f1(clusters.tolist(), classes.tolist()), abs=1e-12
     )
@@ -113,7 +117,8 @@ def spread(codes, found):
 
 
 @pytest.mark.parametrize(
-    ("items", "width", "classes"), [(1_000, 8, 3), (2_000, 16, 31), (2_000, 16, 40), (3_000, 24, 700)]
+    ("items", "width", "classes"),
+    [(1_000, 8, 3), (2_000, 16, 31), (2_000, 16, 40), (3_000, 24, 700)],
 )
 def test_clusters_are_as_tight_as_those_of_scikit_learn(items, width, classes):
     codes = gaussian(items, width, classes)

@@ -29,7 +29,9 @@ ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r"
 def plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label):
     """Return every figure by its definition, one query and one rank after another, in float64."""
     itself = gallery is None
-    gallery, theirs, their_cameras = (codes, labels, cameras) if itself else (gallery, theirs, their_cameras)
+    gallery, theirs, their_cameras = (
+        (codes, labels, cameras) if itself else (gallery, theirs, their_cameras)
+    )
     sums, asked = dict.fromkeys(ALL, 0.0), 0
     for i, code in enumerate(np.asarray(codes, float)):
         order = []
@@ -49,7 +51,9 @@ def plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label):
         sums["recall_at_4"] += any(hits[:4])
         sums["precision_at_5"] += sum(hits[:5]) / 5
         sums["r_precision"] += sum(hits[:relevant]) / relevant
-        sums["map_at_r"] += sum(precision[j] for j in range(min(relevant, len(hits))) if hits[j]) / relevant
+        sums["map_at_r"] += (
+            sum(precision[j] for j in range(min(relevant, len(hits))) if hits[j]) / relevant
+        )
         sums["map"] += sum(precision[j] for j in range(len(hits)) if hits[j]) / relevant
     return {name: value / asked for name, value in sums.items()}, asked
 
@@ -58,7 +62,9 @@ def items(seed: int, count: int, tied: bool):
     random = np.random.default_rng(seed)
     labels = np.minimum(random.geometric(0.25, count), 9)
     codes = (
-        random.integers(0, 3, (count, 2)) if tied else random.normal(size=(count, 5)) + labels[:, None] * 0.3
+        random.integers(0, 3, (count, 2))
+        if tied
+        else random.normal(size=(count, 5)) + labels[:, None] * 0.3
     )
     cameras = [["a", "b", "c", "", None][i] for i in random.integers(0, 5, count)]
     return codes.astype(np.float32), labels, cameras
@@ -91,7 +97,9 @@ def test_block_sizes_give_the_very_same_figures():
     codes, labels, cameras = items(4, 120, True)
     first = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras))
     for block in (1, 7, 119):
-        assert evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras), block=block) == first
+        assert (
+            evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras), block=block) == first
+        )
 
 
 def test_a_combiners_distance_too():
@@ -103,11 +111,17 @@ def test_a_combiners_distance_too():
     order = np.abs(codes[:, None].astype(float) - codes[None]).sum(2)
     hits = asked = 0
     for i in range(60):
-        seen = [j for j in range(60) if j != i and (cameras[i] in (None, "") or cameras[i] != cameras[j])]
+        seen = [
+            j
+            for j in range(60)
+            if j != i and (cameras[i] in (None, "") or cameras[i] != cameras[j])
+        ]
         if any(labels[j] == labels[i] for j in seen):
             asked += 1
             hits += labels[min(seen, key=lambda j: order[i, j])] == labels[i]
-    found = evaluate(codes, labels, metrics=["recall_at_1"], distance=cityblock, exclude=Exclusion(cameras))
+    found = evaluate(
+        codes, labels, metrics=["recall_at_1"], distance=cityblock, exclude=Exclusion(cameras)
+    )
     assert found.queries == asked and found.values["recall_at_1"] == pytest.approx(hits / asked)
 
 
@@ -116,7 +130,13 @@ def test_values_that_do_not_fit():
     with pytest.raises(DataError, match="20 queries and 19 values to exclude by"):
         evaluate(codes, labels, exclude=Exclusion(cameras[1:]))
     with pytest.raises(DataError, match="20 gallery items and 3 values"):
-        evaluate(codes, labels, gallery=codes, gallery_labels=labels, exclude=Exclusion(cameras, ["a"] * 3))
+        evaluate(
+            codes,
+            labels,
+            gallery=codes,
+            gallery_labels=labels,
+            exclude=Exclusion(cameras, ["a"] * 3),
+        )
     every = evaluate(codes, labels, exclude=Exclusion(["one"] * 20))
     assert every.queries == 0 and every.singletons == 20
 
@@ -133,7 +153,8 @@ def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
 def distances(ours, others):
     """Return distances as figures compare them, one pair after another in float64, rounded to float32."""
     apart = [
-        [sum((float(a) - float(b)) ** 2 for a, b in zip(p, g, strict=True)) for g in others] for p in ours
+        [sum((float(a) - float(b)) ** 2 for a, b in zip(p, g, strict=True)) for g in others]
+        for p in ours
     ]
     return np.sqrt(np.array(apart, np.float32))
 
@@ -156,14 +177,21 @@ def test_open_set_by_the_definition(same_label, tied, parted):
     for far in (0.0, 0.1, 0.5):
         rates = []
         for t in {a for a, j in best if j >= 0}:
-            false = sum(a <= t for (a, j), k in zip(best, known, strict=True) if not k) / known.count(False)
+            false = sum(
+                a <= t for (a, j), k in zip(best, known, strict=True) if not k
+            ) / known.count(False)
             right = sum(k and a <= t and theirs[j] == labels[i] for i, ((a, j), k) in enumerate(zip(best, known, strict=True)))  # fmt: skip
             rates.append(right / sum(known) if false <= far else 0.0)
         expected[f"dir_at_far_{far:g}"] = max(rates)
     numbers = np.asarray(labels), np.asarray(theirs)
     exclude = Exclusion(cameras, their_cameras if parted else None, same_label)
     found = open_set(
-        codes, numbers[0], gallery if parted else None, numbers[1], fars=(0.0, 0.1, 0.5), exclude=exclude
+        codes,
+        numbers[0],
+        gallery if parted else None,
+        numbers[1],
+        fars=(0.0, 0.1, 0.5),
+        exclude=exclude,
     )
     assert found == pytest.approx(expected, abs=1e-12)
 
@@ -175,7 +203,9 @@ def test_who_may_see_nothing_is_never_accepted():
     every = open_set(codes, labels, gallery, theirs, fars=(1.0,), exclude=exclude)
     assert every == {"dir_at_far_1": 1.0}  # both of class 0, the only ones that see their own
     blind = Exclusion(["a", "a", "b", "b"], ["b"] * 5)
-    assert open_set(codes, labels, gallery, theirs, fars=(0.0,), exclude=blind) == {"dir_at_far_0": 1.0}
+    assert open_set(codes, labels, gallery, theirs, fars=(0.0,), exclude=blind) == {
+        "dir_at_far_0": 1.0
+    }
 
 
 @pytest.mark.parametrize("parted", [False, True])
@@ -213,7 +243,9 @@ def test_a_query_is_expanded_with_what_it_may_see(parted):
         changed = expanded(codes, gallery if parted else None, k=4, alpha=2.0, hidden=given)
         right = changed.query if changed.gallery is None else changed.gallery
         found = changed.distance(torch.from_numpy(changed.query), torch.from_numpy(right)).numpy()
-        expected = np.linalg.norm(np.array(means)[:, None] - np.asarray(gallery, float)[None], axis=2)
+        expected = np.linalg.norm(
+            np.array(means)[:, None] - np.asarray(gallery, float)[None], axis=2
+        )
         assert np.allclose(found, expected, rtol=0, atol=1e-9) == same
 
 
@@ -222,17 +254,23 @@ def test_reranked_answers_lose_what_is_hidden(same_label):
     """Re-ranking looks at all, and what is hidden is dropped from its answers, as published code does."""
     codes, labels, cameras = items(11, 40, False)
     changed = reranked(codes[:15], codes[15:], k1=6, k2=3)
-    apart = changed.distance(torch.from_numpy(changed.query), torch.from_numpy(changed.gallery)).numpy()
+    apart = changed.distance(
+        torch.from_numpy(changed.query), torch.from_numpy(changed.gallery)
+    ).numpy()
     hits = []
     for i in range(15):
         seen = seen_by(i, labels, cameras, labels[15:], cameras[15:], False, same_label)
         if any(labels[15 + j] == labels[i] for j in seen):
-            hits.append(labels[15 + min(seen, key=lambda j: (np.float32(apart[i, j]), j))] == labels[i])
+            hits.append(
+                labels[15 + min(seen, key=lambda j: (np.float32(apart[i, j]), j))] == labels[i]
+            )
     found = evaluate(
         changed.query, labels[:15], gallery=changed.gallery, gallery_labels=labels[15:], metrics=["recall_at_1"],
         distance=changed.distance, exclude=Exclusion(cameras[:15], cameras[15:], same_label),
     )  # fmt: skip
-    assert found.queries == len(hits) and found.values["recall_at_1"] == pytest.approx(np.mean(hits))
+    assert found.queries == len(hits) and found.values["recall_at_1"] == pytest.approx(
+        np.mean(hits)
+    )
 
 
 def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +295,9 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     assert (json.loads(done.out)["queries"], json.loads(done.out)["gallery"]) == (4, 12)
     check_the_report(check_the_rows())
     refused = cli("evaluate", "runs/r", "--bundle", "none")
-    assert refused.code == 2 and "[evaluate] exclude: a bundle measures no such figures" in refused.err
+    assert (
+        refused.code == 2 and "[evaluate] exclude: a bundle measures no such figures" in refused.err
+    )
     refused = cli("evaluate", "runs/r", "--ray", "local")
     assert refused.code == 2 and "--ray belongs to a folder of embeddings" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
@@ -278,7 +318,9 @@ def check_the_rows() -> Any:
         run.splits.query,
         run.splits.gallery[labels[run.splits.gallery] != 7],
     )  # the last class is unknown
-    rows = dict(Protocol(run, query, gallery).measure(codes[query], codes[gallery], metrics=["recall_at_1"]))
+    rows = dict(
+        Protocol(run, query, gallery).measure(codes[query], codes[gallery], metrics=["recall_at_1"])
+    )
     assert list(rows) == ["", " re-ranked", " expanded"]
     exclude = Exclusion([cameras[i] for i in query], [cameras[i] for i in gallery])
     changed = expanded(
@@ -288,7 +330,13 @@ def check_the_rows() -> Any:
         ("", codes[query], codes[gallery], None), (" expanded", changed.query, changed.gallery, changed.distance),
     ):  # fmt: skip
         rates = open_set(
-            left, labels[query], right, labels[gallery], fars=(0.5,), distance=distance, exclude=exclude
+            left,
+            labels[query],
+            right,
+            labels[gallery],
+            fars=(0.5,),
+            distance=distance,
+            exclude=exclude,
         )
         assert rows[name].values["dir_at_far_0.5"] == rates["dir_at_far_0.5"]
     return codes

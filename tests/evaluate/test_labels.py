@@ -57,8 +57,12 @@ def test_a_missing_label_is_refused_with_its_row(take: Callable[[Any], Any], lab
 
 @takers
 @pytest.mark.parametrize("labels", TWO_KINDS.values(), ids=TWO_KINDS)
-def test_text_beside_numbers_is_refused_with_a_row_of_each(take: Callable[[Any], Any], labels: Any) -> None:
-    with pytest.raises(DataError, match=r"two kinds, .* row 0 is '1' \(str\) and row 1 is 1 \(int\)"):
+def test_text_beside_numbers_is_refused_with_a_row_of_each(
+    take: Callable[[Any], Any], labels: Any
+) -> None:
+    with pytest.raises(
+        DataError, match=r"two kinds, .* row 0 is '1' \(str\) and row 1 is 1 \(int\)"
+    ):
         take(labels)
 
 
@@ -151,7 +155,9 @@ def test_without_items_the_sentence_says_so() -> None:
 def test_a_missing_value_is_no_group(missing: Any) -> None:
     labels = ["a", "a", "b", "b", "c", "c"]
     assert set(evaluate(CODES, labels, by=["v", "w"] * 3).groups) == {"v", "w"}
-    with pytest.raises(DataError, match=r"3 of 6 values to group by are missing .* rows 1, 3, 5 from 0 on"):
+    with pytest.raises(
+        DataError, match=r"3 of 6 values to group by are missing .* rows 1, 3, 5 from 0 on"
+    ):
         evaluate(CODES, labels, by=["v", missing] * 3)
     with pytest.raises(DataError, match="values to group by are of two kinds"):
         evaluate(CODES, labels, by=["1", 1] * 3)
@@ -167,12 +173,18 @@ def test_a_missing_value_to_exclude_by_is_shared_with_none(missing: Any) -> None
 
 def test_a_missing_level_is_shared_with_none() -> None:
     rows = np.arange(3)
-    assert (Levels([["a", "b", "c"], [NAN] * 3])(rows) == Levels([["a", "b", "c"], [None] * 3])(rows)).all()
+    assert (
+        Levels([["a", "b", "c"], [NAN] * 3])(rows) == Levels([["a", "b", "c"], [None] * 3])(rows)
+    ).all()
 
 
-@pytest.mark.parametrize("tags", [["ab", "b"], [["ab"], NAN], [["ab"], None], [["ab"], [NAN]]], ids=repr)
+@pytest.mark.parametrize(
+    "tags", [["ab", "b"], [["ab"], NAN], [["ab"], None], [["ab"], [NAN]]], ids=repr
+)
 def test_tags_that_are_no_lists_of_text_are_refused(tags: Any) -> None:
-    with pytest.raises(DataError, match=r"query labels in row [01] are .*give each item a list of text"):
+    with pytest.raises(
+        DataError, match=r"query labels in row [01] are .*give each item a list of text"
+    ):
         Tags(tags)
 
 
@@ -197,7 +209,9 @@ def test_kinds_of_pairs_are_read_as_truth_or_as_one_and_zero() -> None:
     expected = verification(distances, [True, True, False, False], folds).values
     for same in ([1, 1, 0, 0], [1.0, 1.0, 0.0, 0.0], np.array([True, True, False, False], object)):
         assert verification(distances, same, folds).values == expected
-    assert verification(distances, torch.tensor([True, True, False, False]), folds).values == expected
+    assert (
+        verification(distances, torch.tensor([True, True, False, False]), folds).values == expected
+    )
 
 
 @pytest.mark.parametrize("folds", [[0, NAN, 0, 1], ["a", NAN, "a", "b"], ["a", None, "a", "b"]])

@@ -20,7 +20,15 @@ from retrieval.model.metrics import (
 )
 from sklearn.datasets import load_digits
 
-ALL = ["recall_at_1", "recall_at_4", "precision_at_1", "precision_at_5", "r_precision", "map_at_r", "map"]
+ALL = [
+    "recall_at_1",
+    "recall_at_4",
+    "precision_at_1",
+    "precision_at_5",
+    "r_precision",
+    "map_at_r",
+    "map",
+]
 
 
 def plain(codes, labels, gallery=None, gallery_labels=None):
@@ -58,7 +66,9 @@ def digits():
 
 def random_codes(seed, count=70, classes=9, tied=False):
     generator = np.random.default_rng(seed)
-    labels = np.minimum(generator.geometric(0.25, count), classes)  # unequal classes, some of one item
+    labels = np.minimum(
+        generator.geometric(0.25, count), classes
+    )  # unequal classes, some of one item
     if tied:
         codes = generator.integers(0, 3, size=(count, 2)).astype(np.float32)
     else:
@@ -88,8 +98,16 @@ def test_query_and_gallery_against_the_definitions(tied):
 
 
 def calculated(codes, labels, gallery=None, theirs=None):
-    names = ("precision_at_1", "r_precision", "mean_average_precision_at_r", "mean_average_precision")
-    tensors = [None if each is None else torch.from_numpy(each) for each in (codes, labels, gallery, theirs)]
+    names = (
+        "precision_at_1",
+        "r_precision",
+        "mean_average_precision_at_r",
+        "mean_average_precision",
+    )
+    tensors = [
+        None if each is None else torch.from_numpy(each)
+        for each in (codes, labels, gallery, theirs)
+    ]
     found = AccuracyCalculator(include=names, device=torch.device("cpu")).get_accuracy(*tensors)
     found["map_at_r"], found["map"] = found.pop(names[2]), found.pop(names[3])
     return found
@@ -116,7 +134,9 @@ def test_against_pytorch_metric_learning_where_ties_decide_nothing():
     codes, labels = random_codes(2, count=60)
     codes, labels = np.repeat(codes, 2, axis=0), np.repeat(labels, 2)
     names = ["precision_at_1", "r_precision", "map_at_r", "map"]
-    assert evaluate(codes, labels, metrics=names).values == pytest.approx(calculated(codes, labels), abs=1e-6)
+    assert evaluate(codes, labels, metrics=names).values == pytest.approx(
+        calculated(codes, labels), abs=1e-6
+    )
 
 
 def test_ties_are_ordered_by_row():
@@ -134,7 +154,9 @@ def test_block_sizes_give_the_very_same_figures(digits):
     codes = np.concatenate([codes, codes.reshape(-1, 8, 8)[:, ::-1].reshape(-1, 64)] * 2)
     labels = np.concatenate([np.minimum(labels, 4)] * 4)  # a class six times as large as the others
     names = [name for name in ALL if name != "map"]
-    first = evaluate(codes[:500], labels[:500], gallery=codes, gallery_labels=labels, metrics=names).values
+    first = evaluate(
+        codes[:500], labels[:500], gallery=codes, gallery_labels=labels, metrics=names
+    ).values
     for block in (1, 61, 499):
         other = evaluate(
             codes[:500], labels[:500], gallery=codes, gallery_labels=labels, metrics=names, block=block
@@ -152,13 +174,20 @@ def test_labels_are_compared_exactly(digits):
     assert evaluate(codes, labels.astype(np.uint64) + 2**63, metrics=names).values == expected
     assert evaluate(codes, [f"class {label}" for label in labels], metrics=names).values == expected
     assert evaluate(codes, labels.astype(str).astype(object), metrics=names).values == expected
-    assert evaluate(torch.from_numpy(codes), torch.from_numpy(labels), metrics=names).values == expected
+    assert (
+        evaluate(torch.from_numpy(codes), torch.from_numpy(labels), metrics=names).values
+        == expected
+    )
     # In float32 these two are one class, and Recall@1 would be 1.
     near = np.array([2**24, 2**24 + 1, 2**24, 2**24 + 1])
     two = np.array([[0.0], [0.1], [5.0], [5.1]])
     assert evaluate(two, near, metrics=["recall_at_1"]).values == {"recall_at_1": 0}
     far = evaluate(
-        two, near, gallery=two, gallery_labels=near.astype(np.uint64) + 2**63, metrics=["recall_at_1"]
+        two,
+        near,
+        gallery=two,
+        gallery_labels=near.astype(np.uint64) + 2**63,
+        metrics=["recall_at_1"],
     )
     assert far.queries == 0
 
@@ -208,7 +237,9 @@ def test_a_metric_of_ones_own_and_its_depth(digits):
             seen.append((matches.shape[1], len(matches) == len(relevant)))
             return np.where(matches.any(1), 1 / (matches.argmax(1) + 1), 0.0)
 
-    found = evaluate(digits[0][:400], digits[1][:400], metrics={"rank": ReciprocalRank()}, block=150)
+    found = evaluate(
+        digits[0][:400], digits[1][:400], metrics={"rank": ReciprocalRank()}, block=150
+    )
     assert seen == [(30, True)] * 3
     assert 0.9 < found.values["rank"] < 1
 
@@ -261,7 +292,9 @@ def test_a_metric_with_parameters_is_called_by_them(digits):
     values = evaluate(digits[0][:300], digits[1][:300], metrics=found).values
     assert values["core.recall_at(k=4)"] == values["recall_at_4"] > values["core.recall_at"]
     assert found["recall_at(k=12)"].depth == 12
-    with pytest.raises(RecipeError, match=r"kk: core\.recall_at has no such parameter .*Did you mean 'k'"):
+    with pytest.raises(
+        RecipeError, match=r"kk: core\.recall_at has no such parameter .*Did you mean 'k'"
+    ):
         resolve_metrics([{"name": "core.recall_at", "kk": 4}], load_plugins())
 
 
@@ -290,7 +323,10 @@ def test_table(digits):
         ({"codes": np.full((3, 2), np.nan)}, "diverged"),
         ({"codes": np.ones(3)}, r"codes have shape \(3,\): codes must be a matrix"),
         ({"codes": np.ones(5), "labels": [1]}, r"codes have shape \(5,\): codes must be a matrix"),
-        ({"codes": torch.ones(5), "labels": [1]}, r"codes have shape \(5,\): codes must be a matrix"),
+        (
+            {"codes": torch.ones(5), "labels": [1]},
+            r"codes have shape \(5,\): codes must be a matrix",
+        ),
         ({"gallery": np.ones(2), "gallery_labels": [1]}, r"gallery codes have shape \(2,\)"),
     ],
 )

@@ -128,7 +128,9 @@ def test_near_duplicates_far_from_the_origin_are_told_apart():
         ]
         order = sorted(range(400), key=lambda j: (np.float32(float(exact[j])), j))[:30]
         assert rows[query].tolist() == order
-        np.testing.assert_allclose(distances[query], [float(exact[j]) ** 0.5 for j in order], rtol=3e-7)
+        np.testing.assert_allclose(
+            distances[query], [float(exact[j]) ** 0.5 for j in order], rtol=3e-7
+        )
 
 
 def test_crowded_and_lone_codes_together():
@@ -146,7 +148,9 @@ def test_crowded_and_lone_codes_together():
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-22, 1e22, 1e37])
 def test_neither_tiny_nor_huge_codes_leave_float32(unit, scale):
-    rows, distances = exact_neighbors(unit[:30] * np.float32(scale), unit[:900] * np.float32(scale), 10)
+    rows, distances = exact_neighbors(
+        unit[:30] * np.float32(scale), unit[:900] * np.float32(scale), 10
+    )
     expected_rows, expected = brute(
         (unit[:30] * np.float32(scale)).astype(np.float64) / scale,
         (unit[:900] * np.float32(scale)).astype(np.float64) / scale,
@@ -157,7 +161,8 @@ def test_neither_tiny_nor_huge_codes_leave_float32(unit, scale):
 
 
 @pytest.mark.parametrize(
-    "kind", ["float16", "float64", "int64", "uint8", "torch.float16", "torch.bfloat16", "torch.int32"]
+    "kind",
+    ["float16", "float64", "int64", "uint8", "torch.float16", "torch.bfloat16", "torch.int32"],
 )
 def test_types_are_taken_as_they_are(digits, kind):
     if kind.startswith("torch."):

@@ -42,19 +42,25 @@ def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
 def test_a_gallery_of_its_own():
     codes, labels = clusters(400)
     theirs = {"gallery_labels": labels[90:], "metrics": METRICS}
-    found = pairwise(ArrayRows(codes[:90]), labels[:90], gallery=ArrayRows(codes[90:]), block=33, **theirs)
+    found = pairwise(
+        ArrayRows(codes[:90]), labels[:90], gallery=ArrayRows(codes[90:]), block=33, **theirs
+    )
     assert found == evaluate(codes[:90], labels[:90], gallery=codes[90:], **theirs)
 
 
 def test_by_plain_loops():
     codes, labels = clusters(120)
-    found = pairwise(ArrayRows(codes), labels, metrics=["recall_at_1"], block=17).values["recall_at_1"]
+    found = pairwise(ArrayRows(codes), labels, metrics=["recall_at_1"], block=17).values[
+        "recall_at_1"
+    ]
     right = []
     for row in range(120):
         others = [at for at in range(120) if at != row]
         if not any(labels[at] == labels[row] for at in others):
             continue
-        exact = [(np.float32(((codes[at].astype(float) - codes[row]) ** 2).sum()), at) for at in others]
+        exact = [
+            (np.float32(((codes[at].astype(float) - codes[row]) ** 2).sum()), at) for at in others
+        ]
         right.append(labels[min(exact)[1]] == labels[row])
     assert found == np.mean(right)
 
@@ -84,7 +90,9 @@ def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_pat
     assert evaluate_vectors(tmp_path / "v", progress=False) == wanted
     shown = cli("evaluate", tmp_path / "v", "--metric", "recall_at_1")
     assert (
-        shown.code == 0 and f"{wanted.values['recall_at_1']:.4f}" in shown.out and "150 queries" in shown.out
+        shown.code == 0
+        and f"{wanted.values['recall_at_1']:.4f}" in shown.out
+        and "150 queries" in shown.out
     )
     assert "belongs to a run" in cli("evaluate", tmp_path / "v", "--clusters").err
 
@@ -108,9 +116,13 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
     from retrieval.serving.index.locations import PLAN, Source
 
     folder.mkdir()
-    plan = Plan("0" * 64, None, "", parts * size, size, 1, {"vector": WIDE}, [1, 1], complete=True, bad=0)
+    plan = Plan(
+        "0" * 64, None, "", parts * size, size, 1, {"vector": WIDE}, [1, 1], complete=True, bad=0
+    )
     for number in range(parts):
-        items = [Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)]
+        items = [
+            Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)
+        ]
         embedded = EmbeddedPart(number, [Embedded()] * size, {"vector": codes(number)})
         write_part(folder, plan, items, embedded)
     (folder / PLAN).write_text(plan.text())

@@ -54,7 +54,9 @@ def makers() -> ModuleType:
 def made(makers: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plot")
     makers.write_digits(folder / "digits", 60)
-    build_index(makers.make_bundle(folder / "bundle"), [folder / "digits"], folder / "index", progress=False)
+    build_index(
+        makers.make_bundle(folder / "bundle"), [folder / "digits"], folder / "index", progress=False
+    )
     return folder
 
 
@@ -113,13 +115,17 @@ def test_queries_may_be_bytes_arrays_and_colour_images(made: Path, index: Index)
     figure = retrieval.plot.neighbours(
         index, [path.read_bytes(), np.asarray(Image.open(path)), colour, str(path)], 2
     )
-    assert titles(figure)[::3] == ["query"] * 4 and not any("✓" in t or "✗" in t for t in titles(figure))
+    assert titles(figure)[::3] == ["query"] * 4 and not any(
+        "✓" in t or "✗" in t for t in titles(figure)
+    )
     np.testing.assert_array_equal(drawn(figure.axes[0]), drawn(figure.axes[3]))
     shown = drawn(figure.axes[6])
     assert shown.shape == (128, 256, 3) and (shown == (255, 0, 0)).all()
 
 
-def test_a_file_that_is_gone_is_an_empty_cell(made: Path, makers: ModuleType, tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_an_empty_cell(
+    made: Path, makers: ModuleType, tmp_path: Path
+) -> None:
     shutil.copytree(made / "digits", tmp_path / "digits")
     build_index(made / "bundle", [tmp_path / "digits"], tmp_path / "index", progress=False)
     gone = tmp_path / "digits" / "3" / "0003.png"
@@ -153,15 +159,22 @@ def test_neighbours_says_what_it_cannot_draw(
     np.savez(tmp_path / "f.npz", features=np.eye(20), labels=np.arange(20))
     bundle = makers.make_bundle(tmp_path / "b", kind="features", features=20)
     build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
-    with open_index(tmp_path / "i") as vectors, pytest.raises(DataError, match="holds vectors, not images"):
+    with (
+        open_index(tmp_path / "i") as vectors,
+        pytest.raises(DataError, match="holds vectors, not images"),
+    ):
         retrieval.plot.neighbours(vectors, image)
 
 
 def test_curves_shows_each_epoch(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in EPOCHS), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(e) + "\n" for e in EPOCHS), encoding="utf-8"
+    )
     figure = retrieval.plot.curves(tmp_path)
     losses, validation = figure.axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in (*losses.lines, *validation.lines)}
+    lines = {
+        line.get_label(): line.get_xydata().tolist() for line in (*losses.lines, *validation.lines)
+    }
     assert lines["loss"] == [[1, 1.5], [2, 0.9], [3, 0.7]]
     assert lines["generator loss"] == [[3, 3.0]]
     assert lines["map at r"] == [[1, 0.2], [2, 0.6], [3, 0.6]]
@@ -181,7 +194,9 @@ def test_curves_without_validation_has_one_panel(tmp_path: Path) -> None:
     ("text", "said"),
     [(None, "Give the folder of a run"), ("{", "not JSON"), ("", "no epoch"), ('{"loss": "x"}\n', "no epoch"), ("3\n", "no epoch")],
 )  # fmt: skip
-def test_curves_says_what_is_wrong_with_a_folder(tmp_path: Path, text: str | None, said: str) -> None:
+def test_curves_says_what_is_wrong_with_a_folder(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(DataError, match=said) as refused:
@@ -201,7 +216,9 @@ def test_map_places_every_item_beside_its_class(method: Any) -> None:
     assert "50 items of 3 classes" in panel.get_title()
     centres = np.array([points.mean(axis=0) for points in groups.values()])
     own = np.linalg.norm(groups["class 0"] - centres[0], axis=1).max()
-    assert own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()  # setosa is apart by either method
+    assert (
+        own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()
+    )  # setosa is apart by either method
 
 
 def test_a_map_by_pca_is_the_projection_and_says_how_much_it_keeps() -> None:

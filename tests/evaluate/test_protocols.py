@@ -26,7 +26,9 @@ def items(seed: int, count: int, tied: bool = False):
     random = np.random.default_rng(seed)
     labels = random.integers(0, 8, count)
     codes = (
-        random.integers(0, 3, (count, 2)) if tied else random.normal(size=(count, 4)) + labels[:, None] * 0.2
+        random.integers(0, 3, (count, 2))
+        if tied
+        else random.normal(size=(count, 4)) + labels[:, None] * 0.2
     )
     return codes.astype(np.float32), labels, random
 
@@ -41,7 +43,9 @@ def ranked(codes, gallery, i, itself, hidden=lambda j: False):
 def plain(codes, gallery, grade, match, itself, hidden=lambda i, j: False):
     sums, asked = dict.fromkeys(GRADED, 0.0), 0
     for i in range(len(codes)):
-        order = [grade(i, j) for j in ranked(codes, gallery, i, itself, lambda j, i=i: hidden(i, j))]
+        order = [
+            grade(i, j) for j in ranked(codes, gallery, i, itself, lambda j, i=i: hidden(i, j))
+        ]
         if not any(g >= match for g in order):
             continue
         asked += 1
@@ -75,7 +79,11 @@ def test_levels_of_classes(tied, parted):
 
     def grade(i, j):
         return max(
-            (3 - level for level in range(3) if ours[level][i] and ours[level][i] == theirs[level][j]),
+            (
+                3 - level
+                for level in range(3)
+                if ours[level][i] and ours[level][i] == theirs[level][j]
+            ),
             default=0,
         )
 
@@ -88,7 +96,9 @@ def test_levels_of_classes(tied, parted):
             ]
             return max((3 - level for level in range(3) if same[level]), default=0)
 
-    expected, asked = plain(codes, gallery, grade, 3, not parted, lambda i, j: cameras[i] == their_cameras[j])
+    expected, asked = plain(
+        codes, gallery, grade, 3, not parted, lambda i, j: cameras[i] == their_cameras[j]
+    )
     found = evaluate(
         codes, labels, gallery=gallery if parted else None, gallery_labels=rest[1] if parted else None, metrics=GRADED,
         relevance=Levels(ours, others if parted else None), exclude=Exclusion(cameras, their_cameras if parted else None),
@@ -99,7 +109,8 @@ def test_levels_of_classes(tied, parted):
 def test_items_of_several_labels():
     codes, labels, random = items(3, 40)
     tags = [
-        [f"t{t}" for t in random.choice(12, size=random.integers(0, 4), replace=False)] for _ in range(40)
+        [f"t{t}" for t in random.choice(12, size=random.integers(0, 4), replace=False)]
+        for _ in range(40)
     ]
     expected, asked = plain(codes, codes, lambda i, j: len({*tags[i]} & {*tags[j]}), 1, True)
     found = evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags))
@@ -124,9 +135,14 @@ def test_figures_by_group():
     found = evaluate(codes, labels, metrics=["recall_at_1"], by=vendors)
     for vendor in ("v0", "v1", "v2"):
         hits = [
-            labels[ranked(codes, codes, i, True)[0]] == labels[i] for i in range(50) if vendors[i] == vendor
+            labels[ranked(codes, codes, i, True)[0]] == labels[i]
+            for i in range(50)
+            if vendors[i] == vendor
         ]
-        assert found.groups[vendor] == {"recall_at_1": pytest.approx(np.mean(hits)), "queries": len(hits)}
+        assert found.groups[vendor] == {
+            "recall_at_1": pytest.approx(np.mean(hits)),
+            "queries": len(hits),
+        }
     assert found.values == evaluate(codes, labels, metrics=["recall_at_1"]).values
     with pytest.raises(DataError, match="50 queries and 2 values to group by"):
         evaluate(codes, labels, by=["a", "b"])
@@ -145,7 +161,9 @@ def test_open_set(tied):
     for far, value in zip((0.0, 0.1, 0.5, 1.0), found.values(), strict=True):
         best = 0.0
         for t in apart:
-            accepted = sum(a <= t for a, k in zip(apart, known, strict=True) if not k) / known.count(False)
+            accepted = sum(
+                a <= t for a, k in zip(apart, known, strict=True) if not k
+            ) / known.count(False)
             if accepted <= far:
                 right = sum(k and a <= t and theirs[n] == label for a, k, n, label in zip(apart, known, nearest, labels, strict=True))  # fmt: skip
                 best = max(best, right / known.count(True))
@@ -186,14 +204,19 @@ def test_expansion_of_queries_and_of_the_gallery(parted, queries, alpha):
         changed.query, labels, gallery=changed.gallery, gallery_labels=theirs if parted else None, metrics=["recall_at_1"],
         distance=changed.distance,
     )  # fmt: skip
-    assert found.values["recall_at_1"] == pytest.approx(np.mean(hits)) and found.queries == len(hits)
+    assert found.values["recall_at_1"] == pytest.approx(np.mean(hits)) and found.queries == len(
+        hits
+    )
 
 
 def zhong(codes, k1, k2, weight):
     """Return the final distances of all items to all, by the paper's equations, one pair after another."""
     n = len(codes)
     apart = np.array(
-        [[sum((float(a) - float(b)) ** 2 for a, b in zip(p, g, strict=True)) for g in codes] for p in codes]
+        [
+            [sum((float(a) - float(b)) ** 2 for a, b in zip(p, g, strict=True)) for g in codes]
+            for p in codes
+        ]
     )
     order = [[i, *ranked(codes, codes, i, True)] for i in range(n)]
     scaled = apart / apart.max(axis=1, keepdims=True)
@@ -237,7 +260,9 @@ def test_reranking_by_reciprocal_neighbours(parted):
 
 def test_too_many_items_to_rerank(monkeypatch):
     monkeypatch.setattr("retrieval.evaluation.reordered.MOST", 30)
-    with pytest.raises(DataError, match="there are 36 queries and gallery items; 30 can be re-ranked"):
+    with pytest.raises(
+        DataError, match="there are 36 queries and gallery items; 30 can be re-ranked"
+    ):
         reranked(items(10, 36)[0], None)
 
 
@@ -289,9 +314,13 @@ def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
     )
     table = cli("evaluate", "runs/r").out
     again = json.loads(Path("runs/r/evaluation-test.json").read_text())["figures"]
-    assert again == {row: found["figures"][row] for row in rows[:4]}  # random galleries are the same ones
+    assert again == {
+        row: found["figures"][row] for row in rows[:4]
+    }  # random galleries are the same ones
     assert (
-        "trained, by group:" in table and "over random galleries" in table and "milliseconds a query" in table
+        "trained, by group:" in table
+        and "over random galleries" in table
+        and "milliseconds a query" in table
     )
 
 

@@ -28,7 +28,9 @@ def expected(codes, labels, asked, depth, gallery=None, gallery_labels=None):
 def images():
     found = load_digits().images
     turned = [found, found[:, ::-1]]
-    return np.concatenate(turned).reshape(-1, 64).astype(np.float32), np.tile(load_digits().target, 2)
+    return np.concatenate(turned).reshape(-1, 64).astype(np.float32), np.tile(
+        load_digits().target, 2
+    )
 
 
 def clustered(size=3000, width=24, classes=150):
@@ -42,7 +44,9 @@ def kinds():
     codes, labels = clustered()
     pixels, digit = images()
     unit = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
-    crowd = np.concatenate([np.ones((1500, 24)) + codes[:1500] * 1e-7, codes[1500:]]).astype(np.float32)
+    crowd = np.concatenate([np.ones((1500, 24)) + codes[:1500] * 1e-7, codes[1500:]]).astype(
+        np.float32
+    )
     twice = np.concatenate([codes[:1500], codes[:1500]])
     return {
         "clustered": (codes, labels, True),
@@ -85,7 +89,9 @@ def test_matches_are_those_of_full_search(name):
         assert failures < len(codes) / 20
 
 
-@pytest.mark.parametrize("name", ["clustered", "two decimals", "unit digits", "whole numbers, many ties"])
+@pytest.mark.parametrize(
+    "name", ["clustered", "two decimals", "unit digits", "whole numbers, many ties"]
+)
 def test_deep_ranks_are_those_of_full_search(name):
     """Where one item of a few is asked for, candidates are found and ranked many at a time."""
     codes, labels, _ = KINDS[name]
@@ -119,7 +125,9 @@ def test_what_is_in_doubt_is_measured():
     assert not all(np.array_equal(m[~f], truth[r[~f]]) for r, m, f in sure)
 
 
-@pytest.mark.parametrize("name", ["clustered", "far from zero", "huge", "one far away", "unit digits"])
+@pytest.mark.parametrize(
+    "name", ["clustered", "far from zero", "huge", "one far away", "unit digits"]
+)
 def test_the_error_bound_holds_for_every_pair(name):
     codes, labels, _ = KINDS[name]
     found = Ranking(codes, labels, np.arange(len(codes)), np.full(len(codes), 5))
@@ -143,12 +151,16 @@ def test_classes_of_every_size_and_singletons(itself):
         [np.full(1200, 0), np.full(300, 1), np.repeat(np.arange(2, 700), 3), np.arange(700, 1106)]
     )
     labels = GENERATOR.permutation(labels)
-    queries, query_class = (codes, labels) if itself else (codes[::3] + np.float32(0.1), labels[::3])
+    queries, query_class = (
+        (codes, labels) if itself else (codes[::3] + np.float32(0.1), labels[::3])
+    )
     relevant = np.bincount(labels)[query_class] - int(itself)
     asked = np.flatnonzero(relevant > 0)
     asked = asked[np.argsort(relevant[asked], kind="stable")]
     search = Search(queries, None if itself else codes)
-    truth = expected(queries, query_class, np.arange(len(queries)), 1200, None if itself else codes, labels)
+    truth = expected(
+        queries, query_class, np.arange(len(queries)), 1200, None if itself else codes, labels
+    )
     seen = []
     for rows, matches in matching(search, query_class, labels, asked, relevant[asked]):
         assert matches.shape[1] >= relevant[rows].max()

@@ -81,7 +81,9 @@ def found(run_folder: Path) -> measured.Measured:
 
 @pytest.fixture(scope="module")
 def file(run_folder: Path) -> Path:
-    return write.report([run_folder], run_folder.parent / "out" / "report.html", map="pca", progress=False)
+    return write.report(
+        [run_folder], run_folder.parent / "out" / "report.html", map="pca", progress=False
+    )
 
 
 def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
@@ -150,7 +152,9 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
     seen = measured.measure(load_run(tmp_path / "run"), 1000, 48)
     assert [int(seen.query[row]) for row in measured.suspects(seen)] == [95]
     assert measured.confusions(seen) == [("6", "7", 1, 13)]
-    text = write.report([tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False).read_text()
+    text = write.report(
+        [tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False
+    ).read_text()
     assert (
         "Labels that are likely wrong" in text
         and "t-SNE by the learned distance" in text
@@ -160,17 +164,24 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
     assert len(sampled.query) == 10 and sampled.asked == 48 and len(sampled.pairs.items) == 20
 
 
-def test_the_file_is_whole_bounded_and_what_names_hold_is_text(file: Path, run_folder: Path) -> None:
+def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
+    file: Path, run_folder: Path
+) -> None:
     text = file.read_text(encoding="utf-8")
     for each in ("Best queries", "Worst queries", "Random queries", "Classes taken for one another", "Curves of training", "PCA of the codes",
                  "A &lt;panel&gt; of mine", "&lt;b&gt;8&lt;/b&gt;"):  # fmt: skip
         assert each in text
     assert "<b>" not in text and text.count("</script>") == 3, "two of data, one of the script"
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "url(" not in text
-    few = write.report([run_folder], file.with_name("few.html"), map="pca", thumbnails=5, progress=False)
+    few = write.report(
+        [run_folder], file.with_name("few.html"), map="pca", thumbnails=5, progress=False
+    )
     pictures = set(re.findall(r"data:image/png;base64,[^\"]+", few.read_text(encoding="utf-8")))
     assert len(pictures) == 5 and few.stat().st_size < file.stat().st_size
-    assert write.report([run_folder], file, map="pca", progress=False).read_text(encoding="utf-8") == text
+    assert (
+        write.report([run_folder], file, map="pca", progress=False).read_text(encoding="utf-8")
+        == text
+    )
 
 
 def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
@@ -187,14 +198,18 @@ def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
 
 def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone is not a run(.|\n)*other is not a run"):
-        write.report([tmp_path / "gone", run_folder, tmp_path / "other"], tmp_path / "r.html", progress=False)
+        write.report(
+            [tmp_path / "gone", run_folder, tmp_path / "other"], tmp_path / "r.html", progress=False
+        )
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"output": tmp_path}, "is a folder"), ({"map": "lle"}, "tsne, umap, pca, none"), ({"thumbnails": -1}, "from 0 to 5,000"),
         ({"sample": 9}, "from 10"), ({"queries": 0}, "from 1"),
     ]  # fmt: skip
     for options, sentence in wrong:
         with pytest.raises(DataError, match=sentence):
-            write.report([run_folder], **{"output": tmp_path / "r.html", "progress": False, **options})
+            write.report(
+                [run_folder], **{"output": tmp_path / "r.html", "progress": False, **options}
+            )
     with pytest.raises(DataError, match="1 to 10 runs"):
         write.report([run_folder] * 11, tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
@@ -209,7 +224,9 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
         ('{"x": b"<svg" + bytes(5 << 20)}', "at most 4 MB"),
     ],
 )
-def test_a_plugin_that_gives_something_else_is_told(run_folder: Path, given: str, sentence: str) -> None:
+def test_a_plugin_that_gives_something_else_is_told(
+    run_folder: Path, given: str, sentence: str
+) -> None:
     from retrieval.host.hookspecs import hookimpl
 
     class Bad:
@@ -223,8 +240,12 @@ def test_a_plugin_that_gives_something_else_is_told(run_folder: Path, given: str
         write.panels(run)
 
 
-def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(page: Any, file: Path) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
+    page: Any, file: Path
+) -> None:
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe is not installed"
+    ).Axe()
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(file.as_uri())
     assert {url.partition(":")[0] for url in page.asked} <= {"file", "data"} and not page.faults
@@ -295,7 +316,9 @@ def test_the_protocols_figures_are_those_of_evaluate(
         assert "Labels that are likely wrong" not in text
         for query, near, grades in zip(seen.query, seen.neighbours, seen.grades, strict=True):
             ours = set(rows[query]["tags"].split(";"))
-            want = [len(ours & set(rows[item]["tags"].split(";"))) if item >= 0 else 0 for item in near]
+            want = [
+                len(ours & set(rows[item]["tags"].split(";"))) if item >= 0 else 0 for item in near
+            ]
             assert grades.tolist() == want
         pairs = seen.pairs
         one, other = (
@@ -337,6 +360,8 @@ def test_without_umap_a_sentence_says_what_to_install(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"'embedding-retrieval\[umap\]'; or take --map tsne"):
+    with pytest.raises(
+        MissingDependency, match=r"'embedding-retrieval\[umap\]'; or take --map tsne"
+    ):
         write.report([run_folder], tmp_path / "r.html", map="umap", progress=False)
     assert not (tmp_path / "r.html").exists()

@@ -91,7 +91,10 @@ def test_against_plain_loops(seed: int, tied: bool) -> None:
         "eer": eer_by_loops(distances, same),
         "accuracy": mean,
         "accuracy_se": error,
-        **{f"tar_at_far_{rate:g}": max(t for f, t in points if f <= rate) for rate in (0.25, 0.1, 1e-2)},
+        **{
+            f"tar_at_far_{rate:g}": max(t for f, t in points if f <= rate)
+            for rate in (0.25, 0.1, 1e-2)
+        },
     }
     assert found.values == pytest.approx(expected, abs=1e-12)
     np.testing.assert_allclose(found.accuracy, accuracy, atol=1e-12)
@@ -161,7 +164,11 @@ def test_true_accept_rates_only_where_pairs_suffice() -> None:
     same = np.arange(400) % 2 == 0
     distances = np.random.default_rng(0).normal(size=400) + np.where(same, 0, 1)
     names = set(verification(distances, same, np.arange(400) // 40).values)
-    assert "tar_at_far_0.01" in names and "tar_at_far_0.001" not in names and FAR_LEVELS == (1e-2, 1e-3)
+    assert (
+        "tar_at_far_0.01" in names
+        and "tar_at_far_0.001" not in names
+        and FAR_LEVELS == (1e-2, 1e-3)
+    )
     few = verification(distances[:100], same[:100], np.arange(100) // 10).values
     assert not any(name.startswith("tar") for name in few)
 
@@ -172,7 +179,9 @@ def test_the_curve_keeps_its_shape_without_the_points_on_straight_lines() -> Non
     full, short = found.roc, found.roc.corners(sum(same), len(same) - sum(same))
     assert len(short.far) < 0.8 * len(full.far)
     assert np.trapezoid(short.tar, short.far) == pytest.approx(found.values["auc"], abs=1e-12)
-    for point in zip(full.far, full.tar, strict=True):  # every point lies on a line between two that are kept
+    for point in zip(
+        full.far, full.tar, strict=True
+    ):  # every point lies on a line between two that are kept
         assert any(
             min(f0, f1) - 1e-9 <= point[0] <= max(f0, f1) + 1e-9
             and t0 - 1e-9 <= point[1] <= t1 + 1e-9
@@ -192,12 +201,19 @@ def test_the_curve_keeps_its_shape_without_the_points_on_straight_lines() -> Non
         ({"distances": [1, 2, math.nan, math.inf]}, "2 of 4 distances are NaN or infinite"),
         ({"distances": [1, 2]}, "one of each a pair is needed"),
         ({"folds": [1, 1, 1, 1]}, "all pairs are in one fold"),
-        ({"folds": [0, 1, 1, 1], "same": [1, 0, 0, 0]}, "outside the fold '0' all pairs are different"),
+        (
+            {"folds": [0, 1, 1, 1], "same": [1, 0, 0, 0]},
+            "outside the fold '0' all pairs are different",
+        ),
         ({"distances": [], "same": [], "folds": []}, "pairs are missing"),
     ],
 )
 def test_what_cannot_be_verified_is_said(change: dict[str, Any], says: str) -> None:
-    given: dict[str, Any] = {"distances": [1, 2, 3, 4], "same": [1, 0, 1, 0], "folds": [0, 0, 1, 1]} | change
+    given: dict[str, Any] = {
+        "distances": [1, 2, 3, 4],
+        "same": [1, 0, 1, 0],
+        "folds": [0, 0, 1, 1],
+    } | change
     with pytest.raises(DataError, match=says):
         verification(**given)
 

@@ -36,7 +36,11 @@ def test_csv(tmp_path: Path) -> None:
     )
     assert pairs.first.tolist() == [3, 1, 0, 3] and pairs.second.tolist() == [0, 0, 2, 2]
     assert pairs.same.tolist() == [True, False, True, False]
-    assert pairs.folds == ("2", "10") and pairs.fold is not None and pairs.fold.tolist() == [1, 1, 0, 0]
+    assert (
+        pairs.folds == ("2", "10")
+        and pairs.fold is not None
+        and pairs.fold.tolist() == [1, 1, 0, 0]
+    )
     without = read(tmp_path, "first,second,same\na,c,1\na,d,0\n", ["a", "c", "d"])
     assert without.fold is None and without.folds == () and len(without) == 2
 
@@ -48,9 +52,15 @@ def test_lfw(tmp_path: Path) -> None:
     assert named[3] == ("Bo/Bo_0003.png", "Cy/Cy_0002.png")
     assert named[4] == ("Ann_Lee/Ann_Lee_0001.png", "Ann_Lee/Ann_Lee_0003.png")
     assert pairs.same.tolist() == [True, True, False, False] * 2
-    assert pairs.folds == ("1", "2") and pairs.fold is not None and pairs.fold.tolist() == [0] * 4 + [1] * 4
+    assert (
+        pairs.folds == ("1", "2")
+        and pairs.fold is not None
+        and pairs.fold.tolist() == [0] * 4 + [1] * 4
+    )
     single = read(tmp_path, "1\nBo\t1\t2\nBo\t1\tCy\t1\n", [f"faces/aligned/{key}" for key in KEYS])
-    assert single.fold is None and single.first.tolist() == [3, 3] and single.second.tolist() == [4, 6]
+    assert (
+        single.fold is None and single.first.tolist() == [3, 3] and single.second.tolist() == [4, 6]
+    )
 
 
 def test_all_faults_of_a_csv_file_at_once(tmp_path: Path) -> None:
@@ -133,13 +143,19 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
 
 
 def labels_of(*sizes: int) -> NDArray[np.int64]:
-    return np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes)).astype(np.int64)
+    return (
+        np.random.default_rng(0)
+        .permutation(np.repeat(np.arange(len(sizes)), sizes))
+        .astype(np.int64)
+    )
 
 
 def check(pairs: LabelledPairs, labels: NDArray[np.int64], folds: int, each: int) -> None:
     """What holds for any draw; items are numbered from 1000."""
     a, b = pairs.first - 1000, pairs.second - 1000
-    assert len({(min(pair), max(pair)) for pair in zip(a.tolist(), b.tolist(), strict=True)}) == len(pairs)
+    assert len(
+        {(min(pair), max(pair)) for pair in zip(a.tolist(), b.tolist(), strict=True)}
+    ) == len(pairs)
     assert np.array_equal(labels[a] == labels[b], pairs.same)
     assert (a != b).all() and pairs.fold is not None and len(pairs.folds) == folds
     for k in range(folds):
@@ -211,7 +227,9 @@ def test_same_pairs_are_shared_out_evenly_among_classes() -> None:
     assert np.bincount(labels[rows[:, 0]], minlength=4).tolist() == [30, 3, 30, 0]
     for size in range(2, 40):  # every pair is found, each once
         every = _same(np.zeros(size, np.int64), size * (size - 1) // 2, random)
-        assert {tuple(sorted(pair)) for pair in every.tolist()} == set(itertools.combinations(range(size), 2))
+        assert {tuple(sorted(pair)) for pair in every.tolist()} == set(
+            itertools.combinations(range(size), 2)
+        )
 
 
 def test_different_pairs_by_class_then_by_item() -> None:
@@ -233,11 +251,18 @@ def test_folds_for_a_list_without() -> None:
     same = np.arange(90) < 30
     fold, names = make_folds(same)
     assert names == tuple(map(str, range(1, 11)))
-    assert np.bincount(fold[same]).tolist() == [3] * 10 and np.bincount(fold[~same]).tolist() == [6] * 10
-    assert np.array_equal(fold, make_folds(same)[0]) and not np.array_equal(fold, make_folds(same, seed=1)[0])
+    assert (
+        np.bincount(fold[same]).tolist() == [3] * 10
+        and np.bincount(fold[~same]).tolist() == [6] * 10
+    )
+    assert np.array_equal(fold, make_folds(same)[0]) and not np.array_equal(
+        fold, make_folds(same, seed=1)[0]
+    )
     assert len(make_folds(np.arange(9) < 4)[1]) == 4
     for folds in (1, 31):
         with pytest.raises(DataError, match=f"cannot be divided into {folds} folds"):
             make_folds(same, folds)
-    with pytest.raises(DataError, match="1 same and 8 different pairs: they cannot be divided into 2 folds"):
+    with pytest.raises(
+        DataError, match="1 same and 8 different pairs: they cannot be divided into 2 folds"
+    ):
         make_folds(np.arange(9) < 1)

@@ -45,9 +45,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "combiner": {"combiner": {"name": "toolbox.local"}},
-        "learner": {"learner": {"name": "core.pca", "n_components": 8}, "loss": None, "sampler": None},
+        "learner": {
+            "learner": {"name": "core.pca", "n_components": 8},
+            "loss": None,
+            "sampler": None,
+        },
     }
-    kinds["learner"] |= {"backbone": {"name": "toolbox.net", "frozen": True}, "head": None, "train": None}
+    kinds["learner"] |= {
+        "backbone": {"name": "toolbox.net", "frozen": True},
+        "head": None,
+        "train": None,
+    }
     for name, tables in kinds.items():
         made = {k: v for k, v in {**RECIPE, **tables}.items() if v is not None}
         train(folder / name, check_recipe(made))
@@ -89,7 +97,9 @@ def test_figures_are_those_of_the_models_own_distances(
     results = verify_run(run, baseline=True)
     rows = written_pairs(run.path)
     distances = by_matrix(run, rows)
-    np.testing.assert_allclose([float(row["distance"]) for row in rows], distances, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        [float(row["distance"]) for row in rows], distances, rtol=2e-5, atol=1e-6
+    )
     labels = dict(zip(run.dataset.keys, run.dataset.labels, strict=True))
     held = {run.dataset.keys[i] for i in run.splits.query}
     for row in rows:
@@ -123,7 +133,8 @@ def test_what_is_written(fresh: Callable[[str], Path]) -> None:
     text = results.table()
     assert text.splitlines()[0].split() == ["trained", "raw", "pixels", "untrained"]
     assert (
-        "200 same and 200 different pairs" in text and "in 10 folds which share classes but no item" in text
+        "200 same and 200 different pairs" in text
+        and "in 10 folds which share classes but no item" in text
     )
     # the pairs that were written are a list that can be read, for this run or another one
     again = verify_run(run, pairs=run.path / "verification-test-pairs.csv")
@@ -158,7 +169,9 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
     assert results.figures["untrained"] == pytest.approx(start, abs=1e-9)
 
 
-def test_each_item_is_encoded_once(fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_item_is_encoded_once(
+    fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = load_run(fresh("combiner"))
     asked: list[int] = []
 
@@ -187,7 +200,10 @@ def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path)
     ids=lambda kind: "".join(kind) or "plain",
 )
 def test_a_bundles_distances_by_loops(
-    fresh: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, bool]
+    fresh: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: dict[str, bool],
 ) -> None:
     spec = importlib.util.spec_from_file_location(
         "makers", Path(__file__).parents[1] / "serving" / "makers.py"
@@ -219,7 +235,10 @@ def test_a_bundles_distances_by_loops(
         a, b = place[row["first"]], place[row["second"]]
         if kind == {"rescorer": True}:
             expected.append(
-                sum(abs(x - y) for x, y in zip(got["code"][a].tolist(), got["code"][b].tolist(), strict=True))
+                sum(
+                    abs(x - y)
+                    for x, y in zip(got["code"][a].tolist(), got["code"][b].tolist(), strict=True)
+                )
             )
             continue
         if kind == {"inner": True}:
@@ -227,14 +246,17 @@ def test_a_bundles_distances_by_loops(
             expected.append((2 - 2 * product) ** 0.5)
             continue
         squares = [
-            (x - y) ** 2 for x, y in zip(got["query"][a].tolist(), got["vector"][b].tolist(), strict=True)
+            (x - y) ** 2
+            for x, y in zip(got["query"][a].tolist(), got["vector"][b].tolist(), strict=True)
         ]
         parts = (squares[:6], squares[6:]) if kind == {"subspaces": True} else (squares,)
         expected.append(min(sum(part) ** 0.5 for part in parts))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_pairs_with_items_that_trained_are_told(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+def test_pairs_with_items_that_trained_are_told(
+    fresh: Callable[[str], Path], tmp_path: Path
+) -> None:
     run = load_run(fresh("plain"))
     names: dict[str, list[str]] = {}
     for key, label in zip(run.dataset.keys, run.dataset.labels, strict=True):
@@ -242,7 +264,10 @@ def test_pairs_with_items_that_trained_are_told(fresh: Callable[[str], Path], tm
     lines = ["first,second,same,fold"]
     for fold, (a, b) in {"seen": ("0", "1"), "new": ("8", "9"), "both": ("1", "9")}.items():
         for i in range(0, 12, 2):
-            lines += [f"{names[a][i]},{names[a][i + 1]},1,{fold}", f"{names[a][i]},{names[b][i]},0,{fold}"]
+            lines += [
+                f"{names[a][i]},{names[a][i + 1]},1,{fold}",
+                f"{names[a][i]},{names[b][i]},0,{fold}",
+            ]
     lines[-1] = lines[-1].replace(",0,", ",1,")  # a 1 and a 9, called the same
     path = tmp_path / "list.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -292,7 +317,10 @@ def test_the_command_on_digits_from_end_to_end(
     done = cli(*evaluate, "--baseline", "--draw", 400, "--folds", 2)
     assert done.code == 0
     assert "tar_at_far_0.01" in done.out and "tar_at_far_0.001" not in done.out
-    assert "200 same and 200 different pairs" in done.out and "in 2 folds which share no class" in done.out
+    assert (
+        "200 same and 200 different pairs" in done.out
+        and "in 2 folds which share no class" in done.out
+    )
     assert done.out.splitlines()[-1] == "ROC curve: runs/digits/verification-test-roc.svg"
     found = json.loads(cli(*evaluate, "--split", "validation", "--json").out)
     assert found["split"] == "validation" and 0 < found["figures"]["trained"]["eer"] < 1
@@ -312,11 +340,18 @@ def test_the_command_on_digits_from_end_to_end(
     for wrong, says in {
         ("--pairs", "x.csv", "--draw", "20"): "--pairs and --draw exclude each other",
         ("--metric", "map", "--clusters"): "--metric, --clusters belong to --protocol retrieval",
-        ("--pairs", "runs/digits/verification-test-pairs.csv", "--folds", "3"): "states its own 2 folds",
+        (
+            "--pairs",
+            "runs/digits/verification-test-pairs.csv",
+            "--folds",
+            "3",
+        ): "states its own 2 folds",
         ("--pairs", "gone.csv"): "gone.csv does not exist",
         ("--draw", "999998"): "999,998 pairs cannot be drawn",
     }.items():
         done = cli(*evaluate, *wrong)
         assert done.code == 2 and says in " ".join(done.err.split()) and "Traceback" not in done.err
     done = cli("evaluate", "runs/digits", "--draw", 20, "--seed", 1)
-    assert done.code == 2 and "--draw, --seed belong to --protocol verification" in " ".join(done.err.split())
+    assert done.code == 2 and "--draw, --seed belong to --protocol verification" in " ".join(
+        done.err.split()
+    )

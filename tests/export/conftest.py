@@ -57,7 +57,9 @@ class Sum(Combiner):
     def __init__(self, parts: int = 3, width: int = 8) -> None:
         super().__init__()
         self.parts, self.width = parts, width
-        self.subspaces = tuple(Subspace(f"part{k}", k * width, (k + 1) * width) for k in range(parts))
+        self.subspaces = tuple(
+            Subspace(f"part{k}", k * width, (k + 1) * width) for k in range(parts)
+        )
 
     def build_head(self, features: int) -> nn.Module:
         return nn.Linear(features, self.parts * self.width)

@@ -60,7 +60,9 @@ def lite(tmp_path_factory, folder):
     made = tmp_path_factory.mktemp("lite")
     common = {"parameters": {"size": 64}, "exporter": "torchscript", "progress": False}
     plain = export_backbone("core.efficientnet_lite0", made / "plain", **common)
-    white = export_backbone("core.efficientnet_lite0", made / "white", whiten=folder, dimensions=24, **common)
+    white = export_backbone(
+        "core.efficientnet_lite0", made / "white", whiten=folder, dimensions=24, **common
+    )
     return plain, white
 
 
@@ -69,12 +71,21 @@ def test_a_pretrained_backbone_becomes_a_bundle_of_its_features(lite, folder):
 
     bundle, backbone = lite[0], efficientnet_lite0(size=64).eval()
     said = bundle.manifest
-    assert (said.name, said.vector, said.input.shape) == ("core.efficientnet_lite0", 1280, (3, 64, 64))
+    assert (said.name, said.vector, said.input.shape) == (
+        "core.efficientnet_lite0",
+        1280,
+        (3, 64, 64),
+    )
     assert said.input.preprocessing == backbone.preprocessing
-    assert said.verified.items == 64 and said.verified.largest_difference < 1e-4 and not said.normalized
+    assert (
+        said.verified.items == 64
+        and said.verified.largest_difference < 1e-4
+        and not said.normalized
+    )
     pixels = pixels_of(bundle, folder)[:4]
     mean, std = (
-        torch.tensor(x).view(3, 1, 1) for x in (said.input.preprocessing.mean, said.input.preprocessing.std)
+        torch.tensor(x).view(3, 1, 1)
+        for x in (said.input.preprocessing.mean, said.input.preprocessing.std)
     )
     with torch.no_grad():
         wanted = backbone((torch.from_numpy(pixels) / 255 - mean) / std).numpy()
@@ -89,7 +100,9 @@ def test_whitened_vectors_are_those_of_a_decomposition_by_hand(lite, folder):
     wanted = whitened_by_hand(features, features, 24)
     found = white.encode(pixels).vector
     assert white.manifest.vector == 24 and white.manifest.normalized
-    signs = np.sign((found * wanted).sum(axis=0))  # a direction and its opposite are the same component
+    signs = np.sign(
+        (found * wanted).sum(axis=0)
+    )  # a direction and its opposite are the same component
     assert np.abs(found * signs - wanted).max() < 1e-3
     assert white.manifest.verified.items == 160
 
@@ -101,11 +114,15 @@ def test_whitened_features_have_equal_variance_and_no_correlation(digits):
     covariance = np.cov(flat.T)
     assert np.abs(np.diag(covariance) - 1).max() < 1e-3
     assert np.abs(covariance - np.diag(np.diag(covariance))).max() < 1e-3
-    assert np.allclose(np.linalg.norm(head(torch.from_numpy(features)).numpy(), axis=1), 1, atol=1e-5)
+    assert np.allclose(
+        np.linalg.norm(head(torch.from_numpy(features)).numpy(), axis=1), 1, atol=1e-5
+    )
 
 
 def test_wide_features_are_whitened_too(photographs):
-    features = photographs(64, 60).reshape(60, -1).astype(np.float32)  # 12,288 wide: the randomised solver
+    features = (
+        photographs(64, 60).reshape(60, -1).astype(np.float32)
+    )  # 12,288 wide: the randomised solver
     found = whitening_head(features, 6).requires_grad_(False)(torch.from_numpy(features)).numpy()
     wanted = whitened_by_hand(features, features, 6)
     signs = np.sign((found * wanted).sum(axis=0))
@@ -113,12 +130,19 @@ def test_wide_features_are_whitened_too(photographs):
 
 
 def test_a_backbone_with_random_weights_is_refused_unless_asked_for(tmp_path):
-    small = {"parameters": {"width": 2, "depth": 2, "layers": 1, "size": 8}, "exporter": "torchscript"}
-    with pytest.raises(BundleError, match=r"weights of core.convnet are random.*--random-weights") as refused:
+    small = {
+        "parameters": {"width": 2, "depth": 2, "layers": 1, "size": 8},
+        "exporter": "torchscript",
+    }
+    with pytest.raises(
+        BundleError, match=r"weights of core.convnet are random.*--random-weights"
+    ) as refused:
         export_backbone("core.convnet", tmp_path / "b", **small)
     assert "retrieval train" in str(refused.value) and not list(tmp_path.iterdir())
     before = torch.random.get_rng_state()
-    made = [export_backbone("core.convnet", tmp_path / n, random_weights=True, **small) for n in "ab"]
+    made = [
+        export_backbone("core.convnet", tmp_path / n, random_weights=True, **small) for n in "ab"
+    ]
     assert torch.equal(before, torch.random.get_rng_state())
     files = [bundle.manifest.files["encoder.onnx"].sha256 for bundle in made]
     assert files[0] == files[1]
@@ -171,14 +195,23 @@ def retrieval_backbones():
 
 def test_a_plugin_brings_backbones_too(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    plugin = ["--plugin", tmp_path / "own.py", "--output", tmp_path / "b", "--exporter", "torchscript"]
+    plugin = [
+        "--plugin",
+        tmp_path / "own.py",
+        "--output",
+        tmp_path / "b",
+        "--exporter",
+        "torchscript",
+    ]
     done = command("--model", "own.edges", *plugin)
     assert done.exit_code == 0, done.output
     assert "on 64 crops of two example photographs (tolerance 0.0001)" in done.output
     assert read_manifest(tmp_path / "b").vector == 81
     worn = command("--model", "own.worn", *plugin, "--replace")
     assert isinstance(worn.exception, BundleError)
-    assert "2 of its 3 tensors differ" in str(worn.exception) and "'last.weight'" in str(worn.exception)
+    assert "2 of its 3 tensors differ" in str(worn.exception) and "'last.weight'" in str(
+        worn.exception
+    )
 
 
 def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
@@ -190,7 +223,9 @@ def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
     assert "on 80 photos (tolerance 0.0001)" in done.output and "int8: " in done.output
     manifest = read_manifest(tmp_path / "b")
     assert manifest.vector == 8 and manifest.input.shape == (3, 5, 5)
-    vectors = Bundle.open(tmp_path / "b", variant="int8").encode(np.zeros((2, 3, 5, 5), np.uint8)).vector
+    vectors = (
+        Bundle.open(tmp_path / "b", variant="int8").encode(np.zeros((2, 3, 5, 5), np.uint8)).vector
+    )
     assert vectors.shape == (2, 8)
 
 
@@ -273,7 +308,12 @@ def test_photos_are_drawn_by_a_seed_and_each_once(tmp_path, folder, monkeypatch)
     monkeypatch.setattr(exporting, "whitening_head", lambda x, d: seen.append(x) or real(x, d))
     for number in (0, 1):
         export_backbone(
-            "core.pixels", tmp_path / f"b{number}", whiten=folder, dimensions=2, most_photos=40, **SMALL
+            "core.pixels",
+            tmp_path / f"b{number}",
+            whiten=folder,
+            dimensions=2,
+            most_photos=40,
+            **SMALL,
         )
     assert seen[0].shape == (40, 16) and np.array_equal(*seen)
 

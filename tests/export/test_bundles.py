@@ -32,8 +32,14 @@ def test_a_convolutional_net_keeps_its_vectors_at_every_batch_size(net, digits, 
     assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
     assert manifest.verified.items == 300 and manifest.normalized and manifest.distance.exact
     assert manifest.input.dtype == "uint8" and manifest.input.shape == (1, 16, 16)
-    assert manifest.evaluation == {"MAP@R": 0.5} and manifest.code is None and not manifest.query_vectors
-    assert {"python", "torch", "onnx", "onnxruntime", "embedding-retrieval"} <= set(manifest.versions)
+    assert (
+        manifest.evaluation == {"MAP@R": 0.5}
+        and manifest.code is None
+        and not manifest.query_vectors
+    )
+    assert {"python", "torch", "onnx", "onnxruntime", "embedding-retrieval"} <= set(
+        manifest.versions
+    )
     graph = onnx.load(tmp_path / "b" / "encoder.onnx")
     assert graph.opset_import[0].version == manifest.opset == 18
     bundle, expected = Bundle.open(tmp_path / "b", threads=1), torch_codes(net, pixels)
@@ -58,7 +64,9 @@ def test_normalisation_is_inside_the_graph(parts, digits, tmp_path):
     backbone = parts.Vectors(256)
     backbone.preprocessing = parts.Net().preprocessing
     backbone.forward = lambda x: x.flatten(1)
-    export_model(Model(backbone, nn.Identity()), pixels, tmp_path / "b", name="raw", exporter="torchscript")
+    export_model(
+        Model(backbone, nn.Identity()), pixels, tmp_path / "b", name="raw", exporter="torchscript"
+    )
     vectors = Bundle.open(tmp_path / "b", threads=1).encode(pixels).vector
     for item in (0, 7, 19):
         plain = [(float(value) / 255 - 0.3) / 0.2 for value in pixels[item].ravel()]
@@ -68,7 +76,11 @@ def test_normalisation_is_inside_the_graph(parts, digits, tmp_path):
 def test_the_graph_names_nothing_of_the_machine_that_made_it(net, digits, tmp_path):
     export_model(net, digits[0][:9], tmp_path / "b", name="net")
     content = (tmp_path / "b" / "encoder.onnx").read_bytes()
-    assert b".py" not in content and str(tmp_path).encode() not in content and b"site-packages" not in content
+    assert (
+        b".py" not in content
+        and str(tmp_path).encode() not in content
+        and b"site-packages" not in content
+    )
 
 
 def test_the_callers_model_is_left_as_it_was(net, digits, tmp_path):
@@ -100,7 +112,11 @@ def test_a_learners_linear_map_on_vectors(vectors, parts, tmp_path):
     manifest = export_model(
         model, features.astype(np.float64), tmp_path / "b", name="map", exporter="torchscript"
     )
-    assert manifest.input.kind == "features" and manifest.input.shape == (64,) and not manifest.normalized
+    assert (
+        manifest.input.kind == "features"
+        and manifest.input.shape == (64,)
+        and not manifest.normalized
+    )
     out = Bundle.open(tmp_path / "b", threads=1).encode(features).vector
     weight, bias = head.weight.detach().double().tolist(), head.bias.detach().double().tolist()
     for item in (0, 100, 299):
@@ -117,7 +133,9 @@ def test_a_distance_that_no_vectors_order_gets_a_rescorer(vectors, parts, tmp_pa
     combiner = parts.Sum()
     model = Model(parts.Vectors(), combiner.build_head(64), combiner)
     manifest = export_model(model, features, tmp_path / "b", name="sum", labels=labels)
-    assert manifest.code == 24 and manifest.rescorer.candidates == 40 and not manifest.distance.exact
+    assert (
+        manifest.code == 24 and manifest.rescorer.candidates == 40 and not manifest.distance.exact
+    )
     assert [(s.name, s.start, s.stop) for s in manifest.subspaces] == [
         ("part0", 0, 8),
         ("part1", 8, 16),
@@ -128,7 +146,10 @@ def test_a_distance_that_no_vectors_order_gets_a_rescorer(vectors, parts, tmp_pa
     code = torch_codes(model, features)
     assert np.abs(encoded.code - code).max() < 1e-3
     for queries, items in ((1, 1), (1, 300), (5, 2), (40, 70)):
-        assert bundle.rescore(encoded.code[:queries], encoded.code[-items:]).shape == (queries, items)
+        assert bundle.rescore(encoded.code[:queries], encoded.code[-items:]).shape == (
+            queries,
+            items,
+        )
     found = bundle.rescore(encoded.code[:3], encoded.code[:50])
 
     def unit(part):
@@ -214,7 +235,9 @@ def test_auto_takes_the_older_exporter_where_the_present_one_fails(parts, vector
 
 
 def test_one_item_is_enough(linear, vectors, tmp_path):
-    manifest = export_model(linear, vectors[0][:1], tmp_path / "b", name="one", exporter="torchscript")
+    manifest = export_model(
+        linear, vectors[0][:1], tmp_path / "b", name="one", exporter="torchscript"
+    )
     assert manifest.verified.items == 1
     assert Bundle.open(tmp_path / "b", threads=1).encode(vectors[0]).vector.shape == (300, 8)
 
@@ -237,4 +260,7 @@ def test_the_manifest_is_json_for_anyone(net, digits, tmp_path):
     export_model(net, digits[0][:9], tmp_path / "b", name="net", exporter="torchscript")
     content = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert content["format"] == 1 and content["input"]["preprocessing"]["size"] == [16, 16]
-    assert set(content["files"]) == {"encoder.onnx"} and len(content["files"]["encoder.onnx"]["sha256"]) == 64
+    assert (
+        set(content["files"]) == {"encoder.onnx"}
+        and len(content["files"]["encoder.onnx"]["sha256"]) == 64
+    )

@@ -48,7 +48,9 @@ def trained(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("runs")
     data = load_digits()
-    np.savez(folder / "digits.npz", features=data.data.astype(np.float32), labels=data.target.astype(str))
+    np.savez(
+        folder / "digits.npz", features=data.data.astype(np.float32), labels=data.target.astype(str)
+    )
     for name, text in (
         ("network", NETWORK),
         ("learner", LEARNER.replace("digits.npz", str(folder / "digits.npz"))),
@@ -66,7 +68,14 @@ def run(*words):
 @pytest.mark.parametrize("name", ["network", "learner"])
 def test_a_run_becomes_a_bundle(trained, tmp_path, name):
     result = run(
-        "export", trained / name, "-o", tmp_path / "b", "--variant", "int8", "--exporter", "torchscript"
+        "export",
+        trained / name,
+        "-o",
+        tmp_path / "b",
+        "--variant",
+        "int8",
+        "--exporter",
+        "torchscript",
     )
     assert result.exit_code == 0, result.output
     assert "held-out items (tolerance 0.0001)" in result.output and "int8: " in result.output
@@ -115,7 +124,9 @@ def test_the_default_place_and_the_figures_of_evaluate(trained):
     assert again.stderr == ""  # nothing comes before an error
 
 
-def test_int8_is_calibrated_on_training_items_and_measured_on_held_out_ones(trained, tmp_path, monkeypatch):
+def test_int8_is_calibrated_on_training_items_and_measured_on_held_out_ones(
+    trained, tmp_path, monkeypatch
+):
     given = {}
     real = runs.export_model
 

@@ -30,7 +30,9 @@ class FixedBatch(nn.Module):
 
     def forward(self, x):
         return (
-            x.reshape(int(x.shape[0]), -1)[: x.shape[0]] if not torch.jit.is_tracing() else x[:2].repeat(1, 1)
+            x.reshape(int(x.shape[0]), -1)[: x.shape[0]]
+            if not torch.jit.is_tracing()
+            else x[:2].repeat(1, 1)
         )
 
 
@@ -52,7 +54,9 @@ def test_random_layers(parts, vectors, tmp_path):
     with pytest.raises(
         BundleError, match=r"disagrees with itself by [\d.e+]+ in 'vector' of item \d+: .*dropout"
     ):
-        export_model(Model(parts.Vectors(), StubbornDropout()), vectors[0][:40], tmp_path / "b", name="b")
+        export_model(
+            Model(parts.Vectors(), StubbornDropout()), vectors[0][:40], tmp_path / "b", name="b"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -69,12 +73,16 @@ def test_statistics_of_the_batch(parts, vectors, tmp_path):
 
 
 def test_another_formula_for_one_item_alone(parts, vectors, tmp_path):
-    with pytest.raises(BundleError, match=r"disagrees with itself .* which others are in the batch"):
+    with pytest.raises(
+        BundleError, match=r"disagrees with itself .* which others are in the batch"
+    ):
         export_model(Model(parts.Vectors(), Branch()), vectors[0][:40], tmp_path / "b", name="b")
 
 
 def test_a_batch_size_folded_into_the_graph(parts, vectors, tmp_path):
-    with pytest.raises(BundleError, match=r"cannot be exported.*rows of 'vector' for a batch of \d"):
+    with pytest.raises(
+        BundleError, match=r"cannot be exported.*rows of 'vector' for a batch of \d"
+    ):
         export_model(
             Model(parts.Vectors(), FixedBatch()),
             vectors[0][:40],
@@ -90,7 +98,11 @@ def test_any_other_difference_is_named_with_the_tolerance(parts, vectors, tmp_pa
         BundleError, match=r"disagree by 0\.\d+ .*tolerance is 0\.0001\. The exporter translates"
     ):
         export_model(
-            Model(parts.Vectors(), Lies()), vectors[0][:40], tmp_path / "b", name="b", exporter="torchscript"
+            Model(parts.Vectors(), Lies()),
+            vectors[0][:40],
+            tmp_path / "b",
+            name="b",
+            exporter="torchscript",
         )
     loose = export_model(
         Model(parts.Vectors(), Lies()),
@@ -114,7 +126,8 @@ def test_a_rescorer_that_disagrees(parts, vectors, tmp_path):
 
     combiner = Lying()
     with pytest.raises(
-        BundleError, match=r"The rescorer cannot be exported.*disagree by .* in the distance to item"
+        BundleError,
+        match=r"The rescorer cannot be exported.*disagree by .* in the distance to item",
     ):
         export_model(
             Model(parts.Vectors(), combiner.build_head(64), combiner),
@@ -177,11 +190,17 @@ def test_a_graph_that_torch_cannot_write_is_not_printed(parts, digits, tmp_path,
 
     class Uneven(parts.Net):
         def forward(self, x):
-            return nn.functional.adaptive_avg_pool2d(x, 6).flatten(1)  # 16 pixels make no 6 even cells
+            return nn.functional.adaptive_avg_pool2d(x, 6).flatten(
+                1
+            )  # 16 pixels make no 6 even cells
 
     with pytest.raises(BundleError, match="adaptive"):
         export_model(
-            Model(Uneven(), nn.Linear(36, 4)), digits[0][:9], tmp_path / "b", name="b", exporter="torchscript"
+            Model(Uneven(), nn.Linear(36, 4)),
+            digits[0][:9],
+            tmp_path / "b",
+            name="b",
+            exporter="torchscript",
         )
     assert capfd.readouterr().out == ""
     print("heard again", flush=True)

@@ -90,7 +90,10 @@ def test_a_full_disk_is_one_sentence(script, tmp_path):
     process = script("full")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2, err
-    assert out.count("\n") == 1 and "cannot be written: File too large. Nothing was left behind." in out
+    assert (
+        out.count("\n") == 1
+        and "cannot be written: File too large. Nothing was left behind." in out
+    )
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -100,7 +103,9 @@ def test_an_existing_bundle_stays_unless_replaced(linear, vectors, tmp_path):
     with pytest.raises(BundleError, match=r"exists\. Say replace"):
         export_model(linear, vectors[0], target, name="second", exporter="torchscript")
     assert Bundle.open(target, threads=1).manifest == first
-    second = export_model(linear, vectors[0], target, name="second", exporter="torchscript", replace=True)
+    second = export_model(
+        linear, vectors[0], target, name="second", exporter="torchscript", replace=True
+    )
     assert Bundle.open(target, threads=1).manifest == second
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
@@ -127,7 +132,9 @@ def test_of_two_exports_to_one_path_one_is_refused(linear, vectors, tmp_path):
                 export_model(linear, vectors[0], target, name="second", exporter="torchscript")
             refused.append(str(caught.value))
 
-    first = export_model(linear, vectors[0], target, name="first", exporter="torchscript", progress=second)
+    first = export_model(
+        linear, vectors[0], target, name="first", exporter="torchscript", progress=second
+    )
     assert "Another process is exporting this bundle" in refused[0]
     assert Bundle.open(target, threads=1).manifest == first
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
@@ -170,9 +177,16 @@ def test_a_link_to_a_bundle_is_followed(linear, vectors, tmp_path):
     export_model(linear, vectors[0], tmp_path / "v1", name="first", exporter="torchscript")
     (tmp_path / "current").symlink_to("v1")
     export_model(
-        linear, vectors[0], tmp_path / "current", name="second", exporter="torchscript", replace=True
+        linear,
+        vectors[0],
+        tmp_path / "current",
+        name="second",
+        exporter="torchscript",
+        replace=True,
     )
-    assert (tmp_path / "current").is_symlink() and Bundle.open(tmp_path / "v1").manifest.name == "second"
+    assert (tmp_path / "current").is_symlink() and Bundle.open(
+        tmp_path / "v1"
+    ).manifest.name == "second"
 
 
 def test_replacing_never_leaves_a_moment_without_a_bundle(tmp_path):

@@ -59,7 +59,9 @@ def test_a_backbone_is_known_again_whatever_the_head_and_the_items(net, digits, 
     found = []
     for number, head in enumerate((build_head(96, 5, (12,)), nn.Identity())):
         place = tmp_path / str(number)
-        export_model(Model(net.backbone, head), digits[0][number : number + 9], place, name="m", split=True)
+        export_model(
+            Model(net.backbone, head), digits[0][number : number + 9], place, name="m", split=True
+        )
         found.append(opened(place))
     assert len({each.backbone_sha256 for each in found}) == 1
     kept = found[0].features(digits[0][:20])
@@ -79,7 +81,12 @@ def test_variants_of_a_split_encoder_are_whole(net, digits, tmp_path):
         net, digits[0][:40], tmp_path / "b", name="m", split=True, variants=["fp16", "int8"],
         calibration=digits[0][40:80], allow_drift=True, **QUICK,
     )  # fmt: skip
-    assert sorted(manifest.files) == ["backbone.onnx", "encoder_fp16.onnx", "encoder_int8.onnx", "head.onnx"]
+    assert sorted(manifest.files) == [
+        "backbone.onnx",
+        "encoder_fp16.onnx",
+        "encoder_int8.onnx",
+        "head.onnx",
+    ]
     split, half = opened(tmp_path / "b"), opened(tmp_path / "b", variant="fp16")
     assert np.allclose(half.encode(digits[0]).vector, split.encode(digits[0]).vector, atol=0.02)
     assert split.backbone_sha256 and half.backbone_sha256 is None
@@ -101,7 +108,12 @@ class Fixed(nn.Module):
 def test_a_head_that_cannot_be_exported_leaves_nothing(net, digits, tmp_path):
     with pytest.raises(BundleError, match=r"The head cannot be exported.*batch"):
         export_model(
-            Model(net.backbone, Fixed()), digits[0][:9], tmp_path / "b", name="m", split=True, **QUICK
+            Model(net.backbone, Fixed()),
+            digits[0][:9],
+            tmp_path / "b",
+            name="m",
+            split=True,
+            **QUICK,
         )
     assert not list(tmp_path.iterdir())
 
@@ -160,7 +172,12 @@ def test_a_head_trained_on_a_frozen_backbone_is_applied_to_the_features_of_its_f
     """What a migration does: an index begins with the backbone as it comes, and a metric is learned on it later."""
     run, plugin = frozen
     first = export_backbone(
-        "own.filters", tmp_path / "first", plugins=[str(plugin)], split=True, progress=False, **QUICK
+        "own.filters",
+        tmp_path / "first",
+        plugins=[str(plugin)],
+        split=True,
+        progress=False,
+        **QUICK,
     )
     later = export_run(run, tmp_path / "later", split=True, progress=False, **QUICK)
     assert first.backbone_sha256 == later.backbone_sha256 is not None
@@ -177,7 +194,15 @@ def test_the_command_splits(frozen, tmp_path):
         output = tmp_path / str(len(words))
         done = CliRunner().invoke(
             app,
-            ["export", *map(str, words), "--split", "--exporter", "torchscript", "--output", str(output)],
+            [
+                "export",
+                *map(str, words),
+                "--split",
+                "--exporter",
+                "torchscript",
+                "--output",
+                str(output),
+            ],
         )
         assert done.exit_code == 0, done.output
         content = json.loads((output / "manifest.json").read_text())

@@ -28,7 +28,8 @@ def plain_recall(query, vectors, labels):
             continue
         queries += 1
         distances = [
-            math.dist(query[q].tolist(), v.tolist()) if i != q else math.inf for i, v in enumerate(vectors)
+            math.dist(query[q].tolist(), v.tolist()) if i != q else math.inf
+            for i, v in enumerate(vectors)
         ]
         hits += labels[distances.index(min(distances))] == labels[q]
     return hits / queries
@@ -80,7 +81,9 @@ def test_drift_and_recall_are_measured_on_the_items(trained, digits, tmp_path, e
             and entry.cosine.min <= min(cosines) + 1e-6
         )
         assert entry.cosine.min > floor
-        assert entry.recall_at_1.before == pytest.approx(plain_recall(plain, plain, labels), abs=1e-9)
+        assert entry.recall_at_1.before == pytest.approx(
+            plain_recall(plain, plain, labels), abs=1e-9
+        )
         assert entry.recall_at_1.after == pytest.approx(
             plain_recall(drifted, drifted, labels), abs=1e-9 if name == "int8" else 0.01
         )
@@ -115,7 +118,9 @@ def test_weights_are_really_narrower(trained, digits, tmp_path):
     assert kinds("encoder_int8.onnx")["INT8"] >= weights - head
     assert kinds("encoder_int8.onnx").get("FLOAT", 0) < head + weights / 4
     graph = onnx.load(tmp_path / "b" / "encoder_int8.onnx").graph
-    per_channel = [t for t in graph.initializer if t.name.endswith("_scale") and list(t.dims) == [24]]
+    per_channel = [
+        t for t in graph.initializer if t.name.endswith("_scale") and list(t.dims) == [24]
+    ]
     assert per_channel, "one scale a channel"
 
 
@@ -178,7 +183,9 @@ def test_a_model_beyond_float16_says_so(parts, vectors, tmp_path):
     head = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8))
     with torch.no_grad():
         head[0].weight.mul_(1e4)
-    with pytest.raises(BundleError, match=r"fp16.*NaN or infinity in 'vector'.*Leave this variant out"):
+    with pytest.raises(
+        BundleError, match=r"fp16.*NaN or infinity in 'vector'.*Leave this variant out"
+    ):
         export_model(
             Model(parts.Vectors(), head),
             vectors[0],
@@ -236,7 +243,9 @@ def test_variants_of_every_output(combiner, parts, vectors, tmp_path):
 
 def test_recall_leaves_out_labels_that_occur_once():
     distances = np.array([[0, 1, 2.0], [1, 0, 3], [2, 3, 0]])
-    assert recall_at_1(distances, np.array(["a", "b", "a"])) == 0.5  # item 0 finds 1, item 2 finds 0
+    assert (
+        recall_at_1(distances, np.array(["a", "b", "a"])) == 0.5
+    )  # item 0 finds 1, item 2 finds 0
     assert recall_at_1(distances, np.array(["a", "b", "c"])) is None
 
 

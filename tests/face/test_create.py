@@ -17,7 +17,9 @@ def test_names_are_listed_by_kind() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_closest() -> None:
-    with pytest.raises(retrieval.PluginError, match=r"There is no kind 'los' .*Did you mean 'loss'\?"):
+    with pytest.raises(
+        retrieval.PluginError, match=r"There is no kind 'los' .*Did you mean 'loss'\?"
+    ):
         retrieval.names("los")
 
 
@@ -31,10 +33,14 @@ def test_a_part_is_made_with_its_parameters() -> None:
 
 def test_parts_of_parts_are_names_tables_or_objects() -> None:
     by_name = retrieval.create("loss", "pml.triplet_margin", distance="pml.cosine_similarity")
-    by_table = retrieval.create("loss", "pml.triplet_margin", distance={"name": "pml.cosine_similarity"})
+    by_table = retrieval.create(
+        "loss", "pml.triplet_margin", distance={"name": "pml.cosine_similarity"}
+    )
     own = CosineSimilarity()
     by_object = retrieval.create("loss", "pml.triplet_margin", distance=own)
-    assert isinstance(by_name.distance, CosineSimilarity) and isinstance(by_table.distance, CosineSimilarity)
+    assert isinstance(by_name.distance, CosineSimilarity) and isinstance(
+        by_table.distance, CosineSimilarity
+    )
     assert by_object.distance is own
 
 
@@ -47,7 +53,9 @@ def test_what_training_gives_in_a_recipe_is_a_parameter_here() -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(retrieval.RecipeError) as caught:
-        retrieval.create("loss", "pml.triplet_margin", margn=0.1, swap="yes", distance="pml.cosin_similarity")
+        retrieval.create(
+            "loss", "pml.triplet_margin", margn=0.1, swap="yes", distance="pml.cosin_similarity"
+        )
     text = str(caught.value)
     assert (
         "Did you mean 'margin'?" in text

@@ -16,7 +16,9 @@ from .conftest import SMALL, Net
 
 @pytest.fixture(scope="module")
 def bundle(trained: retrieval.Run, tmp_path_factory: pytest.TempPathFactory) -> retrieval.Bundle:
-    return retrieval.export_run(trained, tmp_path_factory.mktemp("bundles") / "bundle", progress=False)
+    return retrieval.export_run(
+        trained, tmp_path_factory.mktemp("bundles") / "bundle", progress=False
+    )
 
 
 @pytest.fixture
@@ -52,7 +54,9 @@ def test_a_closed_index_says_so(index: retrieval.Index, photos: Path) -> None:
         lambda: retrieval.serve(index, port=0, wait=False),
         lambda: retrieval.plot.neighbours(index, query),
     ):
-        with pytest.raises(StoreError, match=r"was closed. Open it again with retrieval\.open_index"):
+        with pytest.raises(
+            StoreError, match=r"was closed. Open it again with retrieval\.open_index"
+        ):
             use()  # type: ignore[no-untyped-call]
 
 
@@ -131,11 +135,15 @@ def test_what_is_in_the_way_is_answered_in_python(
 def test_a_misspelt_name_of_the_package_is_suggested() -> None:
     with pytest.raises(AttributeError) as missing:
         getattr(retrieval, "Recip")  # noqa: B009
-    assert missing.value.name == "Recip" and missing.value.obj is retrieval  # what Python suggests from
+    assert (
+        missing.value.name == "Recip" and missing.value.obj is retrieval
+    )  # what Python suggests from
 
 
 def test_a_folder_that_is_not_there_is_not_called_empty(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone is not a run: there is no such folder\. Name a folder"):
+    with pytest.raises(
+        DataError, match=r"gone is not a run: there is no such folder\. Name a folder"
+    ):
         retrieval.load_run(tmp_path / "gone")
     with pytest.raises(DataError, match="is not a run: it holds no recipe"):
         retrieval.load_run(tmp_path)

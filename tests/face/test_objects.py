@@ -37,7 +37,11 @@ class Digits(retrieval.Dataset):
 
 def objects(margin: float = 0.2, width: int = 32, count: int = 1797) -> dict[str, Any]:
     torch.manual_seed(5)
-    return {"backbone": Net(width), "loss": TripletMarginLoss(margin=margin), "dataset": Digits(count)}
+    return {
+        "backbone": Net(width),
+        "loss": TripletMarginLoss(margin=margin),
+        "dataset": Digits(count),
+    }
 
 
 TABLES = {key: SMALL[key] for key in ("name", "split", "sampler", "head", "train")}
@@ -46,17 +50,26 @@ TABLES = {key: SMALL[key] for key in ("name", "split", "sampler", "head", "train
 
 @pytest.fixture(scope="module")
 def own(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> retrieval.Run:
-    return retrieval.train(TABLES, tmp_path_factory.mktemp("own") / "run", progress=False, **objects())
+    return retrieval.train(
+        TABLES, tmp_path_factory.mktemp("own") / "run", progress=False, **objects()
+    )
 
 
-def test_the_objects_are_trained_and_yours_stay_as_they_are(own: retrieval.Run, tmp_path: Path) -> None:
+def test_the_objects_are_trained_and_yours_stay_as_they_are(
+    own: retrieval.Run, tmp_path: Path
+) -> None:
     given = objects()
     before = {name: value.clone() for name, value in given["backbone"].state_dict().items()}
     run = retrieval.train(TABLES, tmp_path / "run", progress=False, **given)
-    assert all(torch.equal(value, before[name]) for name, value in given["backbone"].state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in given["backbone"].state_dict().items()
+    )
     trained = run.model.state_dict()
     assert not torch.equal(trained["backbone.module.layers.1.weight"], before["layers.1.weight"])
-    for name, value in own.model.state_dict().items():  # the same objects and seed, the same weights
+    for (
+        name,
+        value,
+    ) in own.model.state_dict().items():  # the same objects and seed, the same weights
         assert torch.equal(value, trained[name])
 
 
@@ -92,7 +105,10 @@ def test_vectors_go_to_a_module_as_they_are(cache: Path, tmp_path: Path) -> None
 
 def test_the_folder_says_what_it_needs(own: retrieval.Run) -> None:
     text = (own.path / "recipe.toml").read_text(encoding="utf-8")
-    assert 'name = "object.Net"' in text and "# [loss] object.TripletMarginLoss was made in Python" in text
+    assert (
+        'name = "object.Net"' in text
+        and "# [loss] object.TripletMarginLoss was made in Python" in text
+    )
     said = json.loads((own.path / "run.json").read_text(encoding="utf-8"))["objects"]
     assert set(said) == {"data", "backbone", "loss"}
     assert said["loss"]["settings"]["margin"] == 0.2 and said["data"]["items"] == 1797
@@ -124,7 +140,9 @@ def test_without_its_objects_it_is_refused_with_all_that_are_missing(own: retrie
         ({"count": 900}, r"another dataset: count was|another dataset: 1,797 items then, 900 now"),
     ],
 )
-def test_other_objects_are_refused(own: retrieval.Run, other: dict[str, Any], sentence: str) -> None:
+def test_other_objects_are_refused(
+    own: retrieval.Run, other: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(retrieval.DataError, match=sentence):
         retrieval.load_run(own.path, **objects(**other))
 
@@ -147,7 +165,8 @@ def test_changed_items_are_refused(own: retrieval.Run) -> None:
 
 def test_an_object_for_a_plugins_part_is_refused(trained: retrieval.Run) -> None:
     with pytest.raises(
-        retrieval.DataError, match=r"\[backbone\] core.convnet, not with an object. Leave backbone=… out"
+        retrieval.DataError,
+        match=r"\[backbone\] core.convnet, not with an object. Leave backbone=… out",
     ):
         retrieval.load_run(trained.path, backbone=Net())
 
@@ -159,7 +178,9 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache: Path, tmp_path:
     retrieval.train(TABLES, tmp_path / "half", progress=False, **objects())
     longer = TABLES | {"train": {"epochs": 2}}
     with pytest.raises(retrieval.DataError, match=r"another loss: margin was 0\.2"):
-        retrieval.train(longer, tmp_path / "half", resume=True, progress=False, **objects(margin=0.4))
+        retrieval.train(
+            longer, tmp_path / "half", resume=True, progress=False, **objects(margin=0.4)
+        )
     resumed = retrieval.train(longer, tmp_path / "half", resume=True, progress=False, **objects())
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name])
@@ -192,16 +213,24 @@ def test_a_loss_whose_distance_is_the_combiner_keeps_it(cache: Path, tmp_path: P
     combiner = Half()
     loss = TripletMarginLoss(margin=0.2, distance=combiner)
     run = retrieval.train(
-        SMALL, tmp_path / "run", combiner=combiner, loss=loss, miner=MultiSimilarityMiner(), progress=False
+        SMALL,
+        tmp_path / "run",
+        combiner=combiner,
+        loss=loss,
+        miner=MultiSimilarityMiner(),
+        progress=False,
     )
     assert run.objective is not None and run.model.combiner is not combiner
     assert run.objective.loss.distance is run.model.combiner
     assert loss.distance is combiner
     assert run.recipe.miner is not None and run.recipe.miner.name == "object.MultiSimilarityMiner"
     with pytest.raises(
-        retrieval.RecipeError, match=r"\[combiner\] object.Half needs a loss that takes a `distance`"
+        retrieval.RecipeError,
+        match=r"\[combiner\] object.Half needs a loss that takes a `distance`",
     ):
-        retrieval.train(SMALL, tmp_path / "b", combiner=combiner, loss=TripletMarginLoss(), progress=False)
+        retrieval.train(
+            SMALL, tmp_path / "b", combiner=combiner, loss=TripletMarginLoss(), progress=False
+        )
 
 
 def flat(x: Tensor) -> Tensor:
@@ -234,7 +263,9 @@ def test_what_breaks_a_contract_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(cache: Path, tmp_path: Path) -> None:
+def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(
+    cache: Path, tmp_path: Path
+) -> None:
     class Mean(nn.Module):
         preprocessing = retrieval.Preprocessing((8, 8), 1)
 

@@ -46,14 +46,18 @@ def test_from_import_to_a_served_index_in_ten_lines(
     index.close()
 
 
-def test_what_comes_back_says_what_it_is(trained: retrieval.Run, photos: Path, tmp_path: Path) -> None:
+def test_what_comes_back_says_what_it_is(
+    trained: retrieval.Run, photos: Path, tmp_path: Path
+) -> None:
     bundle = retrieval.export_run(trained, str(tmp_path / "bundle"), progress=False)
     with retrieval.build_index(
         str(tmp_path / "bundle"), str(photos), str(tmp_path / "index"), progress=False
     ) as index:
         assert index.summary is not None and index.summary.count == len(index) == 60
         said = [repr(trained), repr(bundle), repr(index), repr(trained.recipe)[:2000]]
-    assert "core.digits, core.convnet, pml.triplet_margin" in said[0] and str(trained.path) in said[0]
+    assert (
+        "core.digits, core.convnet, pml.triplet_margin" in said[0] and str(trained.path) in said[0]
+    )
     assert "images of 1 × 8 × 8 to vectors of 16" in said[1]
     assert "60 items" in said[2] and "vectors of 16" in said[2]
     assert all(text.count("\n") <= 1 and len(text) < 300 for text in said[:3])

@@ -53,7 +53,9 @@ def test_the_sentences_are_the_files_and_all_at_once(tmp_path: Path) -> None:
 def test_changes_are_applied_and_the_dictionary_stays_as_it_is() -> None:
     before = deepcopy(SMALL)
     made = retrieval.read_recipe(SMALL, ["loss.margin=0.7", "train.epochs=3"])
-    assert made.loss is not None and made.loss.parameters["margin"] == 0.7 and made.train.epochs == 3
+    assert (
+        made.loss is not None and made.loss.parameters["margin"] == 0.7 and made.train.epochs == 3
+    )
     assert before == SMALL
     assert retrieval.read_recipe(made, ["train.epochs=4"]).train.epochs == 4
 
@@ -72,11 +74,17 @@ def test_an_object_stands_in_the_place_of_a_part(cache: Path, tmp_path: Path) ->
     run = retrieval.train(made, tmp_path / "run", progress=False)
     assert run.model.backbone.features == 32 and not run.path.joinpath("plugins").exists()
     longer = retrieval.train(
-        {**SMALL, "backbone": Net()}, run.path, resume=True, overrides=["train.epochs=2"], progress=False
+        {**SMALL, "backbone": Net()},
+        run.path,
+        resume=True,
+        overrides=["train.epochs=2"],
+        progress=False,
     )
     assert len(longer.metrics_file.read_text(encoding="utf-8").splitlines()) == 2
 
 
 def test_text_in_the_place_of_a_table_is_answered_in_both_languages() -> None:
-    with pytest.raises(retrieval.RecipeError, match=r'or in Python data=\{"name": "core\.digits"\}\.'):
+    with pytest.raises(
+        retrieval.RecipeError, match=r'or in Python data=\{"name": "core\.digits"\}\.'
+    ):
         retrieval.Recipe(**{**SMALL, "data": "core.digits"})

@@ -80,6 +80,6 @@ def vectors() -> NDArray[np.float32]:
     """Clustered vectors (20,000, 64): what images of classes look like."""
     random = np.random.default_rng(0)
     centres = random.normal(size=(200, 64))
-    return (centres[random.integers(200, size=20_000)] + 0.5 * random.normal(size=(20_000, 64))).astype(
-        np.float32
-    )
+    return (
+        centres[random.integers(200, size=20_000)] + 0.5 * random.normal(size=(20_000, 64))
+    ).astype(np.float32)

@@ -36,7 +36,9 @@ def pixels(bundle: Bundle, rows: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("name", ["whole", "split"])
-def test_vectors_are_those_of_the_cpu(bundles: dict[str, Path], encoder_device: Any, name: str) -> None:
+def test_vectors_are_those_of_the_cpu(
+    bundles: dict[str, Path], encoder_device: Any, name: str
+) -> None:
     on, off = (
         Bundle.open(bundles[name], device=encoder_device),
         Bundle.open(bundles[name], device="cpu"),
@@ -80,6 +82,8 @@ def test_a_server_encodes_on_the_device(
     create_index(tmp_path / "index", bundles["whole"], tmp_path / "photos", progress=False)
     with serve(tmp_path / "index", port=0, wait=False, device=encoder_device) as serving:  # type: ignore[union-attr]
         until = time.monotonic() + 120
-        while (answer := httpx.get(f"{serving.url}readyz")).status_code != 200 and time.monotonic() < until:
+        while (
+            answer := httpx.get(f"{serving.url}readyz")
+        ).status_code != 200 and time.monotonic() < until:
             time.sleep(0.1)
     assert answer.status_code == 200 and "fallback" not in answer.json()

@@ -36,12 +36,16 @@ def exact(vectors: NDArray[np.float32], queries: NDArray[np.float32], k: int) ->
 
 
 def recall(found: Any, expected: Any) -> float:
-    return float(np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(found, expected, strict=True)]))
+    return float(
+        np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(found, expected, strict=True)])
+    )
 
 
 @pytest.mark.parametrize("float16", [False, True])
 @pytest.mark.parametrize("name", LEAST)
-def test_what_is_found(index_gpus: int, vectors: Any, tmp_path: Path, name: str, float16: bool) -> None:
+def test_what_is_found(
+    index_gpus: int, vectors: Any, tmp_path: Path, name: str, float16: bool
+) -> None:
     if name in ("cagra", "ivf") and float16:
         pytest.skip(f"{name} keeps its vectors in 32 bits")
     backend = loaded(name, vectors, tmp_path, **({"float16": True} if float16 else {}))

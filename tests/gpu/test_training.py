@@ -32,7 +32,9 @@ def test_each_precision_learns(
         train={"epochs": 4, "precision": precision, "channels_last": channels_last},
     )
     run = train(tmp_path / "run", made)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["validation_recall_at_1"] > 0.7
     assert next(run.model.parameters()).device.type == device
 
@@ -86,7 +88,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(
 
 def test_a_compiled_run_learns(make: Make, tmp_path: Path, device: str) -> None:
     train(tmp_path / "run", make(device, train={"epochs": 3, "compile": True}))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 

@@ -6,7 +6,9 @@ MARKUP = "<img src=x onerror=alert(1)>"
 
 
 def first_is(page, key: str) -> None:
-    page.wait_for_function("key => document.querySelector('.hit .key')?.textContent === key", arg=key)
+    page.wait_for_function(
+        "key => document.querySelector('.hit .key')?.textContent === key", arg=key
+    )
 
 
 def loaded(page) -> None:

@@ -47,7 +47,10 @@ RECIPE: dict[str, Any] = {
     "train": {"epochs": 1, "device": "cpu"},
     "search": {"optimizer": {"lr": {"low": 1e-4, "high": 1e-2, "log": True}}},
 }
-LOSSES = {"triplet": {"name": "pml.triplet_margin", "margin": 0.1}, "proxy": {"name": "pml.proxy_anchor"}}
+LOSSES = {
+    "triplet": {"name": "pml.triplet_margin", "margin": 0.1},
+    "proxy": {"name": "pml.proxy_anchor"},
+}
 
 
 def go(paths: list[Path], output: Path, **options: Any) -> Any:

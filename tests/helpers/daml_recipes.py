@@ -89,14 +89,18 @@ def start(folder: Path, recipe: Any) -> dict[str, torch.Tensor]:
     run = build_run(folder, recipe)
     assert run.objective is not None and run.objective.generator is not None
     both = (("model", run.model), ("generator", run.objective.generator))
-    return {f"{name}.{k}": v.clone() for name, module in both for k, v in module.state_dict().items()}
+    return {
+        f"{name}.{k}": v.clone() for name, module in both for k, v in module.state_dict().items()
+    }
 
 
 def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
     return {
         name
         for name in before
-        if not torch.equal(before[name], after[name]) and "running" not in name and "num_b" not in name
+        if not torch.equal(before[name], after[name])
+        and "running" not in name
+        and "num_b" not in name
     }
 
 

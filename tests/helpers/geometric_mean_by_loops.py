@@ -34,7 +34,13 @@ def eq_9(m: Matrix, x: Matrix, y: Matrix, similar: bool, beta: float) -> tuple[M
 
 
 def eq_11(
-    embeddings: Matrix, pairs: Any, alpha: float, beta: float, ridge: float, t: float = 1.0, both: Any = None
+    embeddings: Matrix,
+    pairs: Any,
+    alpha: float,
+    beta: float,
+    ridge: float,
+    t: float = 1.0,
+    both: Any = None,
 ) -> float:
     """Eq 7 of the pairs and α times Eq 7 of Eq 9's, M = tΣ over whitened embeddings; nothing simplified."""
     everything = embeddings if both is None else np.concatenate([embeddings, both])
@@ -55,7 +61,9 @@ def eq_11(
     return sum(float(np.mean(each)) for each in sums.values() if each)
 
 
-def every_pair(labels: Any, others: Any = None) -> tuple[list[int], list[int], list[int], list[int]]:
+def every_pair(
+    labels: Any, others: Any = None
+) -> tuple[list[int], list[int], list[int], list[int]]:
     found: tuple[list[int], ...] = ([], [], [], [])
     for i, a in enumerate(labels):
         for j, b in enumerate(labels if others is None else others):

@@ -16,7 +16,9 @@ Make = Callable[..., Any]
 def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
     state = checkpoint.load(folder / "checkpoints" / f"{name}.safetensors")
     return {f"model.{k}": v for k, v in state["model"].items()} | {
-        f"{module}.{k}": v for module, values in state.get("modules", {}).items() for k, v in values.items()
+        f"{module}.{k}": v
+        for module, values in state.get("modules", {}).items()
+        for k, v in values.items()
     }
 
 
@@ -35,9 +37,16 @@ def start(tmp_path: Path, made: Any) -> dict[str, torch.Tensor]:
 
     checkpoint.seed_everything(made.seed)
     run = build_run(tmp_path, made)
-    modules = {"loss": run.objective.loss, "miner": run.objective.miner, "generator": run.objective.generator}
+    modules = {
+        "loss": run.objective.loss,
+        "miner": run.objective.miner,
+        "generator": run.objective.generator,
+    }
     return {f"model.{k}": v.clone() for k, v in run.model.state_dict().items()} | {
-        f"{n}.{k}": v.clone() for n, m in modules.items() if m is not None for k, v in m.state_dict().items()
+        f"{n}.{k}": v.clone()
+        for n, m in modules.items()
+        if m is not None
+        for k, v in m.state_dict().items()
     }
 
 

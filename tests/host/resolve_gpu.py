@@ -38,7 +38,9 @@ def reduced(entries: list[dict[str, Any]], lines: list[str]) -> dict[str, Any]:
     for entry in entries:
         said = entry["metadata"]
         requires = sorted(line for line in said.get("requires_dist", []) if "extra ==" not in line)
-        packages.append({"name": said["name"].lower(), "version": said["version"], "requires": requires})
+        packages.append(
+            {"name": said["name"].lower(), "version": said["version"], "requires": requires}
+        )
     return {"wanted": lines, "packages": sorted(packages, key=lambda each: each["name"])}
 
 

@@ -61,7 +61,9 @@ def refused(outcome: Any, *files: Path) -> None:
     assert all(str(file) in line for file in files)
 
 
-def test_every_command_refuses_and_the_flag_lets_it_run(stranger: Path, cli: Callable[..., Any]) -> None:
+def test_every_command_refuses_and_the_flag_lets_it_run(
+    stranger: Path, cli: Callable[..., Any]
+) -> None:
     recipe, plugin, ran = stranger / "recipe.toml", stranger / "theirs.py", stranger / "ran"
     refused(cli("check", recipe), plugin)
     refused(cli("train", recipe, "--output", "run"), plugin)
@@ -86,7 +88,9 @@ def test_what_the_user_names_is_the_users_word(stranger: Path, cli: Callable[...
 
 
 def test_python_is_told_what_allows_it(stranger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PluginError, match="in Python with RETRIEVAL_ALLOW_PLUGINS=1 in the environment"):
+    with pytest.raises(
+        PluginError, match="in Python with RETRIEVAL_ALLOW_PLUGINS=1 in the environment"
+    ):
         read_recipe(stranger / "recipe.toml")
     asked: list[str] = []
     with answering(lambda brings: not asked.append(brings)):
@@ -133,7 +137,9 @@ def test_a_module_beside_the_recipe_is_no_installed_one(
 def test_on_a_terminal_it_asks(stranger: Path, answer: bytes, code: int) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "retrieval.cli", "check", "recipe.toml"]
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=stranger) as running:
+    with subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, cwd=stranger
+    ) as running:
         os.close(slave)
         seen = b""
         while b"Run what is in there?" not in seen:
@@ -150,7 +156,9 @@ def test_on_a_terminal_it_asks(stranger: Path, answer: bytes, code: int) -> None
     assert (stranger / "ran").exists() == (code == 0)
 
 
-def test_escape_codes_in_names_never_reach_a_terminal(stranger: Path, cli: Callable[..., Any]) -> None:
+def test_escape_codes_in_names_never_reach_a_terminal(
+    stranger: Path, cli: Callable[..., Any]
+) -> None:
     evil = stranger / "\x1b[2J\x1b]0;owned\x07\u202e.toml"
     shutil.copy(stranger / "recipe.toml", evil)
     outcome = cli("check", evil)

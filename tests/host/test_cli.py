@@ -134,7 +134,9 @@ def test_a_reader_that_stops_is_told_nothing(shout: Path) -> None:
     # click leaves with 1 here, as programs do whose pipe breaks
     pipe = f"{sys.executable} -m retrieval.cli flood | head -n 1"
     env = {**os.environ, "PYTHONPATH": str(shout)}
-    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(
+        ["bash", "-c", pipe], capture_output=True, text=True, timeout=120, env=env
+    )
     assert (done.stdout.splitlines(), done.stderr) == (["0 … ä"], "")
 
 
@@ -160,7 +162,9 @@ def test_a_plugin_that_spoils_the_commands(
 ) -> None:
     install(tmp_path, "retrieval-bad", "bad", "host_bad", HOOK.format(body))
     helped = process("-m", "retrieval.cli", "--help", path=tmp_path)
-    assert helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")  # help still helps
+    assert (
+        helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")
+    )  # help still helps
     assert all(name in helped.out for name in COMMANDS)
     assert words in sentence(process("-m", "retrieval.cli", "anything", path=tmp_path))
 
@@ -196,14 +200,20 @@ def test_two_plugins_with_one_command(
     ],
 )
 def test_mistakes_on_the_command_line(
-    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+    cli: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert words in sentence(cli(*arguments))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_wrong_recipe_prints_every_problem_and_exits_2(
+    cli: Callable[..., Any], tmp_path: Path
+) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(
         '[data]\nname = "core.digts"\n[backbone]\nname = "core.convnet"\n[loss]\nname = "pml.circl"\n'

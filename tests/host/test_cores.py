@@ -61,7 +61,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", {}, 16),
     ],
 )  # fmt: skip
-def test_the_quota_of_a_cgroup(groups: str, files: dict[str, str], expected: int, tmp_path: Path) -> None:
+def test_the_quota_of_a_cgroup(
+    groups: str, files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
     assert cores(tree(tmp_path, groups, files)) == expected
 
 
@@ -71,7 +73,9 @@ def test_without_cgroups_the_affinity_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_users_own_number_of_threads_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_number_of_threads_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half = tree(tmp_path, "0::/\n", {"cpu.max": "800000 100000"})
     limit_threads(half)
     assert os.environ["OMP_NUM_THREADS"] == "8"

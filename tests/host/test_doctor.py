@@ -18,7 +18,11 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; sys.argv = ['retrieval', 'doctor', *sys.argv[1:]]; from retrieval.cli.app import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment, cwd=folder
+        [sys.executable, "-c", code, *options],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
     )
 
 
@@ -49,13 +53,17 @@ def test_here_all_is_well(tmp_path: Path) -> None:
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     distribution(tmp_path, "click", "7.0")
-    distribution(tmp_path, "onnxruntime-gpu", "1.31.0", ("nvidia-cuda-runtime~=13.0; extra == 'cuda'",))
+    distribution(
+        tmp_path, "onnxruntime-gpu", "1.31.0", ("nvidia-cuda-runtime~=13.0; extra == 'cuda'",)
+    )
     distribution(tmp_path, "faiss-gpu-cu12", "1.14.1")
     (tmp_path / "faiss.py").write_text("import os\nos.abort()\n")
     done = run(tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     said = done.stdout.partition("To mend")[2]
-    assert "click 7.0 is installed; retrieval needs >=8.1. Mend it: pip install 'click>=8.1'" in said
+    assert (
+        "click 7.0 is installed; retrieval needs >=8.1. Mend it: pip install 'click>=8.1'" in said
+    )
     assert "onnxruntime and onnxruntime-gpu overwrite each other's files. Keep one" in said
     assert "faiss-cpu and faiss-gpu-cu12 overwrite" in said
     assert "faiss-cpu cannot be used: it ends the process (code -6)" in said
@@ -69,10 +77,14 @@ def test_packages_for_a_gpu_without_one_are_a_fault(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 2
     assert "faiss-gpu-cuvs is installed, and NVIDIA's driver names no CUDA device" in done.stdout
-    assert "pip uninstall -y faiss-gpu-cuvs && pip install 'embedding-retrieval[cpu]'" in done.stdout
+    assert (
+        "pip uninstall -y faiss-gpu-cuvs && pip install 'embedding-retrieval[cpu]'" in done.stdout
+    )
 
 
-def test_a_driver_that_is_older_than_what_is_installed_is_a_fault(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_driver_that_is_older_than_what_is_installed_is_a_fault(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """What nvidia-smi says of a driver for CUDA 12, beside packages of CUDA 13."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(

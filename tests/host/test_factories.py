@@ -219,7 +219,10 @@ def test_a_default_that_no_recipe_can_write_stays() -> None:
     factory = read(loss)
     assert [p.default_text for p in factory.parameters] == ["", "", "[]"]
     assert factory.check({"span": [1]}, "[loss]") == ({"span": [1]}, [])
-    assert only(loss, start=3) == "[loss] start: is of type Tensor, which a recipe cannot write; remove it."
+    assert (
+        only(loss, start=3)
+        == "[loss] start: is of type Tensor, which a recipe cannot write; remove it."
+    )
 
 
 def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
@@ -256,7 +259,12 @@ def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
 
 def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsRecorder) -> None:
     def loss(
-        copy: int, json: int = 1, schema: int = 1, model_config: int = 1, _hidden: int = 1, p0: int = 1
+        copy: int,
+        json: int = 1,
+        schema: int = 1,
+        model_config: int = 1,
+        _hidden: int = 1,
+        p0: int = 1,
     ) -> Any:
         """A loss.
 
@@ -307,7 +315,9 @@ def test_a_factory_that_refuses_its_values() -> None:
 
     with pytest.raises(RecipeError) as caught:
         read(loss).build({"near": 2.0})
-    assert caught.value.problems == ("acme.thing refuses its parameters: near must be below far. It is not.",)
+    assert caught.value.problems == (
+        "acme.thing refuses its parameters: near must be below far. It is not.",
+    )
     with pytest.raises(RecipeError, match="refuses its parameters: AssertionError"):
         read(loss).build({"near": -2.0})
 
@@ -332,6 +342,7 @@ def test_types_as_a_recipe_s_author_reads_them() -> None:
     }
     assert type_text(list[str | int]) == "list of (text or integer)"
     assert (
-        type_text(Annotated[str, Field(min_length=2, pattern="^a")]) == "text (at least 2 long, matching ^a)"
+        type_text(Annotated[str, Field(min_length=2, pattern="^a")])
+        == "text (at least 2 long, matching ^a)"
     )
     assert type_text(dict[str, Any]) == "table"

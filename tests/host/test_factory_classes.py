@@ -41,7 +41,10 @@ def test_kwargs_are_what_the_next_class_takes_and_was_not_given() -> None:
     assert [p.name for p in read(ByName).parameters] == ["first", "second"]
     assert [p.name for p in read(ByPosition).parameters] == ["second"]
     assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
-    assert read(Swallows).parameters == () and "nothing spells '**more' out" in read(Swallows).hints[-1]
+    assert (
+        read(Swallows).parameters == ()
+        and "nothing spells '**more' out" in read(Swallows).hints[-1]
+    )
     # without source what has no default is taken to be given by the class
     scope: dict[str, Any] = {"Passes": Passes}
     exec("class Made(Passes):\n def __init__(self, **more): super().__init__(3.0, **more)", scope)
@@ -114,7 +117,12 @@ def test_classes_of_all_sorts_are_read() -> None:
     assert read(Undocumented).hints == ("it has no docstring",)  # nn.Module's own does not count
     for make in (Scaled, Child, InInit):
         (p,) = read(make).parameters
-        assert (p.name, p.doc, p.default_text, p.type_text) == ("scale", "how much.", "1.0", "number")
+        assert (p.name, p.doc, p.default_text, p.type_text) == (
+            "scale",
+            "how much.",
+            "1.0",
+            "number",
+        )
     assert [p.name for p in read(Data).parameters] == ["size"]
 
 

@@ -78,7 +78,9 @@ def test_bytecode_in_a_folder_never_runs(tmp_path: Path) -> None:
     assert module.helpers.value == module.taken == 4
 
 
-def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(tmp_path: Path) -> None:
+def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(
+    tmp_path: Path,
+) -> None:
     plugin = FilePlugin.at(write(tmp_path / "my_plugin", 3))
     names = ["__init__.py", "helpers.py", "json.py", "later.py", "kit/__init__.py", "kit/inner.py", "kit/words.txt"]  # fmt: skip
     assert list(plugin.files) == names
@@ -93,7 +95,9 @@ def test_a_copy_works_without_what_it_was_copied_from(tmp_path: Path) -> None:
     item = write(tmp_path / "mine" / "my_plugin", 5)
     copied = FilePlugin.at(item).copy(tmp_path / "run" / "plugins")
     (copied / "gone.py").write_text("raise RuntimeError")
-    assert FilePlugin.at(item).copy(tmp_path / "run" / "plugins") == copied  # again, into the same place
+    assert (
+        FilePlugin.at(item).copy(tmp_path / "run" / "plugins") == copied
+    )  # again, into the same place
     assert not (copied / "gone.py").exists()
     sums = FilePlugin.at(item).sums
     shutil.rmtree(tmp_path / "mine")

@@ -33,18 +33,26 @@ def test_each_of_the_three_says_its_cuda(kept: dict[str, Any], resolve: Any) -> 
     """A build for the CPU would be of no CUDA, and so of no other."""
     by = {each["name"]: set(resolve.majors(each)) for each in kept["packages"]}
     assert by["torch"] == by["faiss-gpu-cuvs"] == by["nvidia-cuda-runtime"] == {"13"}
-    runtime = [each for each in kept["packages"] if each["name"].startswith(("nvidia-cudnn", "nvidia-cufft"))]
+    runtime = [
+        each
+        for each in kept["packages"]
+        if each["name"].startswith(("nvidia-cudnn", "nvidia-cufft"))
+    ]
     assert len(runtime) == 2  # of onnxruntime-gpu's extras cuda and cudnn, which name them
 
 
-def test_the_extras_resolve_to_one_cuda_and_one_package_a_module(kept: dict[str, Any], resolve: Any) -> None:
+def test_the_extras_resolve_to_one_cuda_and_one_package_a_module(
+    kept: dict[str, Any], resolve: Any
+) -> None:
     assert resolve.faults(kept) == []
 
 
 def test_tensorrt_is_of_the_same_cuda(kept: dict[str, Any], resolve: Any) -> None:
     config = ConfigParser()
     config.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
-    names = [Requirement(line).name for line in config["options.extras_require"]["tensorrt"].split()]
+    names = [
+        Requirement(line).name for line in config["options.extras_require"]["tensorrt"].split()
+    ]
     of = {major for name in names for major in resolve.majors({"name": name, "requires": []})}
     assert of == {major for each in kept["packages"] for major in resolve.majors(each)}
 
@@ -64,7 +72,9 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_together_is_found(kept: dict[str, Any], resolve: Any, change: str) -> None:
+def test_what_does_not_fit_together_is_found(
+    kept: dict[str, Any], resolve: Any, change: str
+) -> None:
     """`faiss-gpu-cuvs` 1.15.0 takes a later cuVS than it was built with, and does not import."""
     altered, (make, said) = copy.deepcopy(kept), CHANGES[change]
     make(altered)

@@ -79,7 +79,10 @@ INNER = {
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
     """Every module below a folder, by its dotted name."""
     for path in sorted(root.rglob("*.py")):
-        yield ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"), path
+        yield (
+            ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"),
+            path,
+        )
 
 
 def imports(
@@ -95,7 +98,11 @@ def imports(
             for alias in node.names:
                 home = above.joinpath(*(node.module or "").split("."), alias.name)
                 is_module = (home / "__init__.py").is_file() or home.with_suffix(".py").is_file()
-                yield (f"{node.module}.{alias.name}", "") if is_module else (str(node.module), alias.name)
+                yield (
+                    (f"{node.module}.{alias.name}", "")
+                    if is_module
+                    else (str(node.module), alias.name)
+                )
 
 
 def folder(module: str) -> str:
@@ -141,7 +148,9 @@ def circle(package: Path) -> list[str]:
 
 
 def test_every_folder_is_a_floor() -> None:
-    found = {path.stem for path in PACKAGE.iterdir() if path.name not in ("py.typed", "__pycache__")}
+    found = {
+        path.stem for path in PACKAGE.iterdir() if path.name not in ("py.typed", "__pycache__")
+    }
     assert found == set().union(*FLOORS)
     assert len(found) <= MOST_ENTRIES
 
@@ -183,7 +192,10 @@ def plugins() -> set[str]:
 def test_the_host_imports_no_plugin_and_plugins_not_each_other() -> None:
     names = plugins()
     assert {"retrieval_core", "retrieval_pml"} <= names
-    for module, path in [*modules(PACKAGE), *(m for name in names for m in modules(PLUGINS / name))]:
+    for module, path in [
+        *modules(PACKAGE),
+        *(m for name in names for m in modules(PLUGINS / name)),
+    ]:
         own = module.partition(".")[0]
         foreign = {t.partition(".")[0] for t, _ in imports(path, PLUGINS)} & (names - {own})
         assert not foreign, f"{module} imports {foreign}"
@@ -269,7 +281,9 @@ def test_loading_plugins_and_reading_recipes_loads_no_torch(process: Callable[..
     assert not found & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in found
 
 
-def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(process: Callable[..., Any]) -> None:
+def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(
+    process: Callable[..., Any],
+) -> None:
     code = """
 from retrieval.serving.index.backends import make_backend
 for name in ("flat", "hnsw", "ivf"):

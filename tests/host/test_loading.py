@@ -75,9 +75,7 @@ def test_two_distributions_with_one_name_are_refused_before_loading(
     assert done.code == 2
     assert "first-acme 1.2" in done.err and "second-acme 3.4" in done.err and "'acme'" in done.err
     assert "LOADED" not in done.out + done.err and "Traceback" not in done.err
-    code = (
-        "from retrieval.host.plugins import load_plugins; print([s.plugin for s in load_plugins().sources])"
-    )
+    code = "from retrieval.host.plugins import load_plugins; print([s.plugin for s in load_plugins().sources])"
     blocked = process("-c", code, path=tmp_path, RETRIEVAL_BLOCK="acme")
     assert blocked.code == 0 and "'acme'" not in blocked.out and "'pml'" in blocked.out
 
@@ -106,12 +104,16 @@ def test_block_leaves_out_entry_points_files_and_several(
         plugins.find("losses", "pml.contrastive")
 
 
-def test_a_file_and_a_module_serve_as_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_and_a_module_serve_as_plugins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write(tmp_path, "from_file.py", LOSS)
     write(tmp_path, "host_from_module.py", LOSS)
     monkeypatch.syspath_prepend(tmp_path)
     plugins = load_plugins([file, "host_from_module", file])  # named twice is loaded once
-    assert plugins.find("losses", "from_file.plain") and plugins.find("losses", "host_from_module.plain")
+    assert plugins.find("losses", "from_file.plain") and plugins.find(
+        "losses", "host_from_module.plain"
+    )
     assert (plugins.sources[-2].origin, plugins.sources[-1].origin) == (
         f"file {file}",
         "module host_from_module",
@@ -137,7 +139,11 @@ def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path: Path) -> None
             ["'raises'", "RuntimeError: no luck", "raises.py, line 2"],
         ),
         ("syntax.py", "x = 1\ndef f(:\n", ["'syntax'", "SyntaxError", "syntax.py, line 2"]),
-        ("leaves.py", "import sys\nsys.exit(3)", ["'leaves'", "SystemExit: 3", "leaves.py, line 2"]),
+        (
+            "leaves.py",
+            "import sys\nsys.exit(3)",
+            ["'leaves'", "SystemExit: 3", "leaves.py, line 2"],
+        ),
         (
             "needs.py",
             "import surely_not_installed",
@@ -150,7 +156,9 @@ def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_plugin_that_cannot_be_imported(tmp_path: Path, name: str, code: str, words: list[str]) -> None:
+def test_a_plugin_that_cannot_be_imported(
+    tmp_path: Path, name: str, code: str, words: list[str]
+) -> None:
     sentence = refused(write(tmp_path, name, code))
     assert all(word in sentence for word in words), sentence
     assert "retrieval_file_plugin" not in " ".join(m for m in sys.modules if name[:-3] in m)
@@ -227,7 +235,9 @@ def test_an_entry_point_that_names_no_module(
         ("import surely_not_installed", ["failed in retrieval_losses", "surely_not_installed"]),
     ],
 )
-def test_factory_hooks_that_give_something_else(tmp_path: Path, body: str, words: list[str]) -> None:
+def test_factory_hooks_that_give_something_else(
+    tmp_path: Path, body: str, words: list[str]
+) -> None:
     code = f"from retrieval import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
     plugins = load_plugins([write(tmp_path, "gives.py", code)])
     assert all(
@@ -241,8 +251,12 @@ def test_factory_hooks_that_give_something_else(tmp_path: Path, body: str, words
     assert str(caught.value) == sentence
 
 
-def test_a_plugin_without_torch_says_what_to_install(tmp_path: Path, process: Callable[..., Any]) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
+def test_a_plugin_without_torch_says_what_to_install(
+    tmp_path: Path, process: Callable[..., Any]
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise ModuleNotFoundError('No module named torch', name='torch')"
+    )
     done = process("-m", "retrieval.cli", "plugins", "list", "--kind", "losses", path=tmp_path)
     assert (
         done.code == 2
@@ -265,7 +279,10 @@ def test_an_unknown_name_suggests_the_closest() -> None:
     several = find(plugins, "losses", "contrastive")
     assert all(f"'{plugin}.contrastive'" in several for plugin in ("daml", "pml")), several
     unloaded = find(plugins, "losses", "pmll.multi_similarity")
-    assert "No plugin 'pmll' is loaded" in unloaded and "Did you mean 'pml.multi_similarity'?" in unloaded
+    assert (
+        "No plugin 'pmll' is loaded" in unloaded
+        and "Did you mean 'pml.multi_similarity'?" in unloaded
+    )
     assert "'core.digits' is a dataset" in find(plugins, "losses", "core.digits")
     assert "retrieval plugins list --kind losses" in find(plugins, "losses", "pml.zzzzz")
     assert "No plugin 'zz' is loaded" in find(plugins, "losses", "zz.zzzzz")

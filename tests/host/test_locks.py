@@ -41,7 +41,10 @@ def holder(tmp_path):
 
 
 def test_a_second_process_is_told_who_holds_it(holder, tmp_path):
-    with pytest.raises(StoreError) as caught, hold(tmp_path / "out", "building this index", StoreError):
+    with (
+        pytest.raises(StoreError) as caught,
+        hold(tmp_path / "out", "building this index", StoreError),
+    ):
         raise AssertionError
     text = str(caught.value)
     assert text.startswith(f"Another process is building this index: process {holder.pid} on ")
@@ -140,7 +143,10 @@ def test_where_the_system_has_no_locks_a_marker_stands_in(tmp_path, monkeypatch)
 
 
 def test_where_nothing_can_be_written_a_sentence(tmp_path):
-    with pytest.raises(RetrievalError, match="cannot be locked"), hold(tmp_path / "no" / "out", "x"):
+    with (
+        pytest.raises(RetrievalError, match="cannot be locked"),
+        hold(tmp_path / "no" / "out", "x"),
+    ):
         raise AssertionError
 
 

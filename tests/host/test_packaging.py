@@ -48,7 +48,9 @@ def test_every_file_that_is_no_code_is_package_data(config: ConfigParser) -> Non
     for folder in folders().values():
         for path in folder.iterdir():
             if path.is_file() and path.suffix not in (".py", ".pyc"):
-                assert any(fnmatch(path.name, pattern) for pattern in patterns), f"{path} is not installed"
+                assert any(fnmatch(path.name, pattern) for pattern in patterns), (
+                    f"{path} is not installed"
+                )
 
 
 def test_every_template_of_a_new_plugin_is_package_data(config: ConfigParser) -> None:
@@ -70,7 +72,8 @@ def test_every_package_says_that_it_is_typed(config: ConfigParser) -> None:
 
 def test_every_entry_point_imports_and_every_plugin_has_one(config: ConfigParser) -> None:
     points = dict(
-        line.split(" = ") for line in config["options.entry_points"]["retrieval"].strip().splitlines()
+        line.split(" = ")
+        for line in config["options.entry_points"]["retrieval"].strip().splitlines()
     )
     for name, module in points.items():
         assert module == f"retrieval_{name}" and importlib.import_module(module)
@@ -78,9 +81,13 @@ def test_every_entry_point_imports_and_every_plugin_has_one(config: ConfigParser
         name for name in folders() if name.startswith("retrieval_") and "." not in name
     }
     installed = {
-        e.name: e.value for e in distribution("embedding-retrieval").entry_points if e.group == "retrieval"
+        e.name: e.value
+        for e in distribution("embedding-retrieval").entry_points
+        if e.group == "retrieval"
     }
-    assert installed == points, "installed before the last change of setup.cfg: pip install -e . again"
+    assert installed == points, (
+        "installed before the last change of setup.cfg: pip install -e . again"
+    )
     script = config["options.entry_points"]["console_scripts"].split(" = ")[1].strip()
     module, _, function = script.partition(":")
     assert callable(getattr(importlib.import_module(module), function))

@@ -51,7 +51,11 @@ def test_parts_within_parts_and_lists_of_parts(everything: Plugins) -> None:
                 "scale": 1,
                 "reducer": {"name": "everything.mean", "pad": "everything.lp"},
             },
-            {"name": "everything.margin", "scale": 2, "distance": {"name": "everything.euclidean", "p": 3}},
+            {
+                "name": "everything.margin",
+                "scale": 2,
+                "distance": {"name": "everything.euclidean", "p": 3},
+            },
             "everything.fixed",
         ],
         "first": {"name": "everything.fixed"},
@@ -68,7 +72,9 @@ def test_parts_within_parts_and_lists_of_parts(everything: Plugins) -> None:
 
 
 def test_a_single_part_serves_where_a_list_is_asked_for(everything: Plugins) -> None:
-    made = everything.build("losses", {"name": "everything.several", "losses": "everything.fixed"}, GIVEN)
+    made = everything.build(
+        "losses", {"name": "everything.several", "losses": "everything.fixed"}, GIVEN
+    )
     assert len(made.losses) == 1
 
 
@@ -123,7 +129,8 @@ def test_the_host_s_distance_goes_before_the_default(everything: Plugins) -> Non
 
 def test_what_the_host_does_not_know_is_said(everything: Plugins) -> None:
     with pytest.raises(
-        PluginError, match=r"everything\.fixed asks the host for 'classes' \(number of training classes\)"
+        PluginError,
+        match=r"everything\.fixed asks the host for 'classes' \(number of training classes\)",
     ):
         everything.build("losses", "everything.fixed", {"embedding_size": 3})  # type: ignore[arg-type]
 

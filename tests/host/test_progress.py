@@ -40,12 +40,15 @@ def test_long_work_is_a_plain_line_now_and_then(
     lines = err.splitlines()
     assert out == "" and "\r" not in err and len(lines) == 10  # one each 10 s
     assert (
-        lines[0] == "encoding: 3,000 of 12,000 images (25 %), 100 a second, 1 min 30 s left, loss 0.5"
+        lines[0]
+        == "encoding: 3,000 of 12,000 images (25 %), 100 a second, 1 min 30 s left, loss 0.5"
     )  # the 2,000 of an earlier run do not count as speed
     assert lines[-1].startswith("encoding: 12,000 of 12,000 images (100 %), 100 a second, 0 s left")
 
 
-def test_steps_that_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with Meter("export", 0, "steps") as meter:

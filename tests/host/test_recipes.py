@@ -19,7 +19,11 @@ Problems = Callable[..., tuple[str, ...]]
 
 def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
     recipe = check_recipe(table)
-    assert recipe.loss is not None and recipe.loss.table == table["loss"] and not recipe.backbone.frozen
+    assert (
+        recipe.loss is not None
+        and recipe.loss.table == table["loss"]
+        and not recipe.backbone.frozen
+    )
     assert recipe.phases[0].epochs == recipe.train.epochs == 10
     assert recipe.loaded.find("losses", "everything.margin")
 
@@ -204,8 +208,18 @@ def test_what_cannot_go_together(
         {**GENERATOR, "train": {"loss_weight": 2}},
         {**COMBINER, **several("margin", "margin")},
         {**GENERATOR, **several("margin")},
-        {**GENERATOR, "train": {"real_weight": 1, "coupling": "joint"}, "generator_optimizer": {"lr": 1}},
-        {**OWN, "phase": [{"train": ["generator"], "generator_lr": 0.1}, {"lr": 0.1, "generator_lr": 0.2}]},
+        {
+            **GENERATOR,
+            "train": {"real_weight": 1, "coupling": "joint"},
+            "generator_optimizer": {"lr": 1},
+        },
+        {
+            **OWN,
+            "phase": [
+                {"train": ["generator"], "generator_lr": 0.1},
+                {"lr": 0.1, "generator_lr": 0.2},
+            ],
+        },
         {
             **GENERATOR,
             "optimizer": {"lr_factor": {"generator": 2}},
@@ -218,7 +232,11 @@ def test_what_cannot_go_together(
         {"evaluate": {"metrics": ["everything.best", "recall_at_17"]}},
         {
             "evaluate": {
-                "metrics": ["map", {"name": "core.recall_at", "k": 5}, {"name": "precision_at", "k": 2}]
+                "metrics": [
+                    "map",
+                    {"name": "core.recall_at", "k": 5},
+                    {"name": "precision_at", "k": 2},
+                ]
             }
         },
         {"split": {"test": [1, "2"]}, "head": {"identity": True}},
@@ -226,7 +244,9 @@ def test_what_cannot_go_together(
         {"schedule": {"name": "StepLR", "options": {"step_size": 2}}},
     ],
 )
-def test_what_does_go_together(table: dict[str, Any], problems: Problems, changes: dict[str, Any]) -> None:
+def test_what_does_go_together(
+    table: dict[str, Any], problems: Problems, changes: dict[str, Any]
+) -> None:
     assert problems({k: v for k, v in {**table, **changes}.items() if v is not None}) == ()
 
 
@@ -284,7 +304,9 @@ def test_plugin_files_are_found_beside_the_recipe_then_here(
     (tmp_path / "sub").mkdir()
     recipe = tmp_path / "sub" / "recipe.toml"
     source = Path(table["plugins"][0]).read_text(encoding="utf-8")
-    text = '{}[data]\nname = "{p}.items"\n[backbone]\nname = "{p}.same"\n[loss]\nname = "{p}.fixed"\n'
+    text = (
+        '{}[data]\nname = "{p}.items"\n[backbone]\nname = "{p}.same"\n[loss]\nname = "{p}.fixed"\n'
+    )
     (tmp_path / "sub" / "beside.py").write_text(source)
     (tmp_path / "here.py").write_text(source)
     monkeypatch.chdir(tmp_path)
@@ -325,8 +347,14 @@ def test_frozen_is_the_host_s_and_never_the_backbone_s(table: dict[str, Any]) ->
     assert recipe.build("backbone", features=2).features == 2
 
 
-def test_every_problem_of_the_metrics_is_told_at_once(table: dict[str, Any], problems: Problems) -> None:
-    wrong = ["recal_at_1", {"name": "core.recall_at", "k": 0, "depth": 3}, {"name": "core.precison_at"}]
+def test_every_problem_of_the_metrics_is_told_at_once(
+    table: dict[str, Any], problems: Problems
+) -> None:
+    wrong = [
+        "recal_at_1",
+        {"name": "core.recall_at", "k": 0, "depth": 3},
+        {"name": "core.precison_at"},
+    ]
     found = problems({**table, "evaluate": {"metrics": wrong}})
     assert [sentence.partition(": ")[0] for sentence in found] == [
         "[evaluate] metrics",

@@ -74,7 +74,10 @@ KINDS = list(EXAMPLES)
 
 
 def test_every_kind_installs_passes_its_own_test_and_is_used(
-    tmp_path: Path, cli: Callable[..., Any], process: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    cli: Callable[..., Any],
+    process: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from PIL import Image
     from sklearn.datasets import load_digits
@@ -88,8 +91,13 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     )
     for kind in KINDS:
         made = cli("plugins", "new", f"my_{kind}", "--kind", kind)
-        assert made.code == 0 and f"retrieval plugins show my_{kind}.{EXAMPLES[kind].part}" in made.out
-    site, folders = tmp_path / "site", [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)]
+        assert (
+            made.code == 0 and f"retrieval plugins show my_{kind}.{EXAMPLES[kind].part}" in made.out
+        )
+    site, folders = (
+        tmp_path / "site",
+        [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)],
+    )
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
            "--disable-pip-version-check", "--target", str(site)]  # fmt: skip
     wheels = tmp_path / "wheels"
@@ -97,7 +105,10 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     built = process("-c", BUILD, wheels, *folders[1:])  # the first is left to pip
     assert built.code == 0, built.err
     done = subprocess.run(
-        [*pip, str(package), *map(str, wheels.iterdir())], capture_output=True, text=True, timeout=300
+        [*pip, str(package), *map(str, wheels.iterdir())],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert not list(site.glob("tests*"))
@@ -114,7 +125,9 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
             few += ["--set", "backbone.size=8"]
         recipe = str(tmp_path / f"retrieval-my_{kind}" / "recipe.toml")
         calls += [["train", recipe, *few, "--output", f"run_{kind}"], ["evaluate", f"run_{kind}"]]
-    calls.append(["train", str(package / "recipe.toml"), "--set", "train.epochs=1", "--output", "run"])
+    calls.append(
+        ["train", str(package / "recipe.toml"), "--set", "train.epochs=1", "--output", "run"]
+    )
     calls += [
         ["export", "run_backbone", "--output", "bundle"],
         [
@@ -149,14 +162,21 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
         OMP_NUM_THREADS="1",
     )
     assert done.code == 0, done.out + done.err
-    assert "retrieval-acme 0.1.0" in done.out and "  acme.margin " in done.out and "  pml.margin " in done.out
+    assert (
+        "retrieval-acme 0.1.0" in done.out
+        and "  acme.margin " in done.out
+        and "  pml.margin " in done.out
+    )
     assert "near: number = 0.2" in done.out
     assert (tmp_path / "run" / "summary.json").is_file()
     for kind in trained:
-        assert f"my_{kind}.{EXAMPLES[kind].part}" in (tmp_path / f"run_{kind}" / "recipe.toml").read_text()
-        figures = json.loads((tmp_path / f"run_{kind}" / "evaluation-test.json").read_text())["figures"][
-            "trained"
-        ]
+        assert (
+            f"my_{kind}.{EXAMPLES[kind].part}"
+            in (tmp_path / f"run_{kind}" / "recipe.toml").read_text()
+        )
+        figures = json.loads((tmp_path / f"run_{kind}" / "evaluation-test.json").read_text())[
+            "figures"
+        ]["trained"]
         assert 0 < figures["map_at_r"] <= 1
         assert ("my_metric.reciprocal_rank" in figures) == (kind == "metric")
     assert "30 items" in done.out and '"id": "8.png"' in done.out
@@ -166,7 +186,9 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
 
 def test_a_kind_that_is_none_is_refused(cli: Callable[..., Any]) -> None:
     outcome = cli("plugins", "new", "acme", "--kind", "reducer")
-    assert outcome.code == 2 and "'reducer' is not one of" in outcome.err and "'loss'" in outcome.err
+    assert (
+        outcome.code == 2 and "'reducer' is not one of" in outcome.err and "'loss'" in outcome.err
+    )
 
 
 def test_whatever_names_a_command_of_index_names_a_verb_that_help_lists() -> None:
@@ -181,4 +203,6 @@ def test_whatever_names_a_command_of_index_names_a_verb_that_help_lists() -> Non
         for found in re.finditer(r"retrieval index ([\w{}/.-]+)", path.read_text())
         if found[1].strip("`.") not in COMMANDS
     ]
-    assert not wrong and all("retrieval index create" in EXAMPLES[kind].use for kind in ("index", "store"))
+    assert not wrong and all(
+        "retrieval index create" in EXAMPLES[kind].use for kind in ("index", "store")
+    )

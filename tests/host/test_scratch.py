@@ -13,7 +13,9 @@ import pytest
 from retrieval.errors import DataError
 from retrieval.host.files import scratch_folder, whole_folder
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks that a killed process lets go")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="no locks that a killed process lets go"
+)
 
 _WRITER = """
 import sys
@@ -43,7 +45,9 @@ def write(target: Path) -> None:
         (fresh / "whole").write_text("x")
 
 
-def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(
+    tmp_path: Path,
+) -> None:
     with writer(tmp_path / "one") as killed, writer(tmp_path / "two") as living:
         killed.send_signal(signal.SIGKILL)
         killed.wait()

@@ -74,10 +74,16 @@ def test_a_recipe_is_mended_by_its_sentence(
 def test_another_component_drops_the_parameters_of_the_one_before(
     recipe: Path, cli: Callable[..., Any]
 ) -> None:
-    assert "pos_margin" in cli("check", "r.toml", "--set", "miner.pos_margin=1").err  # what stays is checked
-    done = cli("check", "r.toml", "--set", "loss.m=0.3", "--set", "loss.name=pml.circle")  # in any order
+    assert (
+        "pos_margin" in cli("check", "r.toml", "--set", "miner.pos_margin=1").err
+    )  # what stays is checked
+    done = cli(
+        "check", "r.toml", "--set", "loss.m=0.3", "--set", "loss.name=pml.circle"
+    )  # in any order
     assert done.code == 0, done.err
-    done = cli("check", "r.toml", "--set", "loss=none", "learner.name=core.pca", "learner.n_components=4")
+    done = cli(
+        "check", "r.toml", "--set", "loss=none", "learner.name=core.pca", "learner.n_components=4"
+    )
     assert done.code == 0 and "fitted" in done.out, done.err
     done = cli("check", "r.toml", "miner=none")
     assert done.code == 0 and "mined" not in done.out, done.err
@@ -107,7 +113,9 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
         == f" It is a run. Make its bundle with: retrieval export {run} (in Python retrieval.export_run)"
     )
     assert instead(bundle, "run") == " It is a bundle. Name the run that it was exported from."
-    assert instead(bundle, "index").startswith(" It is a bundle. Make an index with: retrieval index")
+    assert instead(bundle, "index").startswith(
+        " It is a bundle. Make an index with: retrieval index"
+    )
     assert (
         instead(tmp_path, "index")
         == " Make one with 'retrieval index create' (in Python retrieval.build_index)."
@@ -116,7 +124,9 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
     assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."
     (run / "bundle").symlink_to(bundle)
     assert instead(run, "bundle") == f" It is a run; the bundle in it is {run / 'bundle'}."
-    assert instead(index, "run") == " It is an index. Name the run that its bundle was exported from."
+    assert (
+        instead(index, "run") == " It is an index. Name the run that its bundle was exported from."
+    )
 
 
 @pytest.mark.parametrize(

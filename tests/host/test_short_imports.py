@@ -25,12 +25,22 @@ each = pytest.mark.parametrize("plugin", ONE_OF_EACH)
 
 def names(plugin: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
     """The names, with their modules, that load on first use, and those that type checkers are told of."""
-    tree = ast.parse((ROOT / "plugins" / f"retrieval_{plugin}" / "__init__.py").read_text(encoding="utf-8"))
+    tree = ast.parse(
+        (ROOT / "plugins" / f"retrieval_{plugin}" / "__init__.py").read_text(encoding="utf-8")
+    )
     homes, told = {}, set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "lazy":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "lazy"
+        ):
             homes = ast.literal_eval(node.args[1])
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             for line in node.body:
                 if isinstance(line, ast.ImportFrom) and str(line.module).startswith("retrieval_"):
                     assert all(name.asname == name.name for name in line.names), (
@@ -42,7 +52,9 @@ def names(plugin: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
 
 def test_every_plugin_with_names_is_tried() -> None:
     lazily = {
-        p.parent.name for p in (ROOT / "plugins").glob("*/__init__.py") if " = lazy(" in p.read_text("utf-8")
+        p.parent.name
+        for p in (ROOT / "plugins").glob("*/__init__.py")
+        if " = lazy(" in p.read_text("utf-8")
     }
     assert lazily == {f"retrieval_{plugin}" for plugin in ONE_OF_EACH}
 
@@ -65,12 +77,20 @@ def test_mypy_sees_the_classes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("\n".join(lines) + "\n", encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", str(script)], cwd=ROOT, capture_output=True, text=True, timeout=500
+        [sys.executable, "-m", "mypy", str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     out, err = done.stdout, done.stderr
     for plugin, name in ONE_OF_EACH.items():
         module = next(module for module, each in names(plugin)[0] if each == name)
-        shown = f"-> {module}.{name}" if name[0].isupper() else "-> retrieval.model.contracts.Dataset"
-        assert any("Revealed type" in line and shown in line for line in out.splitlines()), out + err
+        shown = (
+            f"-> {module}.{name}" if name[0].isupper() else "-> retrieval.model.contracts.Dataset"
+        )
+        assert any("Revealed type" in line and shown in line for line in out.splitlines()), (
+            out + err
+        )
     assert 'Unexpected keyword argument "gamma_one" for "LANML"' in out
     assert 'Argument "n_components" to "PCA" has incompatible type "str"' in out

@@ -7,7 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILE_LINES, FUNCTION_LINES = 700, 60
-FILES = [path for folder in ("retrieval", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))]
+FILES = [
+    path for folder in ("retrieval", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 
 def long_functions(text: str, most: int) -> dict[str, int]:
@@ -23,8 +25,14 @@ def long_functions(text: str, most: int) -> dict[str, int]:
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, kinds):
-            own = [number for number in range(node.lineno, (node.end_lineno or 0) + 1) if number not in prose]
-            count = sum(1 for number in own if (line := lines[number - 1].strip()) and line[0] != "#")
+            own = [
+                number
+                for number in range(node.lineno, (node.end_lineno or 0) + 1)
+                if number not in prose
+            ]
+            count = sum(
+                1 for number in own if (line := lines[number - 1].strip()) and line[0] != "#"
+            )
             if count > most:
                 found[f"{node.name} (line {node.lineno})"] = count
     return found

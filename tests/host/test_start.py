@@ -81,7 +81,9 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
     (tmp_path / "recipe.toml").write_text(RECIPE)
     script = SCRIPT % ["torch", *UNUSED]
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == ["torch"]
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()

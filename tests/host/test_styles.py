@@ -37,7 +37,15 @@ def styles() -> Plugins:
     [
         ({"name": "documented", "margin": 0.3}, None),
         ({"name": "documented", "reducer": "pml.sum", "distance": "pml.cosine_similarity"}, None),
-        ({"name": "pairs", "pos": 0, "embedding_regularizer": "pml.lp", "embedding_reg_weight": 0.1}, None),
+        (
+            {
+                "name": "pairs",
+                "pos": 0,
+                "embedding_regularizer": "pml.lp",
+                "embedding_reg_weight": 0.1,
+            },
+            None,
+        ),
         ({"name": "hinted", "swap": True, "margin": 1, "collect_stats": True}, None),
         ({"name": "classifier", "weight_regularizer": "pml.regular_face"}, None),
         ({"name": "batch_hard", "margin": 1}, None),
@@ -52,7 +60,9 @@ def styles() -> Plugins:
     ],
     ids=lambda table: table and table["name"],
 )
-def test_each_style_trains(loss: dict[str, Any], miner: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_each_style_trains(
+    loss: dict[str, Any], miner: dict[str, Any] | None, tmp_path: Path
+) -> None:
     import torch
     from retrieval.run import checkpoint
     from retrieval.run.open import build_run
@@ -72,7 +82,13 @@ def test_each_style_trains(loss: dict[str, Any], miner: dict[str, Any] | None, t
 
 def test_kwargs_pass_on_what_the_base_classes_spell_out(styles: Plugins) -> None:
     names = {f.name: [p.name for p in f.parameters] for f in styles.factories("losses").values()}
-    upstream = ["embedding_regularizer", "embedding_reg_weight", "reducer", "distance", "collect_stats"]
+    upstream = [
+        "embedding_regularizer",
+        "embedding_reg_weight",
+        "reducer",
+        "distance",
+        "collect_stats",
+    ]
     assert names["styles.documented"] == ["margin", *upstream]
     assert names["styles.pairs"] == [
         "pos",
@@ -149,7 +165,9 @@ def retrieval_metrics():
 '''
 
 
-def test_a_fault_disables_its_factory_and_nothing_else(tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_a_fault_disables_its_factory_and_nothing_else(
+    tmp_path: Path, cli: Callable[..., Any]
+) -> None:
     file = tmp_path / "faulty.py"
     file.write_text(FAULTY)
     listed = cli("plugins", "list", "--plugin", file)
@@ -165,14 +183,21 @@ def test_a_fault_disables_its_factory_and_nothing_else(tmp_path: Path, cli: Call
     assert "factory of type int" in listed.out and "'no-name'" in listed.out
 
     recipe = {**BASE, "plugins": [str(EVERYTHING), str(file)]}
-    check_recipe({**recipe, "loss": {"name": "faulty.good"}, "evaluate": {"metrics": ["faulty.ones"]}})
-    check_recipe({**recipe, "loss": {"name": "pml.contrastive"}, "miner": {"name": "everything.all_pairs"}})
+    check_recipe(
+        {**recipe, "loss": {"name": "faulty.good"}, "evaluate": {"metrics": ["faulty.ones"]}}
+    )
+    check_recipe(
+        {**recipe, "loss": {"name": "pml.contrastive"}, "miner": {"name": "everything.all_pairs"}}
+    )
 
     shown = cli("plugins", "show", "faulty.bad", "--plugin", file)
     assert (shown.code, shown.out) == (2, "") and "by position only" in shown.err
     for values, words in [
         ({"loss": {"name": "faulty.bad"}}, "[loss] name: The loss 'faulty.bad' ("),
-        ({"loss": {"name": "faulty.good"}, "miner": {"name": "faulty.any"}}, "failed in retrieval_miners"),
+        (
+            {"loss": {"name": "faulty.good"}, "miner": {"name": "faulty.any"}},
+            "failed in retrieval_miners",
+        ),
     ]:
         with pytest.raises(RecipeError) as caught:
             check_recipe({**recipe, **values})

@@ -34,7 +34,11 @@ HARD = [
 ]
 KEYS = st.one_of(st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=6), TEXT)
 SCALARS = st.one_of(
-    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), TEXT, st.sampled_from(HARD)
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    TEXT,
+    st.sampled_from(HARD),
 )
 VALUES = st.recursive(
     SCALARS,
@@ -45,7 +49,8 @@ NAMES = st.text(string.ascii_letters + string.digits + "é漢🎉_-", min_size=1
 TABLE = st.dictionaries(KEYS, VALUES, max_size=4)
 COMPONENT = st.builds(lambda parameters, name: {**parameters, "name": name}, TABLE, TEXT)
 PHASES = st.lists(
-    st.builds(Phase, name=TEXT, epochs=st.integers(1, 9), lr=st.none() | st.floats(1e-6, 1)), max_size=3
+    st.builds(Phase, name=TEXT, epochs=st.integers(1, 9), lr=st.none() | st.floats(1e-6, 1)),
+    max_size=3,
 )
 
 
@@ -59,7 +64,11 @@ PHASES = st.lists(
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_recipe_survives_writing_and_reading(
-    name: str, data: dict[str, Any], loss: dict[str, Any] | None, options: dict[str, Any], phases: list[Phase]
+    name: str,
+    data: dict[str, Any],
+    loss: dict[str, Any] | None,
+    options: dict[str, Any],
+    phases: list[Phase],
 ) -> None:
     def without_none(value: Any) -> Any:
         if isinstance(value, dict):
@@ -76,12 +85,22 @@ def test_a_recipe_survives_writing_and_reading(
 
 def test_only_what_was_set_is_written() -> None:
     recipe = Tables(data={"name": "a"}, backbone={"name": "b"}, seed=0)
-    assert tomllib.loads(to_toml(recipe)) == {"seed": 0, "data": {"name": "a"}, "backbone": {"name": "b"}}
+    assert tomllib.loads(to_toml(recipe)) == {
+        "seed": 0,
+        "data": {"name": "a"},
+        "backbone": {"name": "b"},
+    }
 
 
-def test_a_recipe_file_and_its_written_form_check_alike(tmp_path: Path, table: dict[str, Any]) -> None:
+def test_a_recipe_file_and_its_written_form_check_alike(
+    tmp_path: Path, table: dict[str, Any]
+) -> None:
     table["loss"]["reducer"] = {"name": "everything.mean", "pad": {"name": "everything.lp", "p": 1}}
-    table |= {"name": "é漢🎉", "split": {"by": "class", "test": [1, "b"]}, "head": {"hidden": [3, 4]}}
+    table |= {
+        "name": "é漢🎉",
+        "split": {"by": "class", "test": [1, "b"]},
+        "head": {"hidden": [3, 4]},
+    }
     table["augmentation"] = {"crop_scale": [0.2, 1]}
     table["phase"] = [{"name": 'a "b" \\ c\n', "train": ["head"], "epochs": 2}, {"lr": 1e-7}]
     first = tmp_path / "first.toml"
@@ -111,7 +130,10 @@ def test_values_in_snippets_and_sentences_are_toml(value: Any) -> None:
         ("loss.margin = 0.5", {"loss": {"name": "x", "margin": 0.5}}),
         ("loss.name=pml.circle", {"loss": {"name": "pml.circle"}}),
         ("loss.reducer.name=pml.mean", {"loss": {"name": "x", "reducer": {"name": "pml.mean"}}}),
-        ('loss.reducer={ name = "pml.mean" }', {"loss": {"name": "x", "reducer": {"name": "pml.mean"}}}),
+        (
+            'loss.reducer={ name = "pml.mean" }',
+            {"loss": {"name": "x", "reducer": {"name": "pml.mean"}}},
+        ),
         ("head.hidden=[64, 32]", {"head": {"hidden": [64, 32]}}),
         ('split.test=["a", "b"]', {"split": {"test": ["a", "b"]}}),
         ("optimizer.lr=1e-3", {"optimizer": {"lr": 0.001}}),

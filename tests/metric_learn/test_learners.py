@@ -143,15 +143,17 @@ def test_keeps_scikit_learns_rules_but_for_what_metric_learn_cannot_fit(learner:
     for result in check_estimator(learner, on_fail=None, on_skip=None):
         if result["status"] == "failed":
             # data that metric-learn itself cannot fit must end in our sentence
-            assert "metric-learn's" in str(result["exception"]) or "chunks" in str(result["exception"]), (
-                result
-            )
+            assert "metric-learn's" in str(result["exception"]) or "chunks" in str(
+                result["exception"]
+            ), result
 
 
 def test_in_a_pipeline_a_search_and_saved(wine: Any, tmp_path: Any) -> None:
     x, y = wine
     pipeline = make_pipeline(StandardScaler(), LFDA(), KNeighborsClassifier(3))
-    search = GridSearchCV(pipeline, {"lfda__n_components": [1, 6]}, cv=2, error_score="raise").fit(x, y)
+    search = GridSearchCV(pipeline, {"lfda__n_components": [1, 6]}, cv=2, error_score="raise").fit(
+        x, y
+    )
     assert search.best_params_ == {"lfda__n_components": 6}
     joblib.dump(search.best_estimator_, tmp_path / "p.joblib")
     again = joblib.load(tmp_path / "p.joblib")
@@ -206,7 +208,9 @@ def test_pairs_as_metric_learn_has_them(learner: Any, wine: Any) -> None:
 
 
 @each
-@pytest.mark.filterwarnings("ignore:Only generated", "ignore:As no value", "ignore:k >= N:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Only generated", "ignore:As no value", "ignore:k >= N:RuntimeWarning"
+)
 def test_answers_are_those_of_metric_learns_own_estimator(
     learner: Any, wine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +218,9 @@ def test_answers_are_those_of_metric_learns_own_estimator(
     # its own check of the pairs calls scikit-learn with an argument that is gone
     monkeypatch.setattr("metric_learn.base_metric.check_input", lambda pairs, **checks: pairs)
     learner = type(learner)(**learner.get_params()).fit(x, y)
-    theirs = adapter.adapted(learner.estimator)(**learner._settings()).fit(x, y, **learner._fit_options())
+    theirs = adapter.adapted(learner.estimator)(**learner._settings()).fit(
+        x, y, **learner._fit_options()
+    )
     if isinstance(learner, LFDA):  # it learns all directions, and we keep the first
         theirs.components_ = theirs.components_[: learner.n_components]
     pairs = np.stack([x[:40], x[60:100]], axis=1)
@@ -222,7 +228,9 @@ def test_answers_are_those_of_metric_learns_own_estimator(
     np.testing.assert_allclose(found, theirs.pair_distance(pairs), rtol=1e-6)
     np.testing.assert_allclose(learner.pair_score(pairs), theirs.pair_score(pairs), rtol=1e-6)
     matrix = theirs.get_mahalanobis_matrix()
-    np.testing.assert_allclose(learner.get_mahalanobis_matrix(), matrix, atol=1e-6 * np.abs(matrix).max())
+    np.testing.assert_allclose(
+        learner.get_mahalanobis_matrix(), matrix, atol=1e-6 * np.abs(matrix).max()
+    )
     ours, other = learner.get_metric(), theirs.get_metric()
     for a, b in pairs[:5]:
         assert ours(a, b) == pytest.approx(other(a, b), rel=1e-6)
@@ -235,15 +243,20 @@ def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine: Any) -> N
     with pytest.raises(np.linalg.LinAlgError):
         adapter.adapted("ITML_Supervised")(prior="covariance").fit(doubled, y)
     with pytest.raises(
-        np.linalg.LinAlgError, match="metric-learn's ITML_Supervised cannot be fitted on these 178 items"
+        np.linalg.LinAlgError,
+        match="metric-learn's ITML_Supervised cannot be fitted on these 178 items",
     ):
         ITML(prior="covariance").fit(doubled, y)
 
 
 def test_from_a_recipe() -> None:
     plugins = load_plugins(block=["pml"])
-    assert {name.removeprefix("metric_learn.") for name in plugins.factories("learners")} >= set(LEARNERS)
-    made = plugins.build("learners", {"name": "metric_learn.lmnn", "n_neighbors": 4}, {"features": 9})
+    assert {name.removeprefix("metric_learn.") for name in plugins.factories("learners")} >= set(
+        LEARNERS
+    )
+    made = plugins.build(
+        "learners", {"name": "metric_learn.lmnn", "n_neighbors": 4}, {"features": 9}
+    )
     assert isinstance(made, LMNN) and made.n_neighbors == 4
     with pytest.raises(RecipeError, match="regularization"):
         plugins.build("learners", {"name": "metric_learn.lmnn", "regularization": 2.0})
@@ -252,7 +265,9 @@ def test_from_a_recipe() -> None:
 def test_without_metric_learn(monkeypatch: pytest.MonkeyPatch, wine: Any) -> None:
     adapter.adapted.cache_clear()
     monkeypatch.setitem(sys.modules, "metric_learn", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'embedding-retrieval\[metric-learn\]'"):
+    with pytest.raises(
+        MissingDependency, match=r"pip install 'embedding-retrieval\[metric-learn\]'"
+    ):
         LFDA().fit(*wine)
     assert load_plugins(block=["pml"]).find("learners", "metric_learn.lfda")
     adapter.adapted.cache_clear()

@@ -64,7 +64,12 @@ def fixed_thresholds(
 
 
 def overall(
-    triplet: list[Vector], w: list[Matrix], theta: list[Matrix], tau: float, alpha: Vector, fixed: Any
+    triplet: list[Vector],
+    w: list[Matrix],
+    theta: list[Matrix],
+    tau: float,
+    alpha: Vector,
+    fixed: Any,
 ) -> float:
     """Eq 19."""
     return sum(a * x for a, x in zip(alpha, losses(triplet, w, theta, tau, fixed), strict=True))
@@ -90,7 +95,10 @@ def candidates(
         near = sorted((distance(query[level], r[level]), i) for i, r in enumerate(references))[:k]
         least, most = near[0][0], near[-1][0]
         found.append(
-            [(i, weight * math.exp(-(d - least) / (most - least) if most > least else 0.0)) for d, i in near]
+            [
+                (i, weight * math.exp(-(d - least) / (most - least) if most > least else 0.0))
+                for d, i in near
+            ]
         )
     return found
 

@@ -81,7 +81,9 @@ def test_abtl_and_its_gradient_are_those_of_a_loop(tau: float) -> None:
                 moved = x.tolist()
                 moved[row][column] += sign * 1e-6
                 sides.append(mean(moved))
-            assert x.grad[row, column].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-8)
+            assert x.grad[row, column].item() == pytest.approx(
+                (sides[0] - sides[1]) / 2e-6, abs=1e-8
+            )
 
 
 @pytest.mark.parametrize("kind", [HedgeScore, HedgeSum])
@@ -89,7 +91,11 @@ def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind: An
     combiner = kind(embedding=2, depth=1, beta=0.5)
     combiner.get_buffer("alpha").copy_(torch.tensor([0.3, 0.7]))
     loss = ABTL(0.4, distance=combiner)
-    x = torch.nn.functional.normalize(batch().detach().view(6, 2, 2), dim=2).flatten(1).requires_grad_()
+    x = (
+        torch.nn.functional.normalize(batch().detach().view(6, 2, 2), dim=2)
+        .flatten(1)
+        .requires_grad_()
+    )
     value = loss(x, LABELS)
     means = []
     for level in range(2):
@@ -100,7 +106,9 @@ def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind: An
             each.append(loops.local_loss(*d, *loops.thresholds(*d, 0.4)))
         means.append(sum(each) / len(each))
     assert value.item() == pytest.approx(0.3 * means[0] + 0.7 * means[1], abs=1e-6)
-    assert combiner.alpha.tolist() == pytest.approx(loops.hedge([0.3, 0.7], means, 0.5, 0.1, "exp"), abs=1e-6)
+    assert combiner.alpha.tolist() == pytest.approx(
+        loops.hedge([0.3, 0.7], means, 0.5, 0.1, "exp"), abs=1e-6
+    )
     value.backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
     before = combiner.alpha.clone()
@@ -182,7 +190,8 @@ def test_best_score_is_that_of_a_loop() -> None:
             if item in own:
                 least, most = row[own[0]], row[own[-1]]
                 best = max(
-                    best, weight * np.exp(-(row[item] - least) / (most - least) if most > least else 0)
+                    best,
+                    weight * np.exp(-(row[item] - least) / (most - least) if most > least else 0),
                 )
         assert np.exp(-found[item]) == pytest.approx(best)
 
@@ -263,9 +272,13 @@ def test_trained_exported_trained_on_and_exported_again(tmp_path: Path) -> None:
         bundle = exported(learner, tmp_path / f"bundle{number}")
         vectors = bundle.encode(QUERIES).vector
         assert np.allclose(
-            vectors, learner.spaces(QUERIES).embeddings.transpose(1, 0, 2).reshape(12, -1), atol=1e-4
+            vectors,
+            learner.spaces(QUERIES).embeddings.transpose(1, 0, 2).reshape(12, -1),
+            atol=1e-4,
         )
-        assert [s.weight for s in bundle.manifest.subspaces] == pytest.approx(learner.alpha_.tolist())
+        assert [s.weight for s in bundle.manifest.subspaces] == pytest.approx(
+            learner.alpha_.tolist()
+        )
         seen.append(vectors)
     assert learner.n_triplets_ == 600 and np.abs(seen[0] - seen[2]).max() > 0.01
 
@@ -292,7 +305,9 @@ def test_oasis_and_warm_are_served_too(tmp_path: Path) -> None:
         else:
             rank = ((learner.transform(QUERIES)[:, None] - learner.transform(X)) ** 2).sum(2)
         for hits, row in zip(answers, rank, strict=True):
-            assert [row[int(hit.id)] for hit in hits] == pytest.approx(np.sort(row)[:5].tolist(), rel=1e-3)
+            assert [row[int(hit.id)] for hit in hits] == pytest.approx(
+                np.sort(row)[:5].tolist(), rel=1e-3
+            )
 
 
 RECIPE = """
@@ -346,8 +361,17 @@ def test_from_recipe_to_answers(part: str, cli: Callable[..., Any], tmp_path: Pa
     if manifest["subspaces"]:
         assert [s["weight"] for s in manifest["subspaces"]] == pytest.approx(alpha.tolist())
     np.savez(tmp_path / "queries.npz", features=X[:30] / 16)
-    run("index", "create", tmp_path / "index", tmp_path / "digits.npz", "--bundle", tmp_path / "bundle")
-    answers = json.loads(run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json"))
+    run(
+        "index",
+        "create",
+        tmp_path / "index",
+        tmp_path / "digits.npz",
+        "--bundle",
+        tmp_path / "bundle",
+    )
+    answers = json.loads(
+        run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json")
+    )
     labels = np.array([[r["label"] for r in answer["results"]] for answer in answers])
     assert (labels[:, 0] == Y[:30].astype(str)).all()  # each finds itself
     assert (labels == Y[:30, None].astype(str)).mean() > 0.6

@@ -27,10 +27,14 @@ _spec.loader.exec_module(loops)
 SMALL = {"depth": 2, "hidden": 8, "embedding": 4, "seeds": 60, "closure": 60}
 
 
-def clouds(classes: int = 3, each: int = 30, features: int = 6, apart: float = 3.0) -> tuple[Any, Any]:
+def clouds(
+    classes: int = 3, each: int = 30, features: int = 6, apart: float = 3.0
+) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     y = np.repeat(np.arange(classes), each)
-    return rng.standard_normal((classes, features))[y] * apart + rng.standard_normal((len(y), features)), y
+    return rng.standard_normal((classes, features))[y] * apart + rng.standard_normal(
+        (len(y), features)
+    ), y
 
 
 def stream(count: int, **options: Any) -> Any:
@@ -65,14 +69,17 @@ def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype: str, prepa
         learners.append(learner)
     same(learners[0], learners[1])
     same(learners[0], learners[2])
-    assert learners[0].n_triplets_ == 40 and learners[0].n_skipped_ == 1 and learners[0].n_used_ == 39
+    assert (
+        learners[0].n_triplets_ == 40 and learners[0].n_skipped_ == 1 and learners[0].n_used_ == 39
+    )
     assert learners[0].input_layer_.dtype == dtype
 
 
 def test_how_far_the_rules_of_the_hedge_lie_apart() -> None:
     digits = load_digits(return_X_y=True)
     found = [
-        OAHU(rule=rule, seeds=1000, closure=1000).fit(*digits).alpha_ for rule in ("exp", "linear", "paper")
+        OAHU(rule=rule, seeds=1000, closure=1000).fit(*digits).alpha_
+        for rule in ("exp", "linear", "paper")
     ]
     apart = max(np.abs(one - other).max() for one, other in itertools.combinations(found, 2))
     assert 0 < apart < 0.005  # docs/oahu.md says so
@@ -99,9 +106,9 @@ def test_a_stream_is_learned_as_by_plain_loops() -> None:
         alpha = loops.hedge(alpha, losses, learner.beta, learner.smoothing, "exp")
     assert np.allclose(learner.alpha_, alpha, atol=1e-13)
     assert np.allclose(learner.input_layer_, network.levels[0], atol=1e-13)
-    assert np.array_equal(learner.weights_[-1], learner.alpha_) and learner.weights_at_.tolist() == list(
-        range(13)
-    )
+    assert np.array_equal(
+        learner.weights_[-1], learner.alpha_
+    ) and learner.weights_at_.tolist() == list(range(13))
 
 
 def test_running_standardisation_is_that_of_all_vectors_so_far() -> None:
@@ -117,7 +124,9 @@ def test_constant_features_and_quiet_ones_stay_finite() -> None:
     x[3, 1] = 1e-9
     learner = OAHU(**SMALL).fit(x, y)
     assert np.isfinite(learner.transform(x)).all() and (learner.scale_ > 1e-3).all()
-    assert np.isfinite(OAHU(**SMALL).partial_fit(np.ones((1, 3, 4)) + np.eye(3, 4)[None]).alpha_).all()
+    assert np.isfinite(
+        OAHU(**SMALL).partial_fit(np.ones((1, 3, 4)) + np.eye(3, 4)[None]).alpha_
+    ).all()
 
 
 def test_utilisation_is_exactly_one_and_seeds_decide_everything() -> None:
@@ -131,9 +140,9 @@ def test_utilisation_is_exactly_one_and_seeds_decide_everything() -> None:
 @pytest.mark.parametrize("tau", [0.1, 0.3, 0.6])
 def test_two_classes_are_parted_as_theorem_3_1_says(tau: float) -> None:
     x, y = clouds(2, 20, apart=2.0)
-    learner = OAHU(depth=1, hidden=32, embedding=8, tau=tau, learning_rate=0.1, seeds=3000, closure=0).fit(
-        x, y
-    )
+    learner = OAHU(
+        depth=1, hidden=32, embedding=8, tau=tau, learning_rate=0.1, seeds=3000, closure=0
+    ).fit(x, y)
     alike = y[:, None] == y
     for space in learner.spaces(x).embeddings:
         d = np.linalg.norm(space[:, None] - space, axis=2)
@@ -164,7 +173,9 @@ def test_contradictory_and_repeated_triplets_do_no_harm() -> None:
         (np.ones(6), "shape"),
     ],
 )
-def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(triplets: Any, words: str) -> None:
+def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(
+    triplets: Any, words: str
+) -> None:
     learner = OAHU(**SMALL).prepare(clouds()[0])
     before = copy.deepcopy(fitted(learner))
     with pytest.raises(ValueError, match=words):
@@ -175,7 +186,9 @@ def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(triplets: 
 def test_one_bad_triplet_is_named() -> None:
     triplets = stream(5)
     triplets[3, 1, 2] = np.inf
-    with pytest.raises(ValueError, match="1 of 5 triplets hold NaN or infinity, the first is number 3"):
+    with pytest.raises(
+        ValueError, match="1 of 5 triplets hold NaN or infinity, the first is number 3"
+    ):
         OAHU(**SMALL).partial_fit(triplets)
 
 
@@ -279,7 +292,9 @@ def test_the_three_uses_are_those_of_plain_loops(k: int) -> None:
     q = queries.embeddings.transpose(1, 0, 2).tolist()
     alpha = learner.alpha_.tolist()
     found = learner.classify(x[60:], references, names[:60], k)
-    assert found.tolist() == [loops.predict(each, r, names[:60].tolist(), alpha, min(k, 60)) for each in q]
+    assert found.tolist() == [
+        loops.predict(each, r, names[:60].tolist(), alpha, min(k, 60)) for each in q
+    ]
     rows, scores = learner.retrieve(x[60:], references, k)
     for i, each in enumerate(q):
         expected = loops.retrieve(each, r, alpha, min(k, 60))
@@ -313,7 +328,10 @@ def test_uses_refuse_what_does_not_fit() -> None:
         (lambda: learner.retrieve(x, spaces, 0), "k is 0"),
         (lambda: learner.similar(x, x[:3]), "same number of items"),
         (lambda: learner.similar(x, x, 1.0), "threshold"),
-        (lambda: learner.retrieve(x, OAHU(**{**SMALL, "depth": 1}).fit(x, y).spaces(x)), "another model"),
+        (
+            lambda: learner.retrieve(x, OAHU(**{**SMALL, "depth": 1}).fit(x, y).spaces(x)),
+            "another model",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -130,7 +130,9 @@ def test_oasis_is_that_of_a_loop() -> None:
     w, used = np.eye(6), 0
     for triplet in triplets:
         a, p, n = (v / math.sqrt(sum(c * c for c in v)) for v in triplet)
-        loss = max(0.0, 0.03 - sum(a[i] * w[i, j] * (p[j] - n[j]) for i in range(6) for j in range(6)))
+        loss = max(
+            0.0, 0.03 - sum(a[i] * w[i, j] * (p[j] - n[j]) for i in range(6) for j in range(6))
+        )
         if loss > 0:
             v = np.outer(a, p - n)
             w = w + min(0.1, loss / (v**2).sum()) * v
@@ -189,7 +191,9 @@ def test_to_be_asked_changes_nothing(kind: Any) -> None:
     learner.transform(x)
     assert vars(learner) == before
     if kind is OPML:
-        assert np.allclose(learner.transform(x), (x - learner.mean_) @ (learner.map_ / learner.unit_).T)
+        assert np.allclose(
+            learner.transform(x), (x - learner.mean_) @ (learner.map_ / learner.unit_).T
+        )
     codes = learner.transform(x)
     learner.partial_fit(x[[[0, 1, 100], [60, 61, 0], [120, 130, 7]]])
     if kind in (LEGO, RDML, OPML, OAHU):  # and nothing stale is served

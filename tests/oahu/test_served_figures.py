@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.evaluation.evaluate_run import encoded, evaluate_run, nearest_in_each, served_neighbors
+from retrieval.evaluation.evaluate_run import (
+    encoded,
+    evaluate_run,
+    nearest_in_each,
+    served_neighbors,
+)
 from retrieval.export.variants import SCORED, distances_of, measure, recall_at_1
 from retrieval.model.contracts import Subspace
 from retrieval.run.open import load_run
@@ -43,17 +48,24 @@ search = "score"
 """
 
 
-def ranking(query: Any, vectors: Any, left_out: int | None, alpha: list[float], k: int) -> list[int]:
+def ranking(
+    query: Any, vectors: Any, left_out: int | None, alpha: list[float], k: int
+) -> list[int]:
     """Return the rows that a plain loop over Eq 27 finds, best first."""
     width = vectors.shape[1] // len(alpha)
     kept = [row for row in range(len(vectors)) if row != left_out]
     parts = lambda v: [v[i * width : (i + 1) * width].tolist() for i in range(len(alpha))]  # noqa: E731
-    return [kept[row] for row, _ in loops.retrieve(parts(query), [parts(vectors[r]) for r in kept], alpha, k)]
+    return [
+        kept[row]
+        for row, _ in loops.retrieve(parts(query), [parts(vectors[r]) for r in kept], alpha, k)
+    ]
 
 
 def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path) -> None:
     digits = load_digits()
-    np.savez(tmp_path / "d.npz", features=digits.data[:300] / 16, labels=digits.target[:300].astype(str))
+    np.savez(
+        tmp_path / "d.npz", features=digits.data[:300] / 16, labels=digits.target[:300].astype(str)
+    )
     (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "d.npz"))
     for words in (("train", tmp_path / "recipe.toml", "--output", tmp_path / "run"),
                   ("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")):  # fmt: skip
@@ -70,10 +82,13 @@ def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path)
     theirs = labels[query if gallery is None else gallery]
     alpha = [space.weight for space in bundle.manifest.subspaces]
     rows = [
-        ranking(v, others, number if gallery is None else None, alpha, 10) for number, v in enumerate(ours)
+        ranking(v, others, number if gallery is None else None, alpha, 10)
+        for number, v in enumerate(ours)
     ]
     right = theirs[np.array(rows)] == labels[query][:, None]
-    assert found == pytest.approx({"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()})
+    assert found == pytest.approx(
+        {"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()}
+    )
     # the whole vector's Euclidean order is another one
     exclude = np.arange(len(ours)) if gallery is None else None
     whole = nearest_in_each(ours, others, 10, (), exclude)[0]
@@ -95,7 +110,8 @@ def test_served_neighbours_are_those_of_a_loop(merge: str) -> None:
         else:
             kept = [r for r in range(40) if r != left_out]
             nearest = {
-                r: min(float(np.hypot(*(query - x[r])[s.start : s.stop])) for s in spaces) for r in kept
+                r: min(float(np.hypot(*(query - x[r])[s.start : s.stop])) for s in spaces)
+                for r in kept
             }
             expected = sorted(kept, key=lambda r: nearest[r])[:6]
         assert row.tolist() == expected

@@ -30,7 +30,11 @@ def test_thresholds_are_monotone_bounded_and_on_the_right_side(tau: float) -> No
     near, far = similar_threshold(d, tau), dissimilar_threshold(d, tau)
     assert (np.diff(near) > 0).all() and (np.diff(far) > 0).all()  # the paper has d_dis decreasing
     assert near[0] == 0 and near[-1] == pytest.approx(tau) and (near <= tau + 1e-12).all()
-    assert far[0] == pytest.approx(2 - tau) and far[-1] == pytest.approx(2) and (far >= 2 - tau - 1e-12).all()
+    assert (
+        far[0] == pytest.approx(2 - tau)
+        and far[-1] == pytest.approx(2)
+        and (far >= 2 - tau - 1e-12).all()
+    )
     assert (near <= d + 1e-12).all() and (far >= d - 1e-12).all()
 
 
@@ -67,7 +71,10 @@ def test_hedge_is_that_of_a_loop(rule: Any) -> None:
                 assert np.allclose(
                     found, loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule), atol=1e-15
                 )
-                assert found.sum() == pytest.approx(1) and found.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
+                assert (
+                    found.sum() == pytest.approx(1)
+                    and found.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
+                )
     assert kinds == {True, False}  # both branches of Eq 20 were taken
 
 
@@ -78,7 +85,10 @@ def test_exponential_discount_is_never_the_smaller_step_and_the_rules_hardly_dif
     both = [np.full(6, 1 / 6), np.full(6, 1 / 6)]
     for _ in range(2000):
         loss = rng.uniform(0.3, 0.6, 6)
-        both = [hedge_update(a, loss, 0.99, 0.1, r) for a, r in zip(both, ("exp", "linear"), strict=True)]
+        both = [
+            hedge_update(a, loss, 0.99, 0.1, r)
+            for a, r in zip(both, ("exp", "linear"), strict=True)
+        ]
     assert np.abs(both[0] - both[1]).max() < 1e-2
 
 

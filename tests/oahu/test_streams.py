@@ -44,7 +44,9 @@ def test_the_closure_is_what_the_four_rules_give() -> None:
             triplet = Triplet(*map(int, rng.choice(9, 3, replace=False)))
             s, d = brute({(a, p) for a, p, _ in taken}, {(a, n) for a, _, n in taken}, 9)
             with_it = brute(
-                {(a, p) for a, p, _ in [*taken, triplet]}, {(a, n) for a, _, n in [*taken, triplet]}, 9
+                {(a, p) for a, p, _ in [*taken, triplet]},
+                {(a, n) for a, _, n in [*taken, triplet]},
+                9,
             )
             consistent = not with_it[0] & with_it[1]
             assert closure.add(triplet) == consistent
@@ -96,7 +98,9 @@ def test_no_pair_of_an_evaluation_set_is_ever_used() -> None:
     forbidden = {frozenset(pair) for pair in pairs.tolist()}
 
     def clean(triplets: Any) -> bool:
-        return not any(frozenset(p) in forbidden for t in triplets for p in itertools.combinations(t, 2))
+        return not any(
+            frozenset(p) in forbidden for t in triplets for p in itertools.combinations(t, 2)
+        )
 
     assert clean(itertools.islice(from_labels(LABELS, held_out=held), 2000))
     assert clean(paper_stream(LABELS, 500, 500, held_out=held))

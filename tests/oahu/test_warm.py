@@ -35,7 +35,9 @@ def sectors() -> tuple[Any, Any]:
     rng = np.random.default_rng(1)
     side, length = rng.integers(0, 3, 750), rng.uniform(0, 1, 750)
     angle, radius = 0.8 * side + rng.uniform(-0.3, 0.3, 750), np.exp(3 * length)
-    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1), 2 * side + (length > 0.5)
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1), 2 * side + (
+        length > 0.5
+    )
 
 
 def correct(codes: Any, y: Any) -> float:
@@ -167,7 +169,9 @@ def test_warm_is_that_of_a_loop() -> None:
             if len(seen) > 9 and 2 * judged.get(item, -1) <= learned:
                 judged[item] = learned
                 own = loop_votes(euclid, item, seen, part, unlike)
-                verdicts[item] = np.array([loop_votes(d, item, seen, part, unlike) - own for d in experts])
+                verdicts[item] = np.array(
+                    [loop_votes(d, item, seen, part, unlike) - own for d in experts]
+                )
         similar += [z[a] - z[p] for a, p, _ in block]
         learned += len(block)
     assert np.allclose(learner.lead_, sum(verdicts.values()))
@@ -251,7 +255,12 @@ def test_the_memory_knows_what_follows_and_forgets_what_lies_longest() -> None:
     held.learn(*take(0, 1, 2))
     held.learn(*take(2, 3, 4))
     a, b, c, d, e = take(0, 1, 2, 3, 4)
-    assert held.group[a] == held.group[b] and held.group[c] == held.group[d] and unlike(b, d) and unlike(c, e)
+    assert (
+        held.group[a] == held.group[b]
+        and held.group[c] == held.group[d]
+        and unlike(b, d)
+        and unlike(c, e)
+    )
     assert not unlike(a, e) and held.group[a] != held.group[e]
     held.learn(*take(5, 4, 0))  # the sixth place
     assert unlike(e, b)
@@ -273,7 +282,9 @@ def test_how_far_voters_may_lie() -> None:
     assert held.votes(np.array([0]), distances.copy()) == [0.5]  # nobody among the nine nearest
     assert held.votes(np.array([0]), distances.copy(), 0.05) == [1.0]
     held.learn(0, 12, 14)
-    assert held.votes(np.array([0]), distances.copy(), 0.05) == [1.0]  # 12, then 14 against it, then 15
+    assert held.votes(np.array([0]), distances.copy(), 0.05) == [
+        1.0
+    ]  # 12, then 14 against it, then 15
     held.learn(0, 1, 10)
     held.learn(0, 1, 11)
     # farthest first: 30, then 15, 14, 12, 11, 10 and 1, of which 15, 12 and 1 are alike; 1 of them is wrong, 3 are undecided, 5 and more right
@@ -295,7 +306,9 @@ def test_a_contradiction_is_believed_and_its_items_known_by_it_alone() -> None:
 def test_a_small_memory_is_bounded_and_saves_and_loads(tmp_path: Path) -> None:
     triplets = stream(900, each=200)  # 600 items, places for 256
     learner = Warm(memory=256).prepare(clouds(200)[0]).partial_fit(triplets[:500])
-    held = {name: value.shape for name, value in vars(learner).items() if isinstance(value, np.ndarray)}
+    held = {
+        name: value.shape for name, value in vars(learner).items() if isinstance(value, np.ndarray)
+    }
     learner.save(tmp_path / "x.safetensors")
     again = Warm.load(tmp_path / "x.safetensors").partial_fit(triplets[500:])
     learner.partial_fit(triplets[500:])

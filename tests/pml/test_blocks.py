@@ -46,7 +46,10 @@ def found(loss: Any, x: Tensor, ref: Tensor | None, mined: Any = None) -> list[T
         warnings.simplefilter("ignore")  # upstream's, of large temperatures
         value = loss(leaves[0], Y, mined, *([] if ref is None else [leaves[1], REF_Y]))
     gradients = torch.autograd.grad(value, leaves, allow_unused=True)
-    return [value, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))]
+    return [
+        value,
+        *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)),
+    ]
 
 
 def assert_same(ours: Any, theirs: Any, *given: Any, abs_tol: float = 1e-9) -> None:
@@ -82,7 +85,10 @@ WITH_REFERENCE: dict[str, tuple[Any, Any]] = {
 ALONE: dict[str, tuple[Any, Any]] = {
     "fast_ap": (corrected_ranking.FastAPLoss, losses.FastAPLoss),
     "lifted": (corrected_pairs.LiftedStructureLoss, losses.LiftedStructureLoss),
-    "threshold": (corrected_pairs.ThresholdConsistentMarginLoss, losses.ThresholdConsistentMarginLoss),
+    "threshold": (
+        corrected_pairs.ThresholdConsistentMarginLoss,
+        losses.ThresholdConsistentMarginLoss,
+    ),
     "ranked_list": (
         lambda: corrected_ranking.RankedListLoss(margin=0.4, Tn=4, Tp=1, alpha=1.2),
         lambda: losses.RankedListLoss(margin=0.4, Tn=4, Tp=1, alpha=1.2),
@@ -101,7 +107,9 @@ ALONE: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", [name for name in WITH_REFERENCE if name != "dynamic_soft_margin"])
 def test_a_loss_of_pairs(name: str, reference: bool) -> None:
     ours, theirs = WITH_REFERENCE[name]
-    assert_same(ours(), theirs(), codes(28, 0, "spread"), codes(9, 1, "spread") if reference else None)
+    assert_same(
+        ours(), theirs(), codes(28, 0, "spread"), codes(9, 1, "spread") if reference else None
+    )
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -156,16 +164,30 @@ def test_the_angular_loss_on_unit_vectors(reference: bool) -> None:
     assert torch.autograd.gradcheck(call, inputs)
 
 
-OF_GRADIENTS = ["sup_con", "nt_xent", "nca", "contrastive", "intra_pair_variance", "fast_ap", "angular"]
+OF_GRADIENTS = [
+    "sup_con",
+    "nt_xent",
+    "nca",
+    "contrastive",
+    "intra_pair_variance",
+    "fast_ap",
+    "angular",
+]
 
 
 @pytest.mark.parametrize("name", OF_GRADIENTS)
 def test_a_gradient_of_a_gradient(name: str) -> None:
-    made = {**WITH_REFERENCE, **ALONE, "angular": (corrected_triplets.AngularLoss, losses.AngularLoss)}[name]
+    made = {
+        **WITH_REFERENCE,
+        **ALONE,
+        "angular": (corrected_triplets.AngularLoss, losses.AngularLoss),
+    }[name]
     x = torch.nn.functional.normalize(codes(28, 0, "spread")).requires_grad_()
     second = []
     for loss in made:
-        (gradient,) = torch.autograd.grad(loss()(torch.nn.functional.normalize(x), Y), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(
+            loss()(torch.nn.functional.normalize(x), Y), x, create_graph=True
+        )
         second.append(torch.autograd.grad(gradient.square().sum(), x)[0])
     if name in ("angular", "fast_ap"):  # ours normalises the negatives too; upstream's is NaN
         assert second[0].isfinite().all() and second[0].abs().max() > 0
@@ -192,8 +214,16 @@ MINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "batch_hard": (masked_miners.BatchHardMiner, miners.BatchHardMiner, {}),
     "hdc": (masked_miners.HDCMiner, miners.HDCMiner, {"filter_percentage": 0.3}),
     "pair_margin": (masked_miners.PairMarginMiner, miners.PairMarginMiner, {"pos_margin": 0.4}),
-    "uniform_histogram": (masked_miners.UniformHistogramMiner, miners.UniformHistogramMiner, {"num_bins": 7}),
-    "many bins": (masked_miners.UniformHistogramMiner, miners.UniformHistogramMiner, {"num_bins": 300}),
+    "uniform_histogram": (
+        masked_miners.UniformHistogramMiner,
+        miners.UniformHistogramMiner,
+        {"num_bins": 7},
+    ),
+    "many bins": (
+        masked_miners.UniformHistogramMiner,
+        miners.UniformHistogramMiner,
+        {"num_bins": 300},
+    ),
     **{
         f"triplets {kind}": (
             masked_miners.TripletMarginMiner,
@@ -214,12 +244,16 @@ def picked(miner: Any, *given: Any) -> Any:
 @pytest.mark.parametrize("spread", ["spread", "whole numbers"])
 @pytest.mark.parametrize("distance", [distances.LpDistance, distances.CosineSimilarity])
 @pytest.mark.parametrize("name", MINERS)
-def test_a_miner_gives_upstreams_indices(name: str, distance: Any, spread: str, reference: bool) -> None:
+def test_a_miner_gives_upstreams_indices(
+    name: str, distance: Any, spread: str, reference: bool
+) -> None:
     x, ref = codes(28, 0, spread), codes(9, 1, spread)
     given = (x, Y, ref, REF_Y) if reference else (x, Y)
     ours, theirs, options = MINERS[name]
     wanted = picked(theirs(distance=distance(), **options), *given)
-    for one, other in zip(picked(ours(distance=distance(), **options), *given), wanted, strict=True):
+    for one, other in zip(
+        picked(ours(distance=distance(), **options), *given), wanted, strict=True
+    ):
         assert one.dtype == torch.int64
         assert one.tolist() == other.tolist()
 
@@ -240,10 +274,16 @@ def test_a_miner_on_unit_vectors_gives_upstreams_triplets(name: str, reference: 
 )
 @pytest.mark.parametrize("name", [*MINERS, "DistanceWeightedMiner", "AngularMiner"])
 def test_a_batch_without_pairs_of_either_kind(name: str, labels: Tensor) -> None:
-    ours, theirs, options = MINERS.get(name) or (getattr(masked_miners, name), getattr(miners, name), {})
+    ours, theirs, options = MINERS.get(name) or (
+        getattr(masked_miners, name),
+        getattr(miners, name),
+        {},
+    )
     x = codes(28, 0, "spread")
     wanted = picked(theirs(**options), x, labels)
-    assert [len(each) for each in picked(ours(**options), x, labels)] == [len(each) for each in wanted]
+    assert [len(each) for each in picked(ours(**options), x, labels)] == [
+        len(each) for each in wanted
+    ]
 
 
 # --- one matrix for a loss and its miner ---------------------------------------------------------------------
@@ -254,9 +294,14 @@ class Products(TorchDispatchMode):
 
     count, entries = 0, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
-        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten._euclidean_dist.default)
+        self.count += function in (
+            torch.ops.aten.mm.default,
+            torch.ops.aten._euclidean_dist.default,
+        )
         for one in made if isinstance(made, (tuple, list)) else [made]:
             if isinstance(one, Tensor):
                 self.entries = max(self.entries, one.numel())
@@ -325,12 +370,15 @@ def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 @pytest.mark.parametrize(
-    "labels", [Y, torch.arange(28), torch.zeros(28, dtype=torch.int64)], ids=["mixed", "apart", "one"]
+    "labels",
+    [Y, torch.arange(28), torch.zeros(28, dtype=torch.int64)],
+    ids=["mixed", "apart", "one"],
 )
 def test_a_gradient_written_down_is_that_of_the_formula(loss: Any, labels: Tensor) -> None:
     x = codes(28, 5, "normal").requires_grad_()
     written, derived = (
-        torch.autograd.grad(loss(x, labels), x, create_graph=again)[0].detach() for again in (False, True)
+        torch.autograd.grad(loss(x, labels), x, create_graph=again)[0].detach()
+        for again in (False, True)
     )
     torch.testing.assert_close(written, derived, rtol=1e-9, atol=1e-12)
 
@@ -362,5 +410,9 @@ def test_products_of_long_vectors_with_themselves(items: int) -> None:
     x = torch.randn(items, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = matrices.products(x.requires_grad_())
     torch.testing.assert_close(found, x @ x.T)
-    slopes = torch.randn(items, items, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    torch.testing.assert_close(*(torch.autograd.grad((mat * slopes).sum(), x)[0] for mat in (found, x @ x.T)))
+    slopes = torch.randn(
+        items, items, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    torch.testing.assert_close(
+        *(torch.autograd.grad((mat * slopes).sum(), x)[0] for mat in (found, x @ x.T))
+    )

@@ -91,7 +91,9 @@ def test_upstreams_numbers(name: str) -> None:
 def test_every_reducer(name: str, reduced_by: str) -> None:
     if name == "ProxyAnchorLoss" and reduced_by == "by class":
         pytest.skip("upstream looks up proxies among the batch's labels")
-    assert_same(*(type(x)(**_given(name), reducer=REDUCERS[reduced_by]()) for x in pair(name)), codes())
+    assert_same(
+        *(type(x)(**_given(name), reducer=REDUCERS[reduced_by]()) for x in pair(name)), codes()
+    )
 
 
 def _given(name: str) -> dict[str, Any]:
@@ -172,7 +174,9 @@ def test_finite_differences(name: str) -> None:
     ):  # it puts the weights back to length 1, and so differences come from the codes alone
         assert torch.autograd.gradcheck(lambda x: ours(x, Y), codes().requires_grad_())
         return
-    assert torch.autograd.gradcheck(call, (codes().requires_grad_(), weights.detach().requires_grad_()))
+    assert torch.autograd.gradcheck(
+        call, (codes().requires_grad_(), weights.detach().requires_grad_())
+    )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -199,7 +203,9 @@ def test_of_equal_centres_the_first_moves() -> None:
     assert torch.equal(slopes, torch.zeros_like(x).scatter(1, place.unsqueeze(1), 1.0))
 
 
-@pytest.mark.parametrize("name", ["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "ProxyAnchorLoss"])
+@pytest.mark.parametrize(
+    "name", ["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "ProxyAnchorLoss"]
+)
 def test_exponentials_beyond_any_float(name: str) -> None:
     sharp = {"temperature": 1e-3} if name == "NormalizedSoftmaxLoss" else {"scale": 1000.0}
     sharp = {"alpha": 1000.0} if name == "ProxyAnchorLoss" else sharp
@@ -245,7 +251,9 @@ def test_logits_and_outliers_are_upstreams() -> None:
         ours, theirs = pair(name)
         torch.testing.assert_close(ours.get_logits(codes()), theirs.get_logits(codes()))
     ours, theirs = pair("SubCenterArcFaceLoss")
-    for one, other in zip(*(loss.get_outliers(codes(), Y, 60) for loss in (ours, theirs)), strict=True):
+    for one, other in zip(
+        *(loss.get_outliers(codes(), Y, 60) for loss in (ours, theirs)), strict=True
+    ):
         assert one.shape == other.shape
 
 
@@ -256,7 +264,9 @@ class Large(TorchDispatchMode):
         super().__init__()
         self.size, self.count, self.entries = size, 0, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
         made = function(*args, **(kwargs or {}))
         for one in made if isinstance(made, (tuple, list)) else [made]:
@@ -315,7 +325,9 @@ def of_item(name: str, x: list[float], w: list[list[float]], y: int) -> float:
             y,
         )
     if name == "SphereFaceLoss":
-        return entropy([2.5 * size(x) * (many_times(s, 4) if k == y else s) for k, s in enumerate(near)], y)
+        return entropy(
+            [2.5 * size(x) * (many_times(s, 4) if k == y else s) for k, s in enumerate(near)], y
+        )
     if name == "CosFaceLoss":
         return entropy([9 * (s - 0.35 * (k == y)) for k, s in enumerate(near)], y)
     if name == "NormalizedSoftmaxLoss":
@@ -341,7 +353,11 @@ def of_item(name: str, x: list[float], w: list[list[float]], y: int) -> float:
 def of_batch(name: str, x: list[list[float]], w: list[list[float]]) -> float:
     y = Y.tolist()
     if name == "P2SGradLoss":
-        errors = [(cosine(a, b) - (k == t)) ** 2 for a, t in zip(x, y, strict=True) for k, b in enumerate(w)]
+        errors = [
+            (cosine(a, b) - (k == t)) ** 2
+            for a, t in zip(x, y, strict=True)
+            for k, b in enumerate(w)
+        ]
         return sum(errors) / len(errors)
     if name == "ProxyAnchorLoss":
         total = 0.0

@@ -31,7 +31,9 @@ def public(module: Any) -> dict[str, type]:
 
 
 def snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", SUFFIX.sub("", name)).lower()
+    return re.sub(
+        r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", SUFFIX.sub("", name)
+    ).lower()
 
 
 def upstream_parameters(cls: type) -> dict[str, Any]:
@@ -102,7 +104,9 @@ def test_exclusions_exist_and_have_reasons() -> None:
 @pytest.mark.parametrize(("kind", "cls"), OFFERED, ids=lambda x: getattr(x, "__name__", x))
 def test_makes_upstreams_class(kind: str, cls: type) -> None:
     required = {
-        "pml.multiple": {"losses": ["pml.circle"]} if kind == "losses" else {"reducers": [], "names": []},
+        "pml.multiple": {"losses": ["pml.circle"]}
+        if kind == "losses"
+        else {"reducers": [], "names": []},
         "pml.cross_batch_memory": {"loss": "pml.circle"},
         "pml.self_supervised": {"loss": "pml.circle"},
         "pml.ranked_list": {"margin": 0.4, "Tn": 1.0},
@@ -111,7 +115,9 @@ def test_makes_upstreams_class(kind: str, cls: type) -> None:
         "pml.sparse_centers": {"centers_per_class": 2},
     }
     name = f"pml.{snake(cls.__name__)}"
-    made = PLUGINS.build(kind, {"name": name, **required.get(name, {})}, {"embedding_size": 4, "classes": 3})
+    made = PLUGINS.build(
+        kind, {"name": name, **required.get(name, {})}, {"embedding_size": 4, "classes": 3}
+    )
     assert isinstance(made, cls)
     assert type(made).__name__ == cls.__name__
 

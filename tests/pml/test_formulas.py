@@ -19,7 +19,9 @@ Vectors = list[list[float]]
 
 
 def make(name: str, /, kind: str = "losses", **values: Any) -> Any:
-    made = PLUGINS.build(kind, {"name": f"pml.{name}", **values}, {"embedding_size": 5, "classes": 4})
+    made = PLUGINS.build(
+        kind, {"name": f"pml.{name}", **values}, {"embedding_size": 5, "classes": 4}
+    )
     return made.double()
 
 
@@ -51,7 +53,9 @@ class Batch:
 
     def others(self, i: int, same: bool) -> list[int]:
         return [
-            j for j in range(len(self.r)) if (self.z[j] == self.y[i]) == same and not (self.own and i == j)
+            j
+            for j in range(len(self.r))
+            if (self.z[j] == self.y[i]) == same and not (self.own and i == j)
         ]
 
     def positive_pairs(self) -> list[tuple[int, int]]:
@@ -116,7 +120,9 @@ def nt_xent(b: Batch) -> float:
 
     return mean(
         [
-            -math.log(similar(a, p) / (similar(a, p) + sum(similar(a, n) for n in b.others(a, False))))
+            -math.log(
+                similar(a, p) / (similar(a, p) + sum(similar(a, n) for n in b.others(a, False)))
+            )
             for a, p in b.positive_pairs()
         ]
     )
@@ -127,7 +133,9 @@ def tuplet(b: Batch) -> float:
     for a, p in b.positive_pairs():
         own = math.cos(math.acos(dot(b.x[a], b.r[p])) - math.radians(5.73))
         found.append(
-            math.log(1 + sum(math.exp(64 * (dot(b.x[a], b.r[n]) - own)) for n in b.others(a, False)))
+            math.log(
+                1 + sum(math.exp(64 * (dot(b.x[a], b.r[n]) - own)) for n in b.others(a, False))
+            )
         )
     return mean(found)
 
@@ -135,7 +143,9 @@ def tuplet(b: Batch) -> float:
 def nca(b: Batch) -> float:
     found = []
     for a in range(len(b.x)):
-        weight = {j: math.exp(-(far(b.x[a], b.r[j]) ** 2)) for s in (True, False) for j in b.others(a, s)}
+        weight = {
+            j: math.exp(-(far(b.x[a], b.r[j]) ** 2)) for s in (True, False) for j in b.others(a, s)
+        }
         own = sum(weight[j] for j in b.others(a, True))
         if own:
             found.append(-math.log(own / sum(weight.values())))
@@ -162,7 +172,9 @@ def instance(b: Batch) -> float:
     found = []
     for i, x in enumerate(b.x):
         votes = [math.exp(64 * dot(x, o) - 64) for o in b.x]
-        found.append(-math.log(sum(v for v, y in zip(votes, b.y, strict=True) if y == b.y[i]) / sum(votes)))
+        found.append(
+            -math.log(sum(v for v, y in zip(votes, b.y, strict=True) if y == b.y[i]) / sum(votes))
+        )
     return mean(found)
 
 
@@ -255,7 +267,9 @@ def test_dynamic_soft_margin_over_two_batches() -> None:
         share = 0.3 if any(histogram) else 1.0
         mixed = [(1 - share) * h + share * n for h, n in zip(histogram, batch, strict=True)]
         histogram = [m / sum(mixed) for m in mixed]
-        wanted = mean([d * sum(histogram[: int(min(max((d + 2) / 0.4, 0), 9)) + 1]) for d in differences])
+        wanted = mean(
+            [d * sum(histogram[: int(min(max((d + 2) / 0.4, 0), 9)) + 1]) for d in differences]
+        )
         value = loss(x, torch.tensor(LABELS))
         value.backward()
         assert value.item() == pytest.approx(wanted, rel=1e-9)
@@ -292,7 +306,9 @@ def test_nca_keeps_items_whose_probability_rounds_to_zero() -> None:
     assert value.item() == pytest.approx(400, rel=1e-2)  # 100 × (4 − 0)
 
 
-@pytest.mark.parametrize("values", [{"K": 3}, {"K": 3, "lambdaC": 0.2, "alpha": 0.5, "margin": 0.1}])
+@pytest.mark.parametrize(
+    "values", [{"K": 3}, {"K": 3, "lambdaC": 0.2, "alpha": 0.5, "margin": 0.1}]
+)
 def test_manifold_gives_all_items_of_a_class_one_proxy(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
 ) -> None:

@@ -21,7 +21,11 @@ def upstream(**values: Any) -> dict[str, Any]:
 
 @forwards(upstream, size="width")
 def factory(
-    size: int, classes: int = 3, margin: float = 0.5, weight_init_func: str | None = None, reducer: Any = None
+    size: int,
+    classes: int = 3,
+    margin: float = 0.5,
+    weight_init_func: str | None = None,
+    reducer: Any = None,
 ) -> Any:
     """A loss.
 
@@ -73,13 +77,17 @@ def test_common_parameters_are_documented_once_and_its_own_lines_win() -> None:
 
 
 @pytest.mark.parametrize("labels", [[0, 0, 1, 1, 2, -1], [0, 0, 1, 1, 2, 4]])
-@pytest.mark.parametrize("name", sorted(name for name in retrieval.names("loss") if name.startswith("pml.")))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in retrieval.names("loss") if name.startswith("pml."))
+)
 def test_a_label_of_no_class_is_refused(name: str, labels: list[int]) -> None:
     try:
         loss = retrieval.create("loss", name, classes=4, embedding_size=8)
     except RecipeError:  # of pairs: it has no weights of classes
         return
-    with pytest.raises(ValueError, match=r"labels go from (0 to 4|-1 to 2), and there are 4 classes, from 0"):
+    with pytest.raises(
+        ValueError, match=r"labels go from (0 to 4|-1 to 2), and there are 4 classes, from 0"
+    ):
         loss(torch.randn(6, 8), torch.tensor(labels))
 
 

@@ -44,12 +44,16 @@ def same(
     """Both give one value, and one gradient to the codes, the reference set and their own parameters."""
     found = []
     for loss in (ours, theirs):
-        leaves = [x.clone().requires_grad_()] + ([] if ref is None else [ref.clone().requires_grad_()])
+        leaves = [x.clone().requires_grad_()] + (
+            [] if ref is None else [ref.clone().requires_grad_()]
+        )
         parameters = list(loss.parameters())
         value = loss(leaves[0], y, mined, *([] if ref is None else [leaves[1], REF_Y]))
         gradients = torch.autograd.grad(value, [*leaves, *parameters], allow_unused=True)
         none = [torch.zeros_like(leaf) for leaf in (*leaves, *parameters)]
-        found.append([value, *(zero if g is None else g for g, zero in zip(gradients, none, strict=True))])
+        found.append(
+            [value, *(zero if g is None else g for g, zero in zip(gradients, none, strict=True))]
+        )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, check_dtype=False)
 
@@ -70,7 +74,12 @@ def test_triplets(distance: Any, reference: bool, spread: float, reduced_by: str
     "options", [{"swap": True}, {"smooth_loss": True}, {"embedding_regularizer": LpRegularizer()}]
 )
 def test_triplets_otherwise(options: dict[str, Any]) -> None:
-    same(masked.TripletMarginLoss(**options), losses.TripletMarginLoss(**options), codes(12, 0, 1.0), Y)
+    same(
+        masked.TripletMarginLoss(**options),
+        losses.TripletMarginLoss(**options),
+        codes(12, 0, 1.0),
+        Y,
+    )
     mined = miners.TripletMarginMiner(margin=0.5)(codes(12, 0, 1.0), Y)
     same(
         masked.TripletMarginLoss(**options),
@@ -99,7 +108,9 @@ def test_a_miners_triplets(
     ):
         mined = miner(*given)
         assert len(mined[0])
-        twice = tuple(torch.cat([each, each[:3]]) for each in mined)  # one that comes again counts again
+        twice = tuple(
+            torch.cat([each, each[:3]]) for each in mined
+        )  # one that comes again counts again
         for indices in (mined, twice):
             made = masked.TripletMarginLoss(**options), losses.TripletMarginLoss(**options)
             same(*made, x, Y, ref, mined=indices)
@@ -110,13 +121,17 @@ def test_a_gradient_of_a_miners_triplets_gradient() -> None:
     mined = miners.TripletMarginMiner(margin=0.5)(x.detach(), Y)
     found = []
     for module in (masked, losses):
-        (gradient,) = torch.autograd.grad(module.TripletMarginLoss()(x, Y, mined), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(
+            module.TripletMarginLoss()(x, Y, mined), x, create_graph=True
+        )
         found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
     torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["one class", "no positives"])
-@pytest.mark.parametrize("name", ["TripletMarginLoss", "MarginLoss", "MultiSimilarityLoss", "CircleLoss"])
+@pytest.mark.parametrize(
+    "name", ["TripletMarginLoss", "MarginLoss", "MultiSimilarityLoss", "CircleLoss"]
+)
 def test_a_batch_without_pairs_of_either_kind(name: str, labels: list[int]) -> None:
     same(getattr(masked, name)(), getattr(losses, name)(), codes(12, 0, 1.0), torch.tensor(labels))
 
@@ -130,7 +145,10 @@ def test_margin(
     spread: float, reference: bool, reduced_by: str, learn_beta: bool, classes: int | None
 ) -> None:
     options = {"learn_beta": learn_beta, "num_classes": classes, "nu": 0.3, "beta": 0.9}
-    made = [cls(reducer=REDUCERS[reduced_by](), **options) for cls in (masked.MarginLoss, losses.MarginLoss)]
+    made = [
+        cls(reducer=REDUCERS[reduced_by](), **options)
+        for cls in (masked.MarginLoss, losses.MarginLoss)
+    ]
     for one in made:
         one.double()
     same(*made, codes(12, 0, spread), Y, codes(7, 1, spread) if reference else None)
@@ -143,8 +161,15 @@ def test_margin(
 @pytest.mark.parametrize("spread", BATCHES.values(), ids=BATCHES)
 def test_pairs(spread: float, reference: bool, mined: bool, reduced_by: str, name: str) -> None:
     x, ref = codes(12, 0, spread), codes(7, 1, spread) if reference else None
-    pairs = miners.MultiSimilarityMiner()(x, Y, *([] if ref is None else [ref, REF_Y])) if mined else None
-    made = (cls(reducer=REDUCERS[reduced_by]()) for cls in (getattr(masked, name), getattr(losses, name)))
+    pairs = (
+        miners.MultiSimilarityMiner()(x, Y, *([] if ref is None else [ref, REF_Y]))
+        if mined
+        else None
+    )
+    made = (
+        cls(reducer=REDUCERS[reduced_by]())
+        for cls in (getattr(masked, name), getattr(losses, name))
+    )
     same(*made, x, Y, ref, mined=pairs)
 
 
@@ -179,7 +204,9 @@ def test_a_gradient_of_a_gradient(name: str, reference: bool) -> None:
     others = (None, codes(7, 1, 1.0), REF_Y) if reference else ()
     found = []
     for module in (masked, losses):
-        (gradient,) = torch.autograd.grad(getattr(module, name)()(x, Y, *others), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(
+            getattr(module, name)()(x, Y, *others), x, create_graph=True
+        )
         found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
     torch.testing.assert_close(*found)
 
@@ -212,7 +239,9 @@ class Largest(TorchDispatchMode):
 
     entries = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
         for one in made if isinstance(made, (tuple, list)) else [made]:
             if isinstance(one, Tensor):
@@ -220,7 +249,9 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("name", ["TripletMarginLoss", "MarginLoss", "MultiSimilarityLoss", "CircleLoss"])
+@pytest.mark.parametrize(
+    "name", ["TripletMarginLoss", "MarginLoss", "MultiSimilarityLoss", "CircleLoss"]
+)
 def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """384 items of 4 classes have 10 million triplets."""
     monkeypatch.setattr(masked, "_ENTRIES", 2**16)

@@ -28,17 +28,28 @@ def parts(loss: str, **values: Any) -> tuple[list[float], list[Tensor]]:
     made = make("losses", loss, **values)
     found = made.compute_loss(X, Y, None, X, Y)["loss"]
     indices = found["indices"]
-    return found["losses"].flatten().tolist(), [indices] if torch.is_tensor(indices) else list(indices)
+    return found["losses"].flatten().tolist(), [indices] if torch.is_tensor(indices) else list(
+        indices
+    )
 
 
-ONE_PART = ["multi_similarity", "sup_con", "angular", "lifted_structure", "triplet_margin", "nt_xent"]
+ONE_PART = [
+    "multi_similarity",
+    "sup_con",
+    "angular",
+    "lifted_structure",
+    "triplet_margin",
+    "nt_xent",
+]
 
 
 class TestReducers:
     @pytest.mark.parametrize("loss", ONE_PART)
     def test_class_weighted(self, loss: str) -> None:
         values, indices = parts(loss)
-        wanted = sum(v * WEIGHTS[Y[i]] for v, i in zip(values, indices[0], strict=True)) / len(values)
+        wanted = sum(v * WEIGHTS[Y[i]] for v, i in zip(values, indices[0], strict=True)) / len(
+            values
+        )
         reducer = {"name": "pml.class_weighted", "weights": WEIGHTS}
         assert make("losses", loss, reducer=reducer)(X, Y).item() == pytest.approx(wanted, rel=1e-5)
 
@@ -64,10 +75,14 @@ class TestReducers:
             "pml.avg_non_zero": sum(values) / max(1, sum(v > 0 for v in values)),
         }
         for reducer, number in wanted.items():
-            assert make("losses", loss, reducer=reducer)(X, Y).item() == pytest.approx(number, rel=1e-4)
+            assert make("losses", loss, reducer=reducer)(X, Y).item() == pytest.approx(
+                number, rel=1e-4
+            )
         threshold = {"name": "pml.threshold", "low": middle}
         number = sum(kept) / len(kept) if kept else 0
-        assert make("losses", loss, reducer=threshold)(X, Y).item() == pytest.approx(number, rel=1e-4)
+        assert make("losses", loss, reducer=threshold)(X, Y).item() == pytest.approx(
+            number, rel=1e-4
+        )
 
     def test_multiple(self) -> None:
         reducer = {
@@ -78,7 +93,9 @@ class TestReducers:
         }
         found = make("losses", "contrastive").compute_loss(X, Y, None, X, Y)
         wanted = found["pos_loss"]["losses"].sum() + found["neg_loss"]["losses"].mean()
-        assert make("losses", "contrastive", reducer=reducer)(X, Y).item() == pytest.approx(wanted.item())
+        assert make("losses", "contrastive", reducer=reducer)(X, Y).item() == pytest.approx(
+            wanted.item()
+        )
 
     def test_sentences(self) -> None:
         with pytest.raises(ValueError, match=r"pml\.divisor serves losses that say"):
@@ -101,7 +118,9 @@ class TestRegularisers:
     )
     def test_on_embeddings(self, name: str, wanted: Any) -> None:
         plain = make("losses", "contrastive")(X, Y).item()
-        made = make("losses", "contrastive", embedding_regularizer=f"pml.{name}", embedding_reg_weight=0.5)
+        made = make(
+            "losses", "contrastive", embedding_regularizer=f"pml.{name}", embedding_reg_weight=0.5
+        )
         penalty = 0.5 * sum(wanted(row) for row in X.tolist()) / 12
         assert made(X, Y).item() == pytest.approx(plain + penalty, rel=1e-5)
 
@@ -120,7 +139,9 @@ class TestRegularisers:
 
     def test_sparse_centers(self) -> None:
         made = make("regularizers", "sparse_centers", centers_per_class=2)
-        rows = torch.nn.functional.normalize(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)))
+        rows = torch.nn.functional.normalize(
+            torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+        )
         wanted = sum(math.sqrt(2 - 2 * float(rows[2 * c] @ rows[2 * c + 1])) for c in range(4)) / 8
         assert made(rows).item() == pytest.approx(wanted, rel=1e-5)
         loss = make(
@@ -158,14 +179,20 @@ class TestDistances:
         for name in PLUGINS.factories("distances"):
             if name.startswith("pml."):
                 made = make("distances", name.removeprefix("pml."))
-                assert made(X)[0, 1].item() == pytest.approx(wanted[name.removeprefix("pml.")], rel=1e-5)
+                assert made(X)[0, 1].item() == pytest.approx(
+                    wanted[name.removeprefix("pml.")], rel=1e-5
+                )
 
     def test_parameters_reach_the_distance(self) -> None:
         made = make("distances", "lp", normalize_embeddings=False, p=1, power=2)
-        assert made(X)[0, 1].item() == pytest.approx(float((X[0] - X[1]).abs().sum() ** 2), rel=1e-5)
+        assert made(X)[0, 1].item() == pytest.approx(
+            float((X[0] - X[1]).abs().sum() ** 2), rel=1e-5
+        )
 
     def test_a_loss_takes_one(self) -> None:
-        one = make("losses", "triplet_margin", distance={"name": "pml.lp", "normalize_embeddings": False})
+        one = make(
+            "losses", "triplet_margin", distance={"name": "pml.lp", "normalize_embeddings": False}
+        )
         assert one(X, Y).item() != make("losses", "triplet_margin")(X, Y).item()
 
 
@@ -179,7 +206,9 @@ class TestMiners:
                 for n in range(12):
                     if a != p and Y[a] == Y[p] != Y[n]:
                         centre = [(u + v) / 2 for u, v in zip(unit[a], unit[p], strict=True)]
-                        angle = math.atan(math.dist(unit[a], unit[p]) / (2 * math.dist(unit[n], centre)))
+                        angle = math.atan(
+                            math.dist(unit[a], unit[p]) / (2 * math.dist(unit[n], centre))
+                        )
                         if angle > math.radians(35):
                             wanted.add((a, p, n))
         found = make("miners", "angular", angle=35.0)(X * lengths, Y)
@@ -203,11 +232,19 @@ class TestMiners:
         ("losses", {"name": "pml.nt_xent", "temperature": 0}, "temperature"),
         ("losses", {"name": "pml.pnp", "variant": "X"}, "variant"),
         ("losses", {"name": "pml.triplet_margin", "triplets_per_anchor": 0}, "triplets_per_anchor"),
-        ("losses", {"name": "pml.contrastive", "reducer": {"name": "pml.meen"}}, "Did you mean 'pml.mean'"),
+        (
+            "losses",
+            {"name": "pml.contrastive", "reducer": {"name": "pml.meen"}},
+            "Did you mean 'pml.mean'",
+        ),
         ("losses", {"name": "pml.ranked_list"}, "margin"),
         ("losses", {"name": "pml.circle", "distance": "pml.lp"}, "no such parameter"),
         ("miners", {"name": "pml.hdc", "filter_percentage": 1.5}, "filter_percentage"),
-        ("regularizers", {"name": "pml.sparse_centers", "centers_per_class": 1}, "centers_per_class"),
+        (
+            "regularizers",
+            {"name": "pml.sparse_centers", "centers_per_class": 1},
+            "centers_per_class",
+        ),
         ("losses", {"name": "pml.cross_batch_memory"}, "loss: is required"),
     ],
 )

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from retrieval_pml.losses_views import VICRegLoss, pair_views
 
-OPTIONS: dict[str, Any] = {"invariance_lambda": 3.0, "variance_mu": 20.0, "covariance_v": 7.0, "eps": 1e-2}
+OPTIONS: dict[str, Any] = {
+    "invariance_lambda": 3.0,
+    "variance_mu": 20.0,
+    "covariance_v": 7.0,
+    "eps": 1e-2,
+}
 LABELS = torch.tensor([4, 1, 0, 4, 2, 1, 2, 0, 9, 1, 3, 9, 1])  # 3 has one view
 REDUCERS: dict[str, Callable[[], Any]] = {
     "default": lambda: None,
@@ -38,7 +43,9 @@ def places() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("reduced_by", REDUCERS)
 @pytest.mark.parametrize("by_label", [True, False])
 def test_upstreams_numbers(by_label: bool, reduced_by: str) -> None:
-    ours, theirs = (cls(**OPTIONS, reducer=REDUCERS[reduced_by]()) for cls in (VICRegLoss, losses.VICRegLoss))
+    ours, theirs = (
+        cls(**OPTIONS, reducer=REDUCERS[reduced_by]()) for cls in (VICRegLoss, losses.VICRegLoss)
+    )
     x, (first, second) = codes().requires_grad_(), places()
     wanted = theirs(x[first], ref_emb=x[second])
     found = ours(x, LABELS) if by_label else ours(x[first], ref_emb=x[second])
@@ -61,7 +68,9 @@ def test_a_gradient_of_a_gradient() -> None:
 
 
 def test_finite_differences() -> None:
-    assert torch.autograd.gradcheck(lambda x: VICRegLoss(**OPTIONS)(x, LABELS), codes().requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: VICRegLoss(**OPTIONS)(x, LABELS), codes().requires_grad_()
+    )
 
 
 def test_plain_loops() -> None:
@@ -69,7 +78,9 @@ def test_plain_loops() -> None:
     total, things, width = 0.0, len(first), 5
     views = [[x[i].tolist() for i in each] for each in (first, second)]
     total += 3.0 * sum(
-        (p - q) ** 2 / width / things for a, b in zip(*views, strict=True) for p, q in zip(a, b, strict=True)
+        (p - q) ** 2 / width / things
+        for a, b in zip(*views, strict=True)
+        for p, q in zip(a, b, strict=True)
     )
     for view in views:
         mean = [sum(row[k] for row in view) / things for k in range(width)]
@@ -93,7 +104,10 @@ def test_views_that_are_alike_are_not_apart() -> None:
 def test_half_precision_is_that_of_the_codes_alone(dtype: torch.dtype) -> None:
     x = codes().to(dtype)
     torch.testing.assert_close(
-        VICRegLoss(**OPTIONS)(x, LABELS).float(), VICRegLoss(**OPTIONS)(x.float(), LABELS), rtol=1e-2, atol=0
+        VICRegLoss(**OPTIONS)(x, LABELS).float(),
+        VICRegLoss(**OPTIONS)(x.float(), LABELS),
+        rtol=1e-2,
+        atol=0,
     )
 
 

@@ -67,7 +67,9 @@ class TestCrossBatchMemory:
         queue: list[tuple[Tensor, int, int]] = []
         for step, (x, y) in enumerate(batches(6)):
             codes = nn.functional.normalize(x[:, :6])
-            queue = (queue + [(c, int(label), step) for c, label in zip(codes, y, strict=True)])[-20:]
+            queue = (queue + [(c, int(label), step) for c, label in zip(codes, y, strict=True)])[
+                -20:
+            ]
             costs: dict[bool, list[float]] = {True: [], False: []}
             for i, (c, label) in enumerate(zip(codes, y, strict=True)):
                 for j, (other, other_label, when) in enumerate(queue):
@@ -95,7 +97,10 @@ class TestCrossBatchMemory:
         assert [index[-1].item() for index in found] == [0, places[1], 0, places[2]]
 
     def test_one_item_is_not_compared_with_itself(self) -> None:
-        loss, y = make("cross_batch_memory", loss="pml.contrastive", memory_size=4), torch.tensor([0])
+        loss, y = (
+            make("cross_batch_memory", loss="pml.contrastive", memory_size=4),
+            torch.tensor([0]),
+        )
         assert loss(torch.randn(1, 6), y).item() == 0
 
     def test_trains_with_any_loss_that_takes_a_reference(self) -> None:
@@ -105,7 +110,9 @@ class TestCrossBatchMemory:
                     model = nn.Linear(10, 6)
                     before = model.weight.detach().clone()
                     train(model, make("cross_batch_memory", loss=name, memory_size=20), batches(4))
-                    assert model.weight.isfinite().all() and not torch.equal(model.weight, before), name
+                    assert model.weight.isfinite().all() and not torch.equal(
+                        model.weight, before
+                    ), name
                 elif not any(p.required for p in factory.parameters):
                     with pytest.raises(RecipeError, match="takes a reference set"):
                         make("cross_batch_memory", loss=name)
@@ -120,7 +127,9 @@ class TestCrossBatchMemory:
 
     def test_sentences(self) -> None:
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=4)
-        with pytest.raises(ValueError, match=r"memory_size \(4\) must be at least the batch's size \(8\)"):
+        with pytest.raises(
+            ValueError, match=r"memory_size \(4\) must be at least the batch's size \(8\)"
+        ):
             loss(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))
         with pytest.raises(ValueError, match="takes no ref_emb"):
             loss(torch.randn(2, 6), torch.zeros(2, dtype=torch.long), ref_emb=torch.randn(2, 6))
@@ -152,11 +161,16 @@ class TestMultiple:
         loss = make("multiple", losses=["pml.contrastive", "pml.sup_con"])
         assert loss(self.x, self.y, **reference).item() == pytest.approx(wanted.item())
         with pytest.raises(ValueError, match="SmoothAPLoss takes none"):
-            make("multiple", losses=["pml.contrastive", "pml.smooth_ap"])(self.x, self.y, **reference)
+            make("multiple", losses=["pml.contrastive", "pml.smooth_ap"])(
+                self.x, self.y, **reference
+            )
 
     def test_parameters_of_the_parts_are_its_own(self) -> None:
         loss = make("multiple", losses=["pml.proxy_anchor", "pml.arc_face"])
-        assert sorted(name for name, _ in loss.named_parameters()) == ["losses.0.proxies", "losses.1.W"]
+        assert sorted(name for name, _ in loss.named_parameters()) == [
+            "losses.0.proxies",
+            "losses.1.W",
+        ]
 
     @pytest.mark.parametrize(
         ("values", "sentence"),
@@ -180,10 +194,14 @@ class TestViews:
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_self_supervised_finds_the_views(self, symmetric: bool) -> None:
-        wanted = upstream.SelfSupervisedLoss(upstream.NTXentLoss(), symmetric)(self.first, self.second)
+        wanted = upstream.SelfSupervisedLoss(upstream.NTXentLoss(), symmetric)(
+            self.first, self.second
+        )
         loss = make("self_supervised", loss="pml.nt_xent", symmetric=symmetric)
         assert loss(self.mixed, self.labels).item() == pytest.approx(wanted.item(), rel=1e-5)
-        assert loss(self.first, ref_emb=self.second).item() == pytest.approx(wanted.item(), rel=1e-5)
+        assert loss(self.first, ref_emb=self.second).item() == pytest.approx(
+            wanted.item(), rel=1e-5
+        )
 
     def test_vic_reg_finds_the_views(self) -> None:
         wanted = upstream.VICRegLoss()(self.first, ref_emb=self.second).item()
@@ -192,7 +210,9 @@ class TestViews:
         assert loss(self.first, ref_emb=self.second).item() == pytest.approx(wanted)
         # which view comes first may differ, and the loss is the same either way for equal statistics only: keep order
         order = torch.argsort(shuffled % 2, stable=True)
-        assert loss(self.mixed[shuffled[order]], self.labels[shuffled[order]]).item() == pytest.approx(wanted)
+        assert loss(
+            self.mixed[shuffled[order]], self.labels[shuffled[order]]
+        ).item() == pytest.approx(wanted)
 
     def test_an_item_left_over_is_left_out(self) -> None:
         loss = make("vic_reg")

@@ -15,7 +15,9 @@ import httpx
 import pytest
 from retrieval.serving.index.creating import create_index
 
-_spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
+_spec = importlib.util.spec_from_file_location(
+    "serving_makers", Path(__file__).with_name("makers.py")
+)
 _makers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_makers)
 
@@ -108,7 +110,9 @@ def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos:
     """An index of 20 items by inverted lists. Not to be changed."""
     folder = tmp_path_factory.mktemp("honest")
     bundle = makers.make_bundle(folder / "b")
-    create_index(folder / "i", bundle, [photos / "1"], backend="ivf", options={"lists": 2}, progress=False)
+    create_index(
+        folder / "i", bundle, [photos / "1"], backend="ivf", options={"lists": 2}, progress=False
+    )
     return folder / "i"
 
 

@@ -35,7 +35,9 @@ WIDTH = 16
 
 
 def weights(seed: int = 0, rows: int = SIDE * SIDE, columns: int = WIDTH) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32) / np.float32(rows**0.5)
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32) / np.float32(
+        rows**0.5
+    )
 
 
 def digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -106,7 +108,9 @@ def make_bundle(
     if rescorer:
         nodes.append(helper.make_node("Identity", ["projected"], ["code"]))
         names.append("code")
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", WIDTH]) for name in names]
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", WIDTH]) for name in names
+    ]
     save_graph(folder / "encoder.onnx", nodes, [given], outputs, constants)
     if variant:
         constants["W"] = constants["W"].astype(np.float16).astype(np.float32)
@@ -192,7 +196,10 @@ def change_manifest(bundle: Path, change: Callable[[dict], object]) -> None:
     path = bundle / "manifest.json"
     content = json.loads(path.read_text())
     encoder = (bundle / "encoder.onnx").read_bytes()
-    content["files"]["encoder.onnx"] = {"sha256": hashlib.sha256(encoder).hexdigest(), "bytes": len(encoder)}
+    content["files"]["encoder.onnx"] = {
+        "sha256": hashlib.sha256(encoder).hexdigest(),
+        "bytes": len(encoder),
+    }
     change(content)
     content["checksum"] = checksum_of(content)
     path.write_text(json.dumps(content))

@@ -24,7 +24,9 @@ def made(path: Path, name: str, role="read", indexes=()) -> str:
     return sent
 
 
-def search(port: int, key: str | None = None, *headers: str, source: str = "127.0.0.1") -> wire.Answer:
+def search(
+    port: int, key: str | None = None, *headers: str, source: str = "127.0.0.1"
+) -> wire.Answer:
     said = [] if key is None else [f"Authorization: Bearer {key}"]
     return wire.ask(port, wire.post(BODY, "application/json", *said, *headers), source=source)
 
@@ -54,28 +56,40 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
         wire.get("/v1/items/x").replace(b"GET", b"DELETE"),
     ):
         answer = wire.ask(port, request)
-        assert answer.status == 401 and answer.headers["www-authenticate"] == 'Bearer realm="retrieval"', (
-            request
-        )
+        assert (
+            answer.status == 401
+            and answer.headers["www-authenticate"] == 'Bearer realm="retrieval"'
+        ), request
         assert answer.headers["content-type"] == "application/problem+json"
-        assert answer.error.startswith("A key is needed for ") and "Authorization: Bearer KEY" in answer.error
+        assert (
+            answer.error.startswith("A key is needed for ")
+            and "Authorization: Bearer KEY" in answer.error
+        )
     assert len(wire.found(search(port, reader))) == 1
     assert wire.ask(port, wire.get("/v1/index", f"authorization: bearer  {reader}")).status == 200
     for method in ("PUT", "DELETE", "PATCH"):
-        request = wire.get("/v1/items/x", f"Authorization: Bearer {reader}").replace(b"GET", method.encode())
+        request = wire.get("/v1/items/x", f"Authorization: Bearer {reader}").replace(
+            b"GET", method.encode()
+        )
         answer = wire.ask(port, request)
         assert answer.status == 403, method
         assert 'error="insufficient_scope", scope="write"' in answer.headers["www-authenticate"]
         assert answer.error == (
             "This key has the role read; adding, changing and deleting takes a key with the role write."
         )
-    for request in (wire.get("/metrics"), wire.get("/v1/indexes/digits/snapshots").replace(b"GET", b"POST")):
+    for request in (
+        wire.get("/metrics"),
+        wire.get("/v1/indexes/digits/snapshots").replace(b"GET", b"POST"),
+    ):
         asked = wire.ask(
-            port, request.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {reader}\r\n\r\n".encode())
+            port,
+            request.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {reader}\r\n\r\n".encode()),
         )
         assert asked.status == 403 and "role admin" in asked.error
     admin = made(keys, "admin", "admin")
-    wire.until(lambda: wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {admin}")).status == 200)
+    wire.until(
+        lambda: wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {admin}")).status == 200
+    )
 
 
 def test_a_wrong_key_is_refused_and_shown_to_nobody(served, index_path, keys):
@@ -95,13 +109,17 @@ def test_a_wrong_key_is_refused_and_shown_to_nobody(served, index_path, keys):
         "Authorization: Bearer \xe9\xff",
     ):
         answer = wire.ask(port, wire.get("/v1/index", header))
-        assert answer.status == 401 and 'error="invalid_' in answer.headers["www-authenticate"], header[:60]
+        assert answer.status == 401 and 'error="invalid_' in answer.headers["www-authenticate"], (
+            header[:60]
+        )
         seen += answer.body + str(answer.headers).encode()
     for header in (f"X-Key: {reader}", f"Cookie: key={reader}", "authorization : Bearer x"):
         assert wire.ask(port, wire.get("/v1/index", header)).status in (400, 401)
     assert wire.ask(port, wire.get(f"/v1/index?key={reader}")).status in (400, 401)
     assert (
-        wire.ask(port, wire.get("/v1/index", f"Authorization: Bearer {reader}", "X: " + "y" * 40_000)).status
+        wire.ask(
+            port, wire.get("/v1/index", f"Authorization: Bearer {reader}", "X: " + "y" * 40_000)
+        ).status
         == 431
     )
     server.process.terminate()
@@ -175,7 +193,9 @@ def test_everybody_reads_and_a_key_does_more(served, index_path, keys):
     writer = made(keys, "writer", "write")
     port = served(index_path, "--keys", str(keys), "--open", "read").port
     assert search(port).status == search(port, writer).status == 200
-    assert search(port, f"{writer}x").status == 401  # a mistyped key is no reason to go on without one
+    assert (
+        search(port, f"{writer}x").status == 401
+    )  # a mistyped key is no reason to go on without one
     delete = wire.get("/v1/index").replace(b"GET", b"DELETE")
     assert wire.ask(port, delete).status == 401
     keyed = wire.get("/v1/index", f"Authorization: Bearer {writer}").replace(b"GET", b"DELETE")
@@ -223,7 +243,15 @@ def test_a_proxy_says_who_asks_only_where_it_is_named(served, index_path, host):
 
 
 def test_names_that_no_request_can_have_are_refused(index_path, served, cli):
-    for name in ("*", "*.example", "https://photos.example", "photos.example:8000", "", "a b", "[::1]"):
+    for name in (
+        "*",
+        "*.example",
+        "https://photos.example",
+        "photos.example:8000",
+        "",
+        "a b",
+        "[::1]",
+    ):
         refused = cli("serve", index_path, "--port", "0", "--allow-host", name)
         assert refused.code == 2 and "would never match" in refused.err, name
     port = served(index_path, "--allow-host", "Photos.example.").port

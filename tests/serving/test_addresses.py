@@ -30,7 +30,9 @@ def memory(photos):
     system.store.clear()
 
 
-def test_a_folder_is_indexed_followed_and_embedded_again(memory, photos, makers, bundle_path, tmp_path):
+def test_a_folder_is_indexed_followed_and_embedded_again(
+    memory, photos, makers, bundle_path, tmp_path
+):
     create_index(tmp_path / "i", bundle_path, "memory://photos", keep="copy", progress=False)
     other = makers.make_bundle(tmp_path / "other", seed=5)
     first = sorted(photos.rglob("*.png"))[0]
@@ -52,7 +54,9 @@ def test_a_folder_is_indexed_followed_and_embedded_again(memory, photos, makers,
 def test_a_migration_reads_addresses_again(memory, makers, bundle_path, tmp_path):
     create_index(tmp_path / "i", bundle_path, "memory://photos", progress=False)
     with open_index(tmp_path / "i", threads=1) as index:
-        assert index.migrate(makers.make_bundle(tmp_path / "b", seed=5), progress=False).embedded == 40
+        assert (
+            index.migrate(makers.make_bundle(tmp_path / "b", seed=5), progress=False).embedded == 40
+        )
         memory.rm("/photos", recursive=True)
         with pytest.raises(DataError, match=r"memory://photos/.* does not exist"):
             index.migrate(makers.make_bundle(tmp_path / "c", seed=6), progress=False)
@@ -75,7 +79,9 @@ def test_tables_and_shards_at_an_address(memory, photos, bundle_path, tmp_path):
     import tarfile
 
     paths = sorted(photos.rglob("*.png"))[:9]
-    pq.write_table(pa.table({"image": [path.read_bytes() for path in paths]}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"image": [path.read_bytes() for path in paths]}), tmp_path / "t.parquet"
+    )
     with tarfile.open(tmp_path / "s.tar.gz", "w:gz") as archive:
         for path in paths:
             archive.add(path, path.name)
@@ -98,7 +104,9 @@ def test_a_zip_file_is_a_folder(photos, bundle_path, tmp_path):
         archive.writestr("in/read.me", "x")
     found = collect([f"zip://in::file://{tmp_path}/a.zip"], "image")
     assert [item.key for item in found.items] == sorted(path.name for path in paths)
-    assert found.items[0].origin.read(10_000) == (photos / paths[0].relative_to(photos)).read_bytes()
+    assert (
+        found.items[0].origin.read(10_000) == (photos / paths[0].relative_to(photos)).read_bytes()
+    )
     assert "1 file is left out" in found.left_out[0]
     with pytest.raises(DataError, match="has more than 10 bytes"):
         found.items[0].origin.read(10)

@@ -53,7 +53,12 @@ def test_each_change_has_its_lines_before_its_answer(living, served, tmp_path):
     assert (begun["outcome"], done["outcome"], done["count"]) == ("begun", "done", 1)
     for line in (begun, done):
         assert (line["key"], line["role"], line["address"]) == ("importer", "write", "127.0.0.1")
-        assert (line["index"], line["what"], line["ids"], line["ids_left_out"]) == ("living", "put", ["a"], 0)
+        assert (line["index"], line["what"], line["ids"], line["ids_left_out"]) == (
+            "living",
+            "put",
+            ["a"],
+            0,
+        )
         assert line["request"] == answer.headers["x-request-id"]
     items = [{"id": f"n/{number}", "vector": [0.5] * 16} for number in range(100)]
     assert client.post("/v1/items", json={"items": items}).status_code == 200
@@ -83,7 +88,9 @@ def test_a_full_disk_makes_no_change_and_rotation_loses_none(living, served, tmp
         return server.client.put(f"/v1/items/{id}", json={"vector": [0.25] * 16}).status_code
 
     for room in (0, 10):  # nothing fits, and a part of a line
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
+        resource.prlimit(
+            server.process.pid, resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY)
+        )
         answer = server.client.put("/v1/items/a", json={"vector": [0.25] * 16})
         assert answer.status_code == 503 and "cannot record changes" in answer.json()["detail"]
         assert server.client.delete("/v1/items/b").status_code == 503
@@ -159,7 +166,10 @@ def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        with pytest.raises(RequestError, match="cannot record"), audit.recording(change("put", ["a"])):
+        with (
+            pytest.raises(RequestError, match="cannot record"),
+            audit.recording(change("put", ["a"])),
+        ):
             done.append("changed")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -24,6 +24,9 @@ assert np.allclose(distances[:, 0], 0, atol=1e-3)
 @pytest.mark.parametrize("name", ["flat", "hnsw", "ivf"])
 def test_searching_works_beside_faiss_torch_utils(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CODE.replace("NAME", repr(name))], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CODE.replace("NAME", repr(name))],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

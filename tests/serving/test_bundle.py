@@ -33,7 +33,8 @@ def by_loops(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
     out = []
     for image in pixels.reshape(len(pixels), -1):
         row = [
-            sum(float(p) / 255 * float(w) for p, w in zip(image, column, strict=True)) for column in weights.T
+            sum(float(p) / 255 * float(w) for p, w in zip(image, column, strict=True))
+            for column in weights.T
         ]
         length = sum(value * value for value in row) ** 0.5
         out.append([value / length for value in row])
@@ -59,28 +60,44 @@ def test_an_image_from_bytes_path_pillow_and_pixels_is_the_same(bundle_path, pho
     path = photos / "3" / "0003.png"
     vectors = [
         bundle.encode_image(given).vector
-        for given in (path, str(path), path.read_bytes(), Image.open(path), np.asarray(Image.open(path)))
+        for given in (
+            path,
+            str(path),
+            path.read_bytes(),
+            Image.open(path),
+            np.asarray(Image.open(path)),
+        )
     ]
     assert all(np.array_equal(vector, vectors[0]) for vector in vectors)
     colour = np.random.default_rng(0).integers(0, 256, (11, 9, 3), np.uint8)
     assert np.array_equal(bundle.preprocess(colour), bundle.preprocess(Image.fromarray(colour)))
-    for wrong in (colour.astype(np.float32), colour[None], np.zeros((4, 4, 2), np.uint8), colour[:0]):
+    for wrong in (
+        colour.astype(np.float32),
+        colour[None],
+        np.zeros((4, 4, 2), np.uint8),
+        colour[:0],
+    ):
         with pytest.raises(DataError, match=r"must be uint8 of shape \(H, W\) or \(H, W, 3\), not"):
             bundle.encode_image(wrong)
 
 
 def test_query_and_code_outputs(makers, tmp_path):
-    bundle = Bundle.open(makers.make_bundle(tmp_path / "b", query_vectors=True, rescorer=True), threads=1)
+    bundle = Bundle.open(
+        makers.make_bundle(tmp_path / "b", query_vectors=True, rescorer=True), threads=1
+    )
     pixels = makers.digits()[0][:7, None]
     encoded = bundle.encode(pixels)
-    expected = encoded.vector.astype(np.float64) @ (makers.weights(1, makers.WIDTH) + np.eye(makers.WIDTH))
+    expected = encoded.vector.astype(np.float64) @ (
+        makers.weights(1, makers.WIDTH) + np.eye(makers.WIDTH)
+    )
     assert np.abs(encoded.query - expected).max() < 1e-5
     codes = encoded.code
     distances = bundle.rescore(codes[:2], codes)
     for q in range(2):
         for n in range(7):
             assert distances[q, n] == pytest.approx(
-                sum(abs(float(a) - float(b)) for a, b in zip(codes[q], codes[n], strict=True)), rel=1e-5
+                sum(abs(float(a) - float(b)) for a, b in zip(codes[q], codes[n], strict=True)),
+                rel=1e-5,
             )
     assert bundle.rescore(codes[:0], codes).shape == (0, 7)
     with pytest.raises(DataError, match="Codes of shape"):
@@ -104,7 +121,9 @@ def test_wrong_inputs_are_sentences(bundle_path, makers, tmp_path):
         bundle.encode(np.zeros((2, 1, 8, 8), np.float32))
     with pytest.raises(BundleError, match="has no rescorer"):
         bundle.rescore(np.zeros((1, 16)), np.zeros((1, 16)))
-    features = Bundle.open(makers.make_bundle(tmp_path / "f", kind="features", normalized=False), threads=1)
+    features = Bundle.open(
+        makers.make_bundle(tmp_path / "f", kind="features", normalized=False), threads=1
+    )
     for bad in (np.nan, np.inf, 1e300):
         values = np.ones((3, 64))
         values[1, 5] = bad
@@ -112,8 +131,12 @@ def test_wrong_inputs_are_sentences(bundle_path, makers, tmp_path):
             features.encode(values)
     with pytest.raises(DataError, match="real numbers"):
         features.encode(np.ones((1, 64), dtype=complex))
-    with pytest.raises(DataError, match=r"The encoder gives NaN or infinity in 'vector' for item 1"):
-        features.encode(np.stack([np.zeros(64), np.full(64, 3e38) * np.sign(makers.weights()[:, 0])]))
+    with pytest.raises(
+        DataError, match=r"The encoder gives NaN or infinity in 'vector' for item 1"
+    ):
+        features.encode(
+            np.stack([np.zeros(64), np.full(64, 3e38) * np.sign(makers.weights()[:, 0])])
+        )
     with pytest.raises(DataError, match="64 features, not images"):
         features.encode_image(b"")
 
@@ -209,7 +232,10 @@ def test_every_problem_of_a_manifest_is_told_at_once(bundle_path, tmp_path):
         ),
         (lambda c: c["files"].pop("encoder.onnx"), "gives no SHA-256 for encoder.onnx"),
         (lambda c: c["distance"].update(exact=False), "needs a rescorer"),
-        (lambda c: c.update(subspaces=[{"name": "a", "start": 0, "stop": 99}]), "stops at column 99 of 16"),
+        (
+            lambda c: c.update(subspaces=[{"name": "a", "start": 0, "stop": 99}]),
+            "stops at column 99 of 16",
+        ),
         (lambda c: c.update(subspaces=[{"name": "a", "start": 5, "stop": 5}]), "before it starts"),
         (lambda c: c["input"].update(shape=[3, 8, 8]), r"takes uint8 \[1, 8, 8\]"),
         (lambda c: c["input"].update(preprocessing=None), "needs its 'preprocessing'"),
@@ -261,7 +287,9 @@ def test_writing_a_manifest(bundle_path, tmp_path):
 def test_a_device_that_is_not_there(bundle_path):
     if "CUDAExecutionProvider" in runtime.load_onnxruntime().get_available_providers():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(BundleError, match=r"has no CUDA.*pip uninstall -y onnxruntime && pip install"):
+    with pytest.raises(
+        BundleError, match=r"has no CUDA.*pip uninstall -y onnxruntime && pip install"
+    ):
         Bundle.open(bundle_path, device="cuda")
     with pytest.raises(BundleError, match="Device 'tpu' is not known"):
         Bundle.open(bundle_path, device="tpu")
@@ -284,7 +312,10 @@ def test_two_distributions_of_one_module_are_refused(tmp_path, monkeypatch):
             runtime.load_faiss,
             "faiss-cpu and faiss-gpu-cu12 are both installed.*pip uninstall -y faiss-cpu faiss-gpu-cu12",
         ),
-        (runtime.load_onnxruntime, "onnxruntime and onnxruntime-gpu are both installed.*pip uninstall -y"),
+        (
+            runtime.load_onnxruntime,
+            "onnxruntime and onnxruntime-gpu are both installed.*pip uninstall -y",
+        ),
     ):
         with pytest.raises(MissingDependency, match=says):
             load.__wrapped__()
@@ -292,7 +323,8 @@ def test_two_distributions_of_one_module_are_refused(tmp_path, monkeypatch):
 
 def test_a_missing_module_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(
-        MissingDependency, match=r"not_there is not installed.*pip install 'embedding-retrieval\[cpu\]'"
+        MissingDependency,
+        match=r"not_there is not installed.*pip install 'embedding-retrieval\[cpu\]'",
     ):
         runtime.require("not_there", ("not-there",))
     distribution(tmp_path, "not-there")

@@ -36,11 +36,21 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
     monkeypatch.chdir(tmp_path)
     makers.write_digits(tmp_path / "photos", 60)
     made = retrieval(
-        "index", "create", "i", "photos", "--bundle", bundle_path, "--backend", "hnsw", "--set", "m=16"
+        "index",
+        "create",
+        "i",
+        "photos",
+        "--bundle",
+        bundle_path,
+        "--backend",
+        "hnsw",
+        "--set",
+        "m=16",
     )
     assert made.returncode == 0, made.stderr
     assert re.search(
-        r"Indexed 60 items in .* \(back end flat; hnsw from 20,000 items in a segment on\): i", made.stdout
+        r"Indexed 60 items in .* \(back end flat; hnsw from 20,000 items in a segment on\): i",
+        made.stdout,
     )
     found = retrieval("search", "i", "photos/3/0003.png", "photos/0/0000.png", "-k", "3")
     assert found.returncode == 0, found.stderr
@@ -55,10 +65,16 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
     (tmp_path / "photos" / "bad.png").write_bytes(b"")
     for arguments, says in (
         (("index", "create", "i", "photos", "--bundle", bundle_path), "i exists already"),
-        (("index", "create", "j", "photos", "--bundle", bundle_path), "1 of 61 items cannot be used"),
+        (
+            ("index", "create", "j", "photos", "--bundle", bundle_path),
+            "1 of 61 items cannot be used",
+        ),
         (("index", "create", "j", "nowhere", "--bundle", bundle_path), "nowhere does not exist"),
         (("index", "create", "j", "photos", "--bundle", "nowhere"), "nowhere is not a bundle"),
-        (("index", "create", "j", "photos", "--bundle", bundle_path, "--set", "m"), "is not KEY=VALUE"),
+        (
+            ("index", "create", "j", "photos", "--bundle", bundle_path, "--set", "m"),
+            "is not KEY=VALUE",
+        ),
         (
             ("index", "create", "j", "photos", "--bundle", bundle_path, "--backend", "falt"),
             "Did you mean 'flat'",
@@ -95,11 +111,15 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
         assert says in run.err, (arguments, run.err)
         assert "Traceback" not in run.err
         assert run.out == ""
-    refused = retrieval("search", "i", "photos/bad.png")  # one of them as a user gets it, from a process
+    refused = retrieval(
+        "search", "i", "photos/bad.png"
+    )  # one of them as a user gets it, from a process
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "is empty" in refused.stderr and "Traceback" not in refused.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
-    skipped = cli("index", "create", "i", "photos", "--bundle", bundle_path, "--replace", "--skip-bad")
+    skipped = cli(
+        "index", "create", "i", "photos", "--bundle", bundle_path, "--replace", "--skip-bad"
+    )
     assert skipped.code == 0, skipped.err
     assert "1 skipped" in skipped.out
     assert "skipped: " in skipped.err
@@ -116,7 +136,15 @@ def test_features(retrieval, makers, tmp_path):
 
 def test_every_fault_of_a_csv_is_listed_at_once(retrieval, makers, bundle_path, tmp_path):
     makers.write_digits(tmp_path / "photos", 1)
-    rows = ["path,label", "photos/0/0000.png,0", "a.png,1,2", ",x", "gone.png,3", "b.png", *["x.png"] * 8]
+    rows = [
+        "path,label",
+        "photos/0/0000.png,0",
+        "a.png,1,2",
+        ",x",
+        "gone.png,3",
+        "b.png",
+        *["x.png"] * 8,
+    ]
     (tmp_path / "bad.csv").write_text("\n".join(rows))
     run = retrieval("index", "create", "i", "bad.csv", "--bundle", bundle_path)
     assert (run.returncode, run.stdout) == (2, "")
@@ -176,17 +204,24 @@ def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle
         assert running.wait(60) == 130
         told = [line for line in running.stderr.read().splitlines() if line]
     command = shlex.join(["retrieval", *words])
-    assert told[-2:] == [f"What was encoded is kept in i.partial. Go on with: {command}", "Interrupted."]
+    assert told[-2:] == [
+        f"What was encoded is kept in i.partial. Go on with: {command}",
+        "Interrupted.",
+    ]
     again = retrieval(*shlex.split(command)[1:])
     assert again.returncode == 0, again.stderr
     assert "Indexed 40 items" in again.stdout and "16 done by an interrupted run" in again.stdout
 
 
 @pytest.mark.parametrize("command", ["index", "search", "serve"])
-def test_help_shows_an_example_that_works(command, retrieval, served, makers, bundle_path, tmp_path):
+def test_help_shows_an_example_that_works(
+    command, retrieval, served, makers, bundle_path, tmp_path
+):
     text = retrieval(command, "--help").stdout
     example = next(
-        line.strip() for line in text.splitlines() if line.strip().startswith(f"retrieval {command} ")
+        line.strip()
+        for line in text.splitlines()
+        if line.strip().startswith(f"retrieval {command} ")
     )
     photos = tmp_path / "photos"
     makers.write_digits(photos, 5)
@@ -194,7 +229,10 @@ def test_help_shows_an_example_that_works(command, retrieval, served, makers, bu
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "bundle").symlink_to(bundle_path)
     if command != "index":
-        assert retrieval("index", "create", "photos.index", photos, "--bundle", bundle_path).returncode == 0
+        assert (
+            retrieval("index", "create", "photos.index", photos, "--bundle", bundle_path).returncode
+            == 0
+        )
     words = shlex.split(example)[1:]
     if command == "serve":
         assert served(tmp_path / words[1]).client.get("/readyz").status_code == 200
@@ -208,7 +246,14 @@ _TIMES = [
     (f"--{each.name.replace('_', '-')}", time)
     for each in fields(Settings)
     if isinstance(each.default, float)
-    for time in ("nan", "-NaN", "inf", "-inf", "-1", *(["0"] if each.default else []))  # 0: no limit
+    for time in (
+        "nan",
+        "-NaN",
+        "inf",
+        "-inf",
+        "-1",
+        *(["0"] if each.default else []),
+    )  # 0: no limit
 ]
 
 

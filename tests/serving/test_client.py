@@ -74,11 +74,21 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         assert client.get(IDS[0]).label == "other"
         vector = client.get(IDS[1], vector=True).vector
         with Image.open(paths[1]) as picture:
-            given = [paths[1], str(paths[1]), paths[1].read_bytes(), picture.copy(), np.asarray(picture)]
+            given = [
+                paths[1],
+                str(paths[1]),
+                paths[1].read_bytes(),
+                picture.copy(),
+                np.asarray(picture),
+            ]
         for image in given:
             found = client.search(image, k=2, filter={"label": "digit"}, fields=[], explain=True)
             first = found.results[0]
-            assert isinstance(first, Hit) and (first.id, first.metadata) == (IDS[1], {}) and found.explain
+            assert (
+                isinstance(first, Hit)
+                and (first.id, first.metadata) == (IDS[1], {})
+                and found.explain
+            )
         assert client.search(vector=vector, k=1).results[0].id == IDS[1]
         assert client.search(vector=np.array(vector), k=1).results[0].id == IDS[1]
         assert IDS[1] not in {hit.id for hit in client.search(id=IDS[1]).results}
@@ -125,12 +135,17 @@ def test_asyncio_answers_the_same(served, index_path, photos):
     with Client(server.url, index=about.index) as client:
         assert client.index() == about and len(client.search(paths[0], k=3).results) == 3
     with Client(server.url) as client:
-        assert [one.results for one in found] == [client.search(path, k=3).results for path in paths]
+        assert [one.results for one in found] == [
+            client.search(path, k=3).results for path in paths
+        ]
         assert items == list(client.items()) and len(items) == about.items == 200
         assert (thumbnail, item) == (client.thumbnail(ID), client.get(ID, vector=True))
         assert [one.results for one in batch.answers] == [one.results for one in found]
         assert about == client.index() and status == 403
-    with Client(server.url, index="nowhere") as client, pytest.raises(ServerError, match="no index"):
+    with (
+        Client(server.url, index="nowhere") as client,
+        pytest.raises(ServerError, match="no index"),
+    ):
         client.index()
 
 
@@ -165,7 +180,12 @@ def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
     told = []
     with Client(server.url) as client:
         report = client.push(folder, connections=3, batch=5, progress=told.append)
-        assert (report.added, report.replaced, report.there, report.left_out) == (len(images), 0, 0, 1)
+        assert (report.added, report.replaced, report.there, report.left_out) == (
+            len(images),
+            0,
+            0,
+            1,
+        )
         assert report.bad == ()
         assert max(one.done for one in told) == told[-1].total == len(images)
         assert all(one.rate > 0 and one.seconds_left >= 0 for one in told)
@@ -188,7 +208,10 @@ def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(served, e
     (folder / os.fsdecode(b"\xff.png")).write_bytes(b"x")
     done = push(server, folder, "--batch", "100")
     assert done.returncode == 2, done.stderr
-    assert f"{good} images added, 0 replaced, 0 there already, 5 refused; 1 file left out" in done.stdout
+    assert (
+        f"{good} images added, 0 replaced, 0 there already, 5 refused; 1 file left out"
+        in done.stdout
+    )
     for said in ("0/text.png: ", "1/large.jpg: ", "empty.gif: ", "gone.png: ", ".png: Its name"):
         assert said in done.stderr
     assert "Traceback" not in done.stderr and "5 of the images below" in done.stderr
@@ -241,8 +264,18 @@ def test_the_names_are_of_the_face_and_light():
     assert retrieval.Client is Client and retrieval.client.AsyncClient is AsyncClient
     assert EXTENSIONS == TAKEN
     code = "import sys, retrieval; retrieval.Client('http://a').close(); print(sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for heavy in ("torch", "faiss", "onnxruntime", "starlette", "uvicorn", "PIL", "retrieval.serving"):
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    for heavy in (
+        "torch",
+        "faiss",
+        "onnxruntime",
+        "starlette",
+        "uvicorn",
+        "PIL",
+        "retrieval.serving",
+    ):
         assert f"'{heavy}'" not in loaded
 
 
@@ -278,4 +311,7 @@ def test_a_proxy_of_the_environment_is_named(monkeypatch):
 def test_without_httpx_the_extra_is_named():
     code = "import sys; sys.modules['httpx'] = None; import retrieval; retrieval.Client"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "MissingDependency" in done.stderr and "pip install 'embedding-retrieval[client]'" in done.stderr
+    assert (
+        "MissingDependency" in done.stderr
+        and "pip install 'embedding-retrieval[client]'" in done.stderr
+    )

@@ -59,7 +59,9 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         at = time.monotonic()
         server.seen.append(
-            SimpleNamespace(method=self.command, path=self.path, headers=dict(self.headers), body=body, at=at)
+            SimpleNamespace(
+                method=self.command, path=self.path, headers=dict(self.headers), body=body, at=at
+            )
         )
         what = server.script[min(len(server.seen), len(server.script)) - 1]
         self.close_connection = True
@@ -110,7 +112,14 @@ both = pytest.mark.parametrize("ask", [waiting, asyncio_run])
 
 @both
 @pytest.mark.parametrize(
-    "wrong", [("drop",), ("half",), (503, {"Retry-After": "0"}, BUSY), (429, {}, BUSY), (502, {}, b"<html>")]
+    "wrong",
+    [
+        ("drop",),
+        ("half",),
+        (503, {"Retry-After": "0"}, BUSY),
+        (429, {}, BUSY),
+        (502, {}, b"<html>"),
+    ],
 )
 def test_a_search_is_sent_again_until_it_is_answered(ask, wrong):
     with Server(wrong, wrong, (200, {}, FOUND)) as server:
@@ -139,7 +148,9 @@ def test_all_tries_together_are_bounded_in_time(ask, what):
 @both
 def test_the_number_of_tries_is_bounded_and_the_servers_sentence_told(ask):
     with Server((503, {"Retry-After": "0"}, BUSY)) as server:
-        with pytest.raises(ServerError, match=r"503: The server is busy\. It was tried 4 times\.") as fault:
+        with pytest.raises(
+            ServerError, match=r"503: The server is busy\. It was tried 4 times\."
+        ) as fault:
             ask(server.url, lambda client: client.index())
         assert (fault.value.status, fault.value.request_id, fault.value.detail) == (
             503,
@@ -191,14 +202,20 @@ def test_a_key_goes_with_every_try(ask):
     from retrieval.client import NewItem
 
     with Server(("drop",), (200, {}, {"added": 1, "replaced": 0})) as server:
-        assert ask(server.url, lambda client: client.add([NewItem("a", b"x")]), key="rk_a_b").added == 1
+        assert (
+            ask(server.url, lambda client: client.add([NewItem("a", b"x")]), key="rk_a_b").added
+            == 1
+        )
         assert [one.headers["Authorization"] for one in server.seen] == ["Bearer rk_a_b"] * 2
 
 
 @both
 def test_no_answer_is_too_large_or_misread(ask, monkeypatch):
     monkeypatch.setattr(sending, "MAX_ANSWER_BYTES", 5_000_000)
-    with Server(("endless",)) as server, pytest.raises(ServerError, match="more than 5,000,000 bytes"):
+    with (
+        Server(("endless",)) as server,
+        pytest.raises(ServerError, match="more than 5,000,000 bytes"),
+    ):
         ask(server.url, lambda client: client.image("a"))
     for said in (b"<html>", b"[" * 100_000, {"results": "none"}):
         with Server((200, {}, said)) as server, pytest.raises(ServerError, match="not of /v1"):
@@ -218,7 +235,14 @@ def test_a_server_that_is_not_there(ask):
 
 
 def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
-    for url in ("photos", "ftp://a", "http://", "http://me:secret@host", "http://a?b=c", "http://a b"):
+    for url in (
+        "photos",
+        "ftp://a",
+        "http://",
+        "http://me:secret@host",
+        "http://a?b=c",
+        "http://a b",
+    ):
         with pytest.raises(DataError, match="address"):
             Client(url)
     for key in ("", "a\nb", "é", " a"):
@@ -230,7 +254,9 @@ def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
         Retries(times=-1)
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_a_client_that_waits_leaves_no_thread_behind():
     """Closed, or only forgotten; and one that is closed says so."""
     before = threading.active_count()
@@ -255,7 +281,8 @@ def test_threads_share_a_client_that_waits():
     with Server((200, {}, FOUND)) as server, Client(server.url, retries=SOON) as client:
         told: list[float] = []
         threads = [
-            threading.Thread(target=lambda: told.append(client.search(id="a").took_ms)) for _ in range(8)
+            threading.Thread(target=lambda: told.append(client.search(id="a").took_ms))
+            for _ in range(8)
         ]
         for thread in threads:
             thread.start()

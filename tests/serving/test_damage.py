@@ -41,18 +41,24 @@ def test_bad_images_are_all_found_and_nothing_is_written(makers, folder, bundle_
     assert [path.name for path in tmp_path.iterdir()] == ["photos"]
 
 
-def test_bad_images_are_skipped_and_reported_when_asked(makers, folder, bundle_path, tmp_path, capsys):
+def test_bad_images_are_skipped_and_reported_when_asked(
+    makers, folder, bundle_path, tmp_path, capsys
+):
     bad = makers.spoil(folder / "1", 13)
     large = folder / "1" / "large.png"
     Image.new("1", (6000, 6000)).save(large)
-    summary = create_index(tmp_path / "i", bundle_path, [folder], batch=4, skip_bad=True, progress=False)
+    summary = create_index(
+        tmp_path / "i", bundle_path, [folder], batch=4, skip_bad=True, progress=False
+    )
     assert (summary.count, len(summary.skipped)) == (40, 14)
     told = capsys.readouterr().err
     assert all(told.count(f"skipped: {path} ") == 1 for path in [*bad, large])
     assert "6000 × 6000 pixels" in told
     with open_index(tmp_path / "i", threads=1) as index:
         for item in index.scan():
-            assert np.array_equal(index.vector(item.id), index.bundle.encode_image(item.path).vector[0])
+            assert np.array_equal(
+                index.vector(item.id), index.bundle.encode_image(item.path).vector[0]
+            )
 
 
 def test_only_bad_images_make_no_index(makers, folder, bundle_path, tmp_path):
@@ -211,7 +217,10 @@ def test_of_two_builds_to_one_path_one_wins_and_the_other_is_told(bundle_path, f
         told = [one.communicate(timeout=60)[0] for one in both]
         assert sorted(one.returncode for one in both) == [0, 2], told
         (sentence,) = [text for text in told if text]
-        assert "Another process is building this index: process " in sentence or "exists already" in sentence
+        assert (
+            "Another process is building this index: process " in sentence
+            or "exists already" in sentence
+        )
         open_index(out, threads=1).close()
         assert not list(tmp_path.glob(".*"))
 

@@ -45,7 +45,9 @@ def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     found = exposed(tmp_path / "i")
     assert len(expressions) >= 20
-    shown = {name for text in expressions for name in re.findall(r"\b(?:retrieval|process)_\w+", text)}
+    shown = {
+        name for text in expressions for name in re.findall(r"\b(?:retrieval|process)_\w+", text)
+    }
     assert not shown - set(found), "no figure has this name"
     ours = {family(name) for name in found if name.startswith("retrieval_")}
     assert {family(name) for name in shown if name.startswith("retrieval_")} == ours, (

@@ -44,7 +44,9 @@ def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
         free = socket.create_server(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        text = re.sub(r"--health-port[= ]\d+", f"--health-port {port}", re.sub(r"--port[= ]\d+", "", text))
+        text = re.sub(
+            r"--health-port[= ]\d+", f"--health-port {port}", re.sub(r"--port[= ]\d+", "", text)
+        )
         server = served(index_path, *text.split())
         for path in HEALTH:
             assert wire.ask(port, wire.get(path, host=f"retrieval:{port}")).status == 200, path
@@ -59,7 +61,9 @@ def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNam
     """A server behind nginx with the configuration of `deploy/`, on free ports, with a certificate of its own."""
     if shutil.which("nginx") is None or shutil.which("openssl") is None:
         pytest.skip("nginx or openssl is not here")
-    server = served(index_path, "--open", "read", "--proxy-header-from", "127.0.0.1", "--log-format", "json")
+    server = served(
+        index_path, "--open", "read", "--proxy-header-from", "127.0.0.1", "--log-format", "json"
+    )
     certificates = tmp_path / "certificates"
     certificates.mkdir()
     subprocess.run(
@@ -75,7 +79,10 @@ def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNam
         ("retrieval:8000", f"127.0.0.1:{server.port}"),
         ("listen 8443 ssl", f"listen 127.0.0.1:{port} ssl"),
         ("/certificates", str(certificates)),
-        ("client_header_timeout 15s", "client_header_timeout 2s"),  # as it is but for the test's time
+        (
+            "client_header_timeout 15s",
+            "client_header_timeout 2s",
+        ),  # as it is but for the test's time
         ("client_body_timeout   15s", "client_body_timeout   2s"),
     ):
         assert said in text, said
@@ -110,13 +117,20 @@ def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNam
         process.wait(20)
 
 
-def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connections(proxied: Any) -> None:
+def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connections(
+    proxied: Any,
+) -> None:
     search = wire.vector()
-    assert wire.found(proxied.ask(search.replace(b"\r\n", b"\r\nX-Forwarded-For: 203.0.113.7\r\n", 1)))
+    assert wire.found(
+        proxied.ask(search.replace(b"\r\n", b"\r\nX-Forwarded-For: 203.0.113.7\r\n", 1))
+    )
     assert proxied.ask(wire.get("/metrics")).status == 404
     too_large = search.replace(b"Content-Length: ", b"Content-Length: 9999999")
     assert proxied.ask(too_large).status == 413
-    with proxied.open() as dripping, proxied.open() as stalled:  # neither comes as far as the server
+    with (
+        proxied.open() as dripping,
+        proxied.open() as stalled,
+    ):  # neither comes as far as the server
         dripping.sendall(b"GET /v1/index HTTP/1.1\r\nHost: localhost\r\nX: ")
         stalled.sendall(search[:-5])
         assert wire.read_answer(dripping).status in (0, 408)
@@ -137,5 +151,7 @@ def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connectio
     log = proxied.server.process.communicate(timeout=20)[1]
     lines = [json.loads(line) for line in log.splitlines() if '"/v1/search"' in line]
     # the client's own word for who it is counts for nothing, and nothing slow came through
-    assert {line["client"] for line in lines} == {"127.0.0.1"} and {line["status"] for line in lines} == {200}
+    assert {line["client"] for line in lines} == {"127.0.0.1"} and {
+        line["status"] for line in lines
+    } == {200}
     assert "/v1/index" not in log

@@ -26,7 +26,9 @@ pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not ins
 
 
 def embedded(bundle: Path, sources: list[Path], folder: Path, **given):
-    return embed_sources(bundle, sources, folder, **{"batch": 8, "part": 30, "progress": False, **given})
+    return embed_sources(
+        bundle, sources, folder, **{"batch": 8, "part": 30, "progress": False, **given}
+    )
 
 
 def whole(folder: Path) -> dict[str, list]:
@@ -39,7 +41,10 @@ def test_folders_tables_manifests_and_shards_are_embedded_alike(photos, bundle_p
     paths = sorted(photos.rglob("*.png"))[:40]
     table, shard, manifest = tmp_path / "t.parquet", tmp_path / "s.tar", tmp_path / "m.csv"
     pq.write_table(
-        pa.table({"image": [path.read_bytes() for path in paths], "id": [path.name for path in paths]}), table
+        pa.table(
+            {"image": [path.read_bytes() for path in paths], "id": [path.name for path in paths]}
+        ),
+        table,
     )
     with tarfile.open(shard, "w") as archive:
         for path in paths:
@@ -58,17 +63,30 @@ def test_folders_tables_manifests_and_shards_are_embedded_alike(photos, bundle_p
 @pytest.mark.parametrize("kind", ["plain", "rescorer", "features"])
 def test_an_index_of_the_folder_is_the_index_of_the_sources(kind, photos, makers, tmp_path):
     bundle = makers.make_bundle(
-        tmp_path / "b", rescorer=kind == "rescorer", kind="features" if kind == "features" else "image"
+        tmp_path / "b",
+        rescorer=kind == "rescorer",
+        kind="features" if kind == "features" else "image",
     )
     source = photos
     if kind == "features":
         source = tmp_path / "f.npz"
         rng = np.random.default_rng(0)
-        np.savez(source, features=rng.normal(size=(100, 64)).astype(np.float32), labels=np.arange(100) % 7)
+        np.savez(
+            source,
+            features=rng.normal(size=(100, 64)).astype(np.float32),
+            labels=np.arange(100) % 7,
+        )
     embedded(bundle, [source], tmp_path / "v", features=kind == "features")
-    create_index(tmp_path / "i", bundle, [tmp_path / "v"], progress=False, keep_features=kind == "features")
-    create_index(tmp_path / "j", bundle, [source], progress=False, batch=8, keep_features=kind == "features")
-    with open_index(tmp_path / "i", threads=1) as ours, open_index(tmp_path / "j", threads=1) as theirs:
+    create_index(
+        tmp_path / "i", bundle, [tmp_path / "v"], progress=False, keep_features=kind == "features"
+    )
+    create_index(
+        tmp_path / "j", bundle, [source], progress=False, batch=8, keep_features=kind == "features"
+    )
+    with (
+        open_index(tmp_path / "i", threads=1) as ours,
+        open_index(tmp_path / "j", threads=1) as theirs,
+    ):
         assert len(ours) == len(theirs) >= 100
         for mine, other in zip(ours.scan(), theirs.scan(), strict=True):
             assert (mine.id, mine.label, mine.metadata, mine.path) == (
@@ -93,7 +111,9 @@ def test_an_index_of_the_folder_is_the_index_of_the_sources(kind, photos, makers
             )
         if kind != "features":
             some = sorted(photos.rglob("*.png"))[3]
-            assert [hit.id for hit in ours.search(some, k=5)] == [hit.id for hit in theirs.search(some, k=5)]
+            assert [hit.id for hit in ours.search(some, k=5)] == [
+                hit.id for hit in theirs.search(some, k=5)
+            ]
         # what an index has from its photographs is what the folder says of them
         again = theirs.add(tmp_path / "v", progress=False)
         assert (again.added, again.changed, again.unchanged) == (0, 0, len(keys))
@@ -105,7 +125,8 @@ def test_an_index_refuses_the_vectors_of_another_bundle_and_of_unfinished_work(
     other = makers.make_bundle(tmp_path / "other", seed=4)
     embedded(other, [photos / "1"], tmp_path / "v")
     with pytest.raises(
-        DataError, match=r"holds vectors of the bundle .*; this index is of .* Embed with the index's bundle"
+        DataError,
+        match=r"holds vectors of the bundle .*; this index is of .* Embed with the index's bundle",
     ):
         create_index(tmp_path / "i", bundle_path, [tmp_path / "v"], progress=False)
     create_index(tmp_path / "i", bundle_path, progress=False)
@@ -128,7 +149,9 @@ def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_pat
     folder = tmp_path / "p"
     folder.mkdir()
     for at, path in enumerate(sorted(photos.rglob("*.png"))[:50]):
-        (folder / path.name).write_bytes(b"\x89PNG\r\n\x1a\nno" if at % 10 == 3 else path.read_bytes())
+        (folder / path.name).write_bytes(
+            b"\x89PNG\r\n\x1a\nno" if at % 10 == 3 else path.read_bytes()
+        )
     done = embedded(bundle_path, [folder], tmp_path / "v")
     told = capfd.readouterr().err
     bad = [json.loads(line) for line in (tmp_path / "v" / "bad.jsonl").read_text().splitlines()]
@@ -170,7 +193,9 @@ def test_the_batch_is_measured_and_kept(photos, bundle_path, tmp_path):
     assert embedded(bundle_path, [photos / "1"], tmp_path / "v", batch=None).batch == first.batch
 
 
-def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(photos, bundle_path, tmp_path):
+def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(
+    photos, bundle_path, tmp_path
+):
     embedded(bundle_path, [photos], tmp_path / "whole", part=10)
     command = [sys.executable, "-m", "retrieval.cli", "embed", str(bundle_path), str(photos)]
     command += ["--output", str(tmp_path / "v"), "--part", "10", "--batch", "8"]
@@ -234,8 +259,18 @@ main()
         (("pyarrow",), [], 2, "pip install 'embedding-retrieval[parquet]'"),
     ],
 )
-def test_what_is_not_installed(hidden, further, code, sentence, photos, bundle_path, tmp_path, process):
-    words = [str(bundle_path), str(photos / "1"), "--output", str(tmp_path / "v"), "--batch", "8", *further]
+def test_what_is_not_installed(
+    hidden, further, code, sentence, photos, bundle_path, tmp_path, process
+):
+    words = [
+        str(bundle_path),
+        str(photos / "1"),
+        "--output",
+        str(tmp_path / "v"),
+        "--batch",
+        "8",
+        *further,
+    ]
     done = process("-c", ALONE.format(hidden=hidden, words=words), cwd=tmp_path)
     assert done.code == code and sentence in done.out + done.err and "Traceback" not in done.err
     assert (tmp_path / "v").exists() == (code == 0)

@@ -52,7 +52,9 @@ def spaces() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def start(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start a command of Ray in a namespace; ended with all that it started."""
     started: list[subprocess.Popen[bytes]] = []
 
@@ -71,7 +73,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., su
             "--object-store-memory=100000000",
             *words,
         ]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=None, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=None, start_new_session=True
+        )
         started.append(process)
         return process
 

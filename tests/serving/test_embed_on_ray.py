@@ -36,9 +36,13 @@ _STORE = 100 * 2**20
 def hands(started: Any) -> list[int]:
     """The processes of a cluster's workers, of its own and of no other's."""
     above = [
-        str(each.process.pid) for node in started.list_all_nodes() for each in node.all_processes["raylet"]
+        str(each.process.pid)
+        for node in started.list_all_nodes()
+        for each in node.all_processes["raylet"]
     ]
-    found = subprocess.run(["pgrep", "-P", ",".join(above), "-f", "ray::_do"], capture_output=True, text=True)
+    found = subprocess.run(
+        ["pgrep", "-P", ",".join(above), "-f", "ray::_do"], capture_output=True, text=True
+    )
     return [int(pid) for pid in found.stdout.split()]
 
 
@@ -66,7 +70,9 @@ def cluster() -> Iterator[SimpleNamespace]:
 
 
 def embedded(bundle: Path, sources: list[Path], folder: Path, **given):
-    return embed_sources(bundle, sources, folder, **{"batch": 4, "part": 10, "progress": False, **given})
+    return embed_sources(
+        bundle, sources, folder, **{"batch": 4, "part": 10, "progress": False, **given}
+    )
 
 
 def parts(folder: Path) -> dict[str, bytes]:
@@ -96,7 +102,9 @@ def many(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(many: Path, bundle_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def wanted(
+    many: Path, bundle_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
     """What this machine makes of `many` without Ray."""
     folder = tmp_path_factory.mktemp("wanted") / "v"
     embedded(bundle_path, [many], folder)
@@ -111,7 +119,10 @@ def test_the_same_bytes_as_without_ray_and_the_same_answers(
     assert parts(tmp_path / "v") == wanted
     create_index(tmp_path / "i", bundle_path, [tmp_path / "v"], progress=False)
     create_index(tmp_path / "j", bundle_path, [many], progress=False, skip_bad=True)
-    with open_index(tmp_path / "i", threads=1) as ours, open_index(tmp_path / "j", threads=1) as theirs:
+    with (
+        open_index(tmp_path / "i", threads=1) as ours,
+        open_index(tmp_path / "j", threads=1) as theirs,
+    ):
         for query in sorted(photos.rglob("*.png"))[:3]:
             assert [(hit.id, hit.label) for hit in ours.search(query, k=10)] == [
                 (hit.id, hit.label) for hit in theirs.search(query, k=10)
@@ -136,7 +147,9 @@ def test_a_node_and_a_worker_that_end_in_the_middle_cost_nothing(
     assert parts(tmp_path / "v") == wanted
 
 
-def test_after_the_driver_is_killed_the_same_command_goes_on(cluster, many, wanted, bundle_path, tmp_path):
+def test_after_the_driver_is_killed_the_same_command_goes_on(
+    cluster, many, wanted, bundle_path, tmp_path
+):
     command = [
         sys.executable,
         "-m",

@@ -43,7 +43,9 @@ def sleepy(served, index_path, photos, tmp_path):
 
     def start(*options: str) -> SimpleNamespace:
         words = [str(tmp_path / "sleepy.py"), str(tmp_path)]
-        server = served(index_path, "--workers", "1", "--images", str(photos), *options, program=words)
+        server = served(
+            index_path, "--workers", "1", "--images", str(photos), *options, program=words
+        )
         server.hang, server.begun = tmp_path / "hang", tmp_path / "begun"
         return server
 
@@ -106,7 +108,9 @@ def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
     crowd = [wire.connect(port) for _ in range(WAITING_PER_WORKER + 2)]
     for one in crowd:
         one.sendall(wire.vector())
-    wire.until(lambda: figure(port, 'retrieval_queue_length{queue="searches"}') == WAITING_PER_WORKER)
+    wire.until(
+        lambda: figure(port, 'retrieval_queue_length{queue="searches"}') == WAITING_PER_WORKER
+    )
     head = wire.vector().partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
     with wire.connect(port) as early:
         early.sendall(head)  # and nothing of the body
@@ -117,7 +121,9 @@ def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
         server.hang.unlink()
         answers = [wire.read_answer(one).status for one in crowd]
         assert set(answers) <= {200, 503} and answers.count(200) >= WAITING_PER_WORKER
-        early.sendall(wire.vector().partition(b"\r\n\r\n")[2] + wire.vector())  # the connection goes on
+        early.sendall(
+            wire.vector().partition(b"\r\n\r\n")[2] + wire.vector()
+        )  # the connection goes on
         assert wire.found(wire.read_answer(early))
     for one in crowd:
         one.close()

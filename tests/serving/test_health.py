@@ -68,7 +68,9 @@ def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(pro
     decoders = probed.readiness._served.workers.decoders
 
     def refuse(*given: Any, **more: Any) -> None:
-        raise Undecodable("none starts") from PermissionError(13, "Permission denied", "/root/python")
+        raise Undecodable("none starts") from PermissionError(
+            13, "Permission denied", "/root/python"
+        )
 
     for pid in decoders.pids:
         os.kill(pid, signal.SIGKILL)
@@ -152,19 +154,25 @@ def probing(makers, tmp_path) -> Callable[..., Path]:
     def make(name: str, spoil: float = 0.0, of: str | None = None, **options: Any) -> Path:
         path = makers.make_bundle(tmp_path / name, **options)
         manifest = read_manifest(path)
-        opened = {one: Bundle.open(path, variant=one, threads=1) for one in (None, *manifest.variants)}
+        opened = {
+            one: Bundle.open(path, variant=one, threads=1) for one in (None, *manifest.variants)
+        }
         probe = probe_of(opened, (0.0, 1.0))
         vector = vector_of(probe.vector if of is None else probe.variants[of])
         assert abs(np.linalg.norm(vector) - 1) < 1e-5
         vector[0] += spoil
         changed = {"vector": coded(vector)} if of is None else {"variants": {of: coded(vector)}}
-        write_manifest(path, manifest.model_copy(update={"probe": probe.model_copy(update=changed)}))
+        write_manifest(
+            path, manifest.model_copy(update={"probe": probe.model_copy(update=changed)})
+        )
         return path
 
     return make
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "features"}, {"query_vectors": True}, {"side": 5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"kind": "features"}, {"query_vectors": True}, {"side": 5}]
+)
 def test_a_bundle_is_where_it_was_and_a_wrong_one_is_not(probing, options):
     for name, spoil in (("right", 0.0), ("near", 5e-5)):
         assert probe_fault(Bundle.open(probing(name, spoil, **options), threads=1)) is None
@@ -205,7 +213,9 @@ def test_a_model_that_is_wrong_from_the_start_is_not_served(probing, photos, tmp
     assert "bundle's probe" in said.pop("model") and set(said.values()) == {"ok"}
 
 
-def test_a_model_that_becomes_wrong_is_seen_by_the_probe(probing, makers, photos, tmp_path, monkeypatch):
+def test_a_model_that_becomes_wrong_is_seen_by_the_probe(
+    probing, makers, photos, tmp_path, monkeypatch
+):
     create_index(tmp_path / "i", probing("right"), [photos / "1"], progress=False)
     other = Bundle.open(makers.make_bundle(tmp_path / "other", seed=9), threads=1)
     with open_index(tmp_path / "i", threads=1) as index, readiness_of(index) as readiness:

@@ -40,8 +40,14 @@ def test_json_that_is_meant_to_break_its_reader(text, says, bundle):
         (lambda c: c["input"].update(shape=[1, 10**5, 10**5]), "numbers|takes uint8"),
         (lambda c: c["input"]["preprocessing"].update(resize=10**9), "are possible"),
         (lambda c: c["input"]["preprocessing"].update(mean=["x"]), "mean"),
-        (lambda c: c["files"].update({"../../x": {"sha256": "0" * 64, "bytes": 1}}), "not the plain name"),
-        (lambda c: c["files"].update({"x\n\x1b]0;": {"sha256": "0" * 64, "bytes": 1}}), "not the plain name"),
+        (
+            lambda c: c["files"].update({"../../x": {"sha256": "0" * 64, "bytes": 1}}),
+            "not the plain name",
+        ),
+        (
+            lambda c: c["files"].update({"x\n\x1b]0;": {"sha256": "0" * 64, "bytes": 1}}),
+            "not the plain name",
+        ),
         (
             lambda c: c["files"]["encoder.onnx"].update(bytes=10**18),
             "is not what the bundle's manifest says|bytes instead",
@@ -65,7 +71,9 @@ def test_depth_is_bounded_whatever_python_s_own_limit_is(text):
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(before + 100_000)  # as some libraries do
     try:
-        with pytest.raises(ValueError, match="nested too deeply" if text[0] != '"' else "Unterminated"):
+        with pytest.raises(
+            ValueError, match="nested too deeply" if text[0] != '"' else "Unterminated"
+        ):
             strict_loads(text)
     finally:
         sys.setrecursionlimit(before)

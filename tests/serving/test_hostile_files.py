@@ -25,7 +25,9 @@ def faiss_files(folder: Path, vectors: np.ndarray) -> dict[str, tuple[bytes, str
     """FAISS files that are not what `ivf` of these vectors is, and what the refusal says."""
     width = vectors.shape[1]
 
-    def lists(rows: np.ndarray, quantiser: faiss.Index, *, elsewhere: bool = False, count: int = 0) -> bytes:
+    def lists(
+        rows: np.ndarray, quantiser: faiss.Index, *, elsewhere: bool = False, count: int = 0
+    ) -> bytes:
         made = faiss.IndexIVFFlat(quantiser, rows.shape[1], 2, quantiser.metric_type)
         made.cp.min_points_per_centroid = 1
         made.train(rows)
@@ -43,7 +45,10 @@ def faiss_files(folder: Path, vectors: np.ndarray) -> dict[str, tuple[bytes, str
     outer = layer[: -len(inner)]
     narrow = vectors[:, :8].copy()
     return {
-        "lists in another file": (lists(vectors, faiss.IndexFlatL2(width), elsewhere=True), "cannot read it"),
+        "lists in another file": (
+            lists(vectors, faiss.IndexFlatL2(width), elsewhere=True),
+            "cannot read it",
+        ),
         "another width": (lists(narrow, faiss.IndexFlatL2(8)), "of 8 numbers instead of"),
         "another number": (lists(vectors[:10], faiss.IndexFlatL2(width)), "holds 10 vectors"),
         "another metric": (lists(vectors, faiss.IndexFlatIP(width)), "does not write"),
@@ -54,7 +59,10 @@ def faiss_files(folder: Path, vectors: np.ndarray) -> dict[str, tuple[bytes, str
             lists(vectors, faiss.IndexFlatL2(width), count=10**9),
             "do not hold its vectors|cannot read it",
         ),
-        "another quantiser": (lists(vectors, faiss.IndexHNSWFlat(width, 4)), "stands on a IndexHNSWFlat"),
+        "another quantiser": (
+            lists(vectors, faiss.IndexHNSWFlat(width, 4)),
+            "stands on a IndexHNSWFlat",
+        ),
     }
 
 
@@ -162,7 +170,9 @@ def graphs() -> dict[str, tuple[bytes, str]]:
         ],
     )
     loop = helper.make_node("Loop", ["", "yes", "v"], ["vector"], body=body)
-    outside = onnx.load_from_string(model([*FLAT, helper.make_node("Identity", ["v"], ["vector"])], {"W": W}))
+    outside = onnx.load_from_string(
+        model([*FLAT, helper.make_node("Identity", ["v"], ["vector"])], {"W": W})
+    )
     weight = outside.graph.initializer[0]
     weight.ClearField("raw_data")
     weight.data_location = TensorProto.EXTERNAL
@@ -170,13 +180,17 @@ def graphs() -> dict[str, tuple[bytes, str]]:
         entry = weight.external_data.add()
         entry.key, entry.value = key, value
     doubling = [
-        helper.make_node("Concat", ["x" if n == 0 else f"c{n - 1}"] * 2, [f"c{n}"], axis=0) for n in range(45)
+        helper.make_node("Concat", ["x" if n == 0 else f"c{n - 1}"] * 2, [f"c{n}"], axis=0)
+        for n in range(45)
     ]
     doubling.append(helper.make_node("Identity", ["c44"], ["big"]))
     side = 1 << 13
     heavy: list = [helper.make_node("Expand", ["one", "square"], ["m0"])]
     return {
-        "a loop without an end": (model([*FLAT, loop], {"W": W, "yes": np.array(True)}), "loops or branches"),
+        "a loop without an end": (
+            model([*FLAT, loop], {"W": W, "yes": np.array(True)}),
+            "loops or branches",
+        ),
         "weights in another file": (outside.SerializeToString(), "weights in another file"),
         "an operator of someone's": (
             model(
@@ -203,7 +217,11 @@ def graphs() -> dict[str, tuple[bytes, str]]:
         "doubled without bound": (model(ended(doubling), {"W": W}), "cannot (run|load)"),
         "another type": (
             model(
-                [*FLAT, helper.make_node("Cast", ["v"], ["vector"], to=TensorProto.FLOAT), *heavy[:0]],
+                [
+                    *FLAT,
+                    helper.make_node("Cast", ["v"], ["vector"], to=TensorProto.FLOAT),
+                    *heavy[:0],
+                ],
                 {"W": W[:, :3].copy()},
             ),
             "vector|cannot load",

@@ -21,7 +21,9 @@ from retrieval.serving.store import structure, upkeep
 
 def plain_nearest(query, vectors, distance, k):
     """Rows and distances of the k nearest, one pair at a time; ties by row."""
-    found = sorted((distance(query, vector), row) for row, vector in enumerate(vectors.tolist()))[:k]
+    found = sorted((distance(query, vector), row) for row, vector in enumerate(vectors.tolist()))[
+        :k
+    ]
     return [row for _, row in found], [value for value, _ in found]
 
 
@@ -53,7 +55,9 @@ def pixels(makers):
 def build(makers, photos, tmp_path):
     def make(backend="flat", options=None, **kind):
         bundle = makers.make_bundle(tmp_path / "bundle", **kind)
-        create_index(tmp_path / "index", bundle, [photos], backend=backend, options=options, progress=False)
+        create_index(
+            tmp_path / "index", bundle, [photos], backend=backend, options=options, progress=False
+        )
         return open_index(tmp_path / "index", threads=1)
 
     return make
@@ -81,7 +85,9 @@ def test_answers_are_those_of_a_plain_loop(backend, kind, distance, output, buil
         queries = index.bundle.encode(pixels[200:212])
         answers = index.search(queries, 7, candidates=200)
         for number, hits in enumerate(answers):
-            rows, distances = plain_nearest(getattr(queries, output)[number].tolist(), against, distance, 7)
+            rows, distances = plain_nearest(
+                getattr(queries, output)[number].tolist(), against, distance, 7
+            )
             assert [hit.id for hit in hits] == [items[row].id for row in rows]
             assert [hit.distance for hit in hits] == pytest.approx(distances, rel=1e-4, abs=1e-6)
 
@@ -115,9 +121,9 @@ def test_equal_distances_come_by_id(makers, bundle_path, tmp_path):
         Image.fromarray(makers.digits()[0][0]).save(tmp_path / f"{number:02}.png")
     create_index(tmp_path / "i", bundle_path, [tmp_path], progress=False)
     with open_index(tmp_path / "i", threads=1) as index:
-        assert [hit.id for hit in index.search(index.bundle.encode_image(tmp_path / "00.png"), 5)[0]] == [
-            f"{number:02}.png" for number in range(5)
-        ]
+        assert [
+            hit.id for hit in index.search(index.bundle.encode_image(tmp_path / "00.png"), 5)[0]
+        ] == [f"{number:02}.png" for number in range(5)]
 
 
 def test_k_beyond_the_items_gives_all(index_path):
@@ -184,7 +190,9 @@ def test_recall_is_measured_honestly():
         squared = ((vectors.astype(np.float64) - vectors[row]) ** 2).sum(axis=1)
         squared[row] = np.inf
         true = set(np.argsort(squared)[:10].tolist())
-        found += len(true & (set(poor.search(vectors[row : row + 1], 11)[1][0].tolist()) - {int(row)}))
+        found += len(
+            true & (set(poor.search(vectors[row : row + 1], 11)[1][0].tolist()) - {int(row)})
+        )
     measured = recall_at_10(poor, "ivf", vectors)
     assert measured == pytest.approx(found / 2000, abs=0.003)
     assert measured < 0.8
@@ -209,7 +217,9 @@ def test_a_wrong_back_end_is_refused_before_anything_is_encoded(
     name, options, says, bundle_path, photos, tmp_path
 ):
     with pytest.raises((PluginError, DataError), match=says):
-        create_index(tmp_path / "i", bundle_path, [photos], backend=name, options=options, progress=False)
+        create_index(
+            tmp_path / "i", bundle_path, [photos], backend=name, options=options, progress=False
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -275,7 +285,9 @@ def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
         open_index(tmp_path / "i", threads=1, plugins=[str(plugin)]) as index,
         open_index(index_path, threads=1) as flat,
     ):
-        assert index.search(flat.vector("1/0001.png"), 9) == flat.search(flat.vector("1/0001.png"), 9)
+        assert index.search(flat.vector("1/0001.png"), 9) == flat.search(
+            flat.vector("1/0001.png"), 9
+        )
     broken = tmp_path / "broken.py"
     broken.write_text(PLUGIN.replace("BREAK", "return np.zeros((1, 1)), np.full((1, 1), 999)"))
     with pytest.raises(StoreError, match=r"'broken\.brute' answered with"):
@@ -303,7 +315,9 @@ def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path, 
     whole = PLUGIN.replace("BREAK", "pass") if method != "search" else PLUGIN
     replacement = "if {}['no such key']:" if given.startswith("with") else broken
     text = whole.replace(given, replacement)
-    line = 1 + text.splitlines().index(next(each for each in text.splitlines() if "no such key" in each))
+    line = 1 + text.splitlines().index(
+        next(each for each in text.splitlines() if "no such key" in each)
+    )
     plugin.write_text(text)
 
     def build():

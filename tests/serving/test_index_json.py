@@ -37,7 +37,12 @@ def test_a_life(say, makers, bundle_path, cli):
     makers.write_digits(Path("digits"), 30)
     Path("digits/3/bad.png").write_bytes(b"no image")
     made = say("create", "d.index", "digits", "--bundle", bundle_path, "--skip-bad")
-    assert (made["count"], made["backend"], made["recall_at_10"], made["resumed"]) == (30, "flat", None, 0)
+    assert (made["count"], made["backend"], made["recall_at_10"], made["resumed"]) == (
+        30,
+        "flat",
+        None,
+        0,
+    )
     (fault,) = made["skipped"]
     assert "bad.png" in fault and made["seconds"] > 0
 
@@ -46,7 +51,10 @@ def test_a_life(say, makers, bundle_path, cli):
     count = say("list", "r.index", "--where", "label = '3'", named="r.index")["count"]
     assert say("delete", "d.index", "--where", "label = '3'") == {"deleted": count} and count > 0
     freed = say("compact", "d.index")
-    assert freed.keys() == {"bytes_before", "bytes"} and freed["bytes"] == say("show", "d.index")["bytes"]
+    assert (
+        freed.keys() == {"bytes_before", "bytes"}
+        and freed["bytes"] == say("show", "d.index")["bytes"]
+    )
 
     other = makers.make_bundle(Path("other"), seed=5)
     moved = say("migrate", "d.index", other)
@@ -54,8 +62,14 @@ def test_a_life(say, makers, bundle_path, cli):
     assert say("rollback", "d.index") == moved | {"generation": 1, "embedded": 0}
     first = sorted(Path("digits/4").iterdir())[0]
     first.unlink()
-    again = say("migrate", "d.index", makers.make_bundle(Path("third"), seed=6), "--skip-bad", "--drop-old")
-    assert again["dropped"] == 2 and again["embedded"] == 29 - count and first.name in again["skipped"][0]
+    again = say(
+        "migrate", "d.index", makers.make_bundle(Path("third"), seed=6), "--skip-bad", "--drop-old"
+    )
+    assert (
+        again["dropped"] == 2
+        and again["embedded"] == 29 - count
+        and first.name in again["skipped"][0]
+    )
     assert say("migrate", "d.index", "--drop-old") == {"dropped": 0}
     assert say("check", "d.index") == {"damaged": [], "rebuilt": []}
     left = say("show", "d.index", f"4/{first.name}")

@@ -13,7 +13,9 @@ import pytest
 def photos(tmp_path, makers, bundle_path, cli):
     """An index `d.index` of sixty digits in `digits/`, made by the command."""
     makers.write_digits(tmp_path / "digits", 60)
-    made = cli("index", "create", tmp_path / "d.index", tmp_path / "digits", "--bundle", bundle_path)
+    made = cli(
+        "index", "create", tmp_path / "d.index", tmp_path / "digits", "--bundle", bundle_path
+    )
     assert made.code == 0 and "Indexed 60 items" in made.out, made.err
     return tmp_path
 
@@ -34,7 +36,12 @@ def test_items_come_change_and_go(photos, cli, makers):
     changed = sorted(folder.rglob("*.png"))[0]
     changed.write_bytes(sorted(folder.rglob("*.png"))[-1].read_bytes())
     synced = json.loads(cli("index", "add", index, folder, "--sync", "--json").out)
-    assert (synced["added"], synced["changed"], synced["unchanged"], synced["removed"]) == (0, 1, 58, 1)
+    assert (synced["added"], synced["changed"], synced["unchanged"], synced["removed"]) == (
+        0,
+        1,
+        58,
+        1,
+    )
     threes = ids(cli, index, "--where", "label = '3'")
     assert threes and all(id.startswith("3/") for id in threes)
     item = json.loads(cli("index", "show", index, threes[0], "--json").out)
@@ -55,7 +62,9 @@ def test_a_bad_image_is_named_and_the_others_are_added(photos, cli):
     assert "All others are in the index" in told.err and "3/good.png" in ids(cli, index)
     assert cli("index", "add", index, folder, "--skip-bad").code == 0
     twice = photos / "twice.csv"
-    twice.write_text("path,key\n" + "".join(f"{path},same\n" for path in sorted(folder.rglob("0*.png"))[:2]))
+    twice.write_text(
+        "path,key\n" + "".join(f"{path},same\n" for path in sorted(folder.rglob("0*.png"))[:2])
+    )
     told = cli("index", "add", index, twice)
     assert told.code == 2 and "'same' is the id of 2 items" in told.err
 
@@ -84,7 +93,9 @@ def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, make
     first.unlink()
     told = cli("index", "migrate", index, other)
     assert told.code == 2 and "is gone" in told.err and "--skip-bad" in told.err
-    assert json.loads(cli("index", "show", index, "--json").out)["generations"][0]["state"] == "served"
+    assert (
+        json.loads(cli("index", "show", index, "--json").out)["generations"][0]["state"] == "served"
+    )
     done = cli("index", "migrate", index, other, "--skip-bad")
     assert done.code == 0 and "59 items embedded" in done.out and "skipped" in done.err
     assert cli("index", "check", index).code == 0
@@ -95,7 +106,9 @@ def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, make
     relabelled.write_text(f"path,key,label\n{first},{id},new\n")
     assert "0 added, 1 changed" in cli("index", "add", index, relabelled).out
     found = json.loads(cli("search", index, first, "-k", "1", "--json").out)[0]["results"][0]
-    assert (found["id"], found["label"]) == (id, "new") and found["distance"] == pytest.approx(0, abs=1e-3)
+    assert (found["id"], found["label"]) == (id, "new") and found["distance"] == pytest.approx(
+        0, abs=1e-3
+    )
     assert "0 added, 1 unchanged" in cli("index", "add", index, relabelled).out
 
 
@@ -104,7 +117,10 @@ def test_what_is_kept_of_originals(keep, tmp_path, cli, makers, bundle_path):
     makers.write_digits(tmp_path / "digits", 20)
     index = tmp_path / "i"
     assert (
-        cli("index", "create", index, tmp_path / "digits", "--bundle", bundle_path, "--keep", keep).code == 0
+        cli(
+            "index", "create", index, tmp_path / "digits", "--bundle", bundle_path, "--keep", keep
+        ).code
+        == 0
     )
     for path in (tmp_path / "digits").rglob("*.png"):
         path.unlink()
@@ -119,9 +135,12 @@ def test_copies_of_one_moment(photos, cli):
     cli("index", "delete", index, "--where", "label = '1'")
     assert "MB now" in cli("index", "compact", index).out
     assert cli("index", "restore", photos / "s", photos / "r").code == 0
-    told = cli("index", "restore", photos / "s", photos / "r")  # the place that is taken is the target
+    told = cli(
+        "index", "restore", photos / "s", photos / "r"
+    )  # the place that is taken is the target
     assert (
-        told.code == 2 and f"{photos / 'r'} exists already. Name a folder that is not there yet" in told.err
+        told.code == 2
+        and f"{photos / 'r'} exists already. Name a folder that is not there yet" in told.err
     )
     assert "for the snapshot" not in told.err
     assert len(ids(cli, photos / "r")) == 60 > len(ids(cli, index))
@@ -131,7 +150,10 @@ def test_copies_of_one_moment(photos, cli):
     segment.write_bytes(content)
     told = cli("index", "check", photos / "s")
     assert told.code == 2 and "was altered" in told.err
-    assert cli("index", "restore", photos / "s", photos / "x").code == 2 and not (photos / "x").exists()
+    assert (
+        cli("index", "restore", photos / "s", photos / "x").code == 2
+        and not (photos / "x").exists()
+    )
 
 
 def test_looking_through(photos, cli):
@@ -140,7 +162,9 @@ def test_looking_through(photos, cli):
         sorted((photos / "digits" / "3").glob("*.png"))[0].read_bytes()
     )
     cli("index", "add", index, photos / "digits")
-    (group,) = json.loads(cli("index", "duplicates", index, "--within", "0", "--json").out)["groups"]
+    (group,) = json.loads(cli("index", "duplicates", index, "--within", "0", "--json").out)[
+        "groups"
+    ]
     assert "3/same.png" in group["ids"] and group["largest"] == 0
     found = json.loads(cli("index", "clusters", index, "--count", "5", "--json").out)["clusters"]
     assert sum(cluster["count"] for cluster in found) == 61

@@ -76,10 +76,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(how, makers, bundle_path, t
     with open_index(out, threads=1) as index:
         assert len(index) == 200
         for item in index.scan():
-            assert np.array_equal(index.vector(item.id), index.bundle.encode_image(item.path).vector[0])
+            assert np.array_equal(
+                index.vector(item.id), index.bundle.encode_image(item.path).vector[0]
+            )
 
 
-def test_what_changed_meanwhile_is_encoded_again(makers, bundle_path, folder, tmp_path, monkeypatch):
+def test_what_changed_meanwhile_is_encoded_again(
+    makers, bundle_path, folder, tmp_path, monkeypatch
+):
     images = makers.digits()[0]
     monkeypatch.setattr("retrieval.serving.index.creating.rename_whole", _interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -78,7 +78,9 @@ def test_the_command_makes_lists_and_removes(cli, tmp_path):
     path.write_text(text)
     assert cli("keys", "remove", "shop", "--output", path).code == 0
     assert [key.name for key in read_keys(path)] == ["importer"]
-    assert path.read_text() == "".join(line for line in text.splitlines(True) if '"shop"' not in line)
+    assert path.read_text() == "".join(
+        line for line in text.splitlines(True) if '"shop"' not in line
+    )
     assert stat.S_IMODE(path.stat().st_mode) == 0o640  # a server that may read it may go on
     assert cli("keys", "remove", "importer", "--output", path).code == 0
     assert len(read_keys(path)) == 0

@@ -81,7 +81,9 @@ def test_memory_comes_back_after_large_uploads(served, index_path):
     server = served(index_path)
     image = io.BytesIO()
     Image.new("L", (4000, 5000)).save(image, "PPM")
-    upload = wire.post(wire.form(image.getvalue()[:19_900_000]), wire.FORM)  # cut off: refused at the end
+    upload = wire.post(
+        wire.form(image.getvalue()[:19_900_000]), wire.FORM
+    )  # cut off: refused at the end
     before = memory_of(server)
 
     def send() -> None:
@@ -152,7 +154,11 @@ def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_prox
 def test_an_upgrade_is_answered_as_if_it_were_not_asked_for(port, upgrade):
     """The JDK's client asks for h2c with every POST. A body is a body, never a request."""
     inner = b"GET /v1/indexes HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    headers = (f"Upgrade: {upgrade}", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAMAAABk")
+    headers = (
+        f"Upgrade: {upgrade}",
+        "Connection: Upgrade, HTTP2-Settings",
+        "HTTP2-Settings: AAMAAABk",
+    )
     search = wire.post(b'{"id": "3/0003.png", "k": 1}', "application/json", *headers)
     hostile = wire.post(inner, "application/json", *headers)
     for pause in (0, 0.2):  # head and body in one piece, and in two
@@ -173,7 +179,10 @@ def test_an_upgrade_is_answered_as_if_it_were_not_asked_for(port, upgrade):
 
 @pytest.mark.parametrize(
     "request_",
-    [b"CONNECT localhost:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"],
+    [
+        b"CONNECT localhost:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
 )
 def test_what_is_no_request_for_this_server_is_refused_once(port, request_):
     answer = wire.ask(port, request_)

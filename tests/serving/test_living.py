@@ -126,7 +126,9 @@ def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, s
         shutil.rmtree(tmp_path / keep)
     assert image("copy.png").content == contents["copy"]
     shown = Image.open(io.BytesIO(image("copy.tiff").content))
-    assert np.array_equal(np.asarray(shown), colours)  # decoded in a process of its own, within its limits
+    assert np.array_equal(
+        np.asarray(shown), colours
+    )  # decoded in a process of its own, within its limits
     small = Image.open(io.BytesIO(image("thumbnail.png").content))
     assert small.format == "JPEG" and max(small.size) == 256
     assert "no longer where" in image("reference.png").json()["detail"]
@@ -146,11 +148,18 @@ def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path)
             [
                 Item("bomb", keep="copy", original=bomb.getvalue(), arrays=vector),
                 Item("text", keep="copy", original=b"<script>alert(1)</script>", arrays=vector),
-                Item("large", keep="copy", original=b"\x89PNG\r\n\x1a\n" + bytes(3_000_000), arrays=vector),
+                Item(
+                    "large",
+                    keep="copy",
+                    original=b"\x89PNG\r\n\x1a\n" + bytes(3_000_000),
+                    arrays=vector,
+                ),
                 Item("long", keep="copy", original=b"II*\0" + bytes(1_500_000), arrays=vector),
             ]
         )
-    server = served(tmp_path / "i", "--max-bytes", "1000000", program=with_limits(BODY_MEMORY=2_000_000))
+    server = served(
+        tmp_path / "i", "--max-bytes", "1000000", program=with_limits(BODY_MEMORY=2_000_000)
+    )
     for id, status, says in (
         ("bomb", 404, "cannot be shown"),
         ("text", 404, "cannot be shown"),
@@ -198,10 +207,19 @@ def test_filters(living, photos, served):
         assert answer.status_code == status, (where, answer.text)
         sentence = answer.json()["detail"]
         assert says in sentence and str(living) not in sentence, sentence
-    for where in ('{"label": "3", "label": "4"}', "{", "{" * 10_000, '{"a":' * 5000, b"\xff", "label = "):
+    for where in (
+        '{"label": "3", "label": "4"}',
+        "{",
+        "{" * 10_000,
+        '{"a":' * 5000,
+        b"\xff",
+        "label = ",
+    ):
         assert form(where).status_code == 400, where
     nested = '{"vector": [' + "0," * 15 + '0], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
-    answer = server.client.post("/v1/search", content=nested, headers={"Content-Type": "application/json"})
+    answer = server.client.post(
+        "/v1/search", content=nested, headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == 400
     assert len(found(server)) == 10
 
@@ -236,7 +254,11 @@ def test_damage_is_said_without_a_path(living, served):
     server = served(living, program=with_limits(PROBE_SECONDS=0.1), wait=False)
     wire.until(lambda: "damaged" in server.client.get("/readyz").text)
     answer = server.client.get("/readyz")
-    assert answer.status_code == 503 and str(living) not in answer.text and segment.name not in answer.text
+    assert (
+        answer.status_code == 503
+        and str(living) not in answer.text
+        and segment.name not in answer.text
+    )
 
 
 def test_damage_found_while_serving(bundle_path, served, tmp_path):
@@ -245,7 +267,9 @@ def test_damage_found_while_serving(bundle_path, served, tmp_path):
     with Index.open(living, threads=1) as index:
         vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
         long = {"text": "x" * 20_000}  # pages that a search reads only where it finds the item
-        index.upsert([Item(f"id{n}", None, long, arrays={"vector": v}) for n, v in enumerate(vectors)])
+        index.upsert(
+            [Item(f"id{n}", None, long, arrays={"vector": v}) for n, v in enumerate(vectors)]
+        )
     server = served(living, program=with_limits(PROBE_SECONDS=0.1))
     assert len(found(server)) == 10
     record = living / "items.sqlite"
@@ -299,7 +323,9 @@ def test_connections_are_lent_and_closing_waits_for_searches(living):
 
 
 def test_a_question_that_takes_too_long_is_stopped(living):
-    endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
+    endless = (
+        "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
+    )
     with Index.open(living, threads=1) as index:
         record = index.store.record
         with pytest.raises(TooSlow), patience(0.2), record.reading() as connection:
@@ -353,4 +379,6 @@ def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
             assert together == [index.search(one, k, where=where) for one in asked]
             assert {len(hits) for hits in together} == {min(k, {None: 60, "n < 11": 11, "n < 3": 3, "n < 0": 0}[where])}  # fmt: skip
         together[0][0].metadata["of"].append("mine")
-        assert all("mine" not in hit.metadata["of"] for hits in index.search(asked, 100) for hit in hits)
+        assert all(
+            "mine" not in hit.metadata["of"] for hits in index.search(asked, 100) for hit in hits
+        )

@@ -57,7 +57,9 @@ class Client(threading.Thread):
                     answer = client.get(path)
                     if answer.status_code != 200 or answer.json()["bundle"] not in self._expected:
                         self.wrong.append(f"{path}: {answer.status_code} {answer.text}")
-                answer = client.post("/v1/search", files={"image": ("q", self._content)}, data={"k": "500"})
+                answer = client.post(
+                    "/v1/search", files={"image": ("q", self._content)}, data={"k": "500"}
+                )
                 if answer.status_code != 200:
                     self.wrong.append(f"{answer.status_code} {answer.text}")
                     continue
@@ -76,7 +78,9 @@ class Client(threading.Thread):
         if len(fits) != 1:
             self.wrong.append(f"{len(fits)} bundles give these distances")
         elif self._always - set(found) or len(found) != len(hits):
-            self.wrong.append(f"{len(found)} of {len(hits)} items, {len(self._always - set(found))} missing")
+            self.wrong.append(
+                f"{len(found)} of {len(hits)} items, {len(self._always - set(found))} missing"
+            )
         else:
             self.seen[fits[0]] += 1
 
@@ -86,7 +90,9 @@ def test_no_request_fails_and_no_answer_is_of_two_bundles(makers, served, tmp_pa
     extra = tmp_path / "photos" / "1"
     bundles = [
         makers.make_bundle(tmp_path / "one"),
-        makers.make_bundle(tmp_path / "other", seed=7, side=16),  # images are prepared for it in another way
+        makers.make_bundle(
+            tmp_path / "other", seed=7, side=16
+        ),  # images are prepared for it in another way
     ]
     kept = [path for path in paths if path.parent != extra]
     create_index(tmp_path / "i", bundles[0], [tmp_path / "photos"], progress=False)

@@ -23,7 +23,11 @@ def lines_of(server) -> list[dict]:
     """Stop the server and return its log, in JSON."""
     server.process.terminate()
     assert server.process.wait(15) == 0
-    return [json.loads(line) for line in server.process.stderr.read().splitlines() if line.startswith("{")]
+    return [
+        json.loads(line)
+        for line in server.process.stderr.read().splitlines()
+        if line.startswith("{")
+    ]
 
 
 def test_a_line_a_request(served, index_path, photos):
@@ -45,7 +49,11 @@ def test_a_line_a_request(served, index_path, photos):
     assert 0 < sum(search["stages"].values()) <= 1.5 * search["ms"]
     # An answer that is an error has its id, and a trace's id is the request's own
     assert item["trace_id"] == TRACE and "trace_id" not in search
-    assert json.loads(missing.body)["instance"] == item["request_id"] == missing.headers["x-request-id"]
+    assert (
+        json.loads(missing.body)["instance"]
+        == item["request_id"]
+        == missing.headers["x-request-id"]
+    )
     assert item["request_id"].replace("-", "").endswith(TRACE)
     assert missing.headers["traceparent"] == PARENT
 
@@ -85,7 +93,10 @@ def test_a_parent_of_a_later_version_is_taken():
 @pytest.fixture
 def written() -> Iterator[io.StringIO]:
     names = ("retrieval.serving.http", "uvicorn.error", "asyncio")
-    before = {name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in names}
+    before = {
+        name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate)
+        for name in names
+    }
     yield io.StringIO()
     for name, (handlers, propagate) in before.items():
         logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
@@ -108,7 +119,11 @@ def test_what_acts_on_a_terminal_is_escaped(form, written):
     assert all(sign.isprintable() for line in text.splitlines() for sign in line)
     if form == "json":
         line, event = map(json.loads, text.splitlines())
-        assert line["key"] == hostile and event["level"] == "WARNING" and "Not ready" in event["message"]
+        assert (
+            line["key"] == hostile
+            and event["level"] == "WARNING"
+            and "Not ready" in event["message"]
+        )
 
 
 def test_few_lines_under_attack_and_the_others_are_counted(written):
@@ -141,7 +156,9 @@ for number in range(50_000):
 print("went on", flush=True)
 os._exit(0)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         assert process.stdout.readline() == b"went on\n"
         assert process.wait(30) == 0

@@ -15,7 +15,9 @@ from retrieval.serving.stages import STAGES
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
     """Return all samples: by name, then by the values of their labels."""
     answer = wire.ask(port, wire.get("/metrics"))
-    assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert answer.status == 200 and answer.headers["content-type"].startswith(
+        "text/plain; version=0.0.4"
+    )
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(answer.body.decode()):
         assert family.documentation and family.name.startswith(("retrieval_", "process_"))
@@ -56,7 +58,8 @@ def test_under_load_every_request_is_counted(served, index_path, photos):
     assert now["retrieval_encode_batch_count"][()] == now["retrieval_encode_batch_sum"][()] == 20
     took = now["retrieval_request_seconds_sum"][search,]
     parts = sum(
-        now["retrieval_stage_seconds_sum"][stage,] for stage in ("decode", "encode", "search", "items")
+        now["retrieval_stage_seconds_sum"][stage,]
+        for stage in ("decode", "encode", "search", "items")
     )
     assert 0 < parts < took
     # And how the server is
@@ -64,7 +67,9 @@ def test_under_load_every_request_is_counted(served, index_path, photos):
     assert queues == {("searches",): 0, ("images",): 0, ("pictures",): 0, ("changes",): 0}
     assert now["retrieval_index_items"][()] == 200
     assert now["retrieval_decode_processes"][()] >= 1
-    assert now["process_resident_memory_bytes"][()] > 20e6 and now["process_cpu_seconds_total"][()] > 0
+    assert (
+        now["process_resident_memory_bytes"][()] > 20e6 and now["process_cpu_seconds_total"][()] > 0
+    )
 
 
 def test_no_client_multiplies_the_series(served, index_path, photos):
@@ -131,7 +136,9 @@ def test_why_work_was_refused(served, index_path):
     assert wire.ask(server.port, big).status == 413
     assert wire.ask(server.port, wire.post(b"x", "text/plain")).status == 415
     end = time.monotonic() + 60
-    while ("queue",) not in scrape(server.port)["retrieval_refused_total"] and time.monotonic() < end:
+    while ("queue",) not in scrape(server.port)[
+        "retrieval_refused_total"
+    ] and time.monotonic() < end:
         with ThreadPoolExecutor(150) as threads:
             list(threads.map(lambda _: wire.ask(server.port, wire.vector()), range(450)))
     refused = scrape(server.port)["retrieval_refused_total"]

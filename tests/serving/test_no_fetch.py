@@ -93,7 +93,9 @@ def attacks(url: str, folder: Path, image: bytes):
         f"id = 'x'; attach '{folder}/{MARK}' as y",
     ):
         yield request("POST", "/v1/delete", json.dumps({"filter": text}).encode())
-        yield request("POST", "/v1/search", json.dumps({"vector": [0.25] * 16, "filter": text}).encode())
+        yield request(
+            "POST", "/v1/search", json.dumps({"vector": [0.25] * 16, "filter": text}).encode()
+        )
 
 
 def test_no_request_opens_a_file_or_calls_anybody(bundle_path, photos, watched, served, tmp_path):
@@ -104,7 +106,9 @@ def test_no_request_opens_a_file_or_calls_anybody(bundle_path, photos, watched, 
         server = served(tmp_path / "i", "--open", "admin", "--snapshots", str(tmp_path / "copies"))
         image = (photos / "3" / "0003.png").read_bytes()
         assert (
-            wire.ask(server.port, request("PUT", "/v1/items/plain", wire.form(image), wire.FORM)).status
+            wire.ask(
+                server.port, request("PUT", "/v1/items/plain", wire.form(image), wire.FORM)
+            ).status
             == 200
         )
         begun = watched.read_text()

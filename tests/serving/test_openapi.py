@@ -42,16 +42,23 @@ def test_every_route_is_described_and_every_description_is_a_route(index_path):
         if isinstance(route, Route) and route.path.startswith("/v1")
         for method in route.methods - {"HEAD"}
     }
-    assert routes == {(path, method) for path, said in document()["paths"].items() for method in said}
+    assert routes == {
+        (path, method) for path, said in document()["paths"].items() for method in said
+    }
     names = [one["operationId"] for said in document()["paths"].values() for one in said.values()]
-    assert len(names) == len(set(names)) == len(OPERATIONS) + sum(one.of_index for one in OPERATIONS)
+    assert (
+        len(names) == len(set(names)) == len(OPERATIONS) + sum(one.of_index for one in OPERATIONS)
+    )
 
 
 def test_the_document_is_openapi():
     said = json.loads(json.dumps(document()))
     for path, operations in said["paths"].items():
         assert {
-            one["name"] for op in operations.values() for one in op["parameters"] if one["in"] == "path"
+            one["name"]
+            for op in operations.values()
+            for one in op["parameters"]
+            if one["in"] == "path"
         } == set(re.findall(r"{(\w+)}", path))
     for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(said)):
         assert reference in said["components"]["schemas"]
@@ -139,7 +146,9 @@ def test_the_document_names_the_role_that_each_operation_takes(served, living):
             assert status(None) == 401, said["operationId"]
             lower = roles[: roles.index(role)]
             assert [status(one) for one in lower] == [403] * len(lower), said["operationId"]
-            allowed = client.request(method, address, headers={"Authorization": f"Bearer {sent[role]}"})
+            allowed = client.request(
+                method, address, headers={"Authorization": f"Bearer {sent[role]}"}
+            )
             assert "role" not in allowed.text or allowed.status_code == 200, (
                 said["operationId"],
                 allowed.text,
@@ -179,7 +188,9 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
                 def test(case):
                     nonlocal asked
                     asked += 1
-                    case.call_and_validate(base_url=server.url, checks=list(wanted), session=session)
+                    case.call_and_validate(
+                        base_url=server.url, checks=list(wanted), session=session
+                    )
 
                 try:
                     test()

@@ -48,8 +48,12 @@ def test_a_chosen_image_shows_its_neighbours(page, served, index_path, photos):
     assert first.locator(".label").inner_text() == "3"
     assert first.locator(".distance").inner_text() == "0.0000"
     assert first.locator(".key").inner_text() == "3/0003.png"
-    assert re.fullmatch(r"10 nearest items, found in \d+\.\d ms", page.locator("#status").inner_text())
-    expected = server.client.post("/v1/search", files={"image": query.read_bytes()}).json()["results"]
+    assert re.fullmatch(
+        r"10 nearest items, found in \d+\.\d ms", page.locator("#status").inner_text()
+    )
+    expected = server.client.post("/v1/search", files={"image": query.read_bytes()}).json()[
+        "results"
+    ]
     assert page.locator(".hit .key").all_inner_texts() == [hit["key"] for hit in expected]
     page.select_option("#k", "5")
     page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
@@ -227,7 +231,11 @@ def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, served,
     page.set_input_files("#file", str(described.parent / "<b>3.png"))
     page.wait_for_selector(".hit")
     page.click("#conditions summary")
-    for field, relation, value in (("label", "=", "it's"), ("made by", "!=", "us"), ("price", ">=", "0")):
+    for field, relation, value in (
+        ("label", "=", "it's"),
+        ("made by", "!=", "us"),
+        ("price", ">=", "0"),
+    ):
         page.select_option("#field", field)
         page.select_option("#relation", relation)
         page.fill("#value", value)
@@ -245,7 +253,9 @@ def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, served,
     page.fill("#filter", "price < < 3")
     page.press("#filter", "Enter")
     page.wait_for_selector("#error:not([hidden])")
-    wrong = server.client.post("/v1/search", json={"id": expected[0]["id"], "filter": "price < < 3"})
+    wrong = server.client.post(
+        "/v1/search", json={"id": expected[0]["id"], "filter": "price < < 3"}
+    )
     assert page.locator("#error").text_content() == wrong.json()["detail"]
     page.fill("#filter", f"label = '{MARKUP}'")
     page.click("#apply")
@@ -254,7 +264,9 @@ def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, served,
     assert [fault for fault in page.faults if "400" not in fault] == []
 
 
-def test_a_part_is_searched_for_by_pointer_and_by_keyboard(page, served, index_path, tmp_path, photos):
+def test_a_part_is_searched_for_by_pointer_and_by_keyboard(
+    page, served, index_path, tmp_path, photos
+):
     server = served(index_path, "--images", str(photos))
     three, five = (Image.open(photos / name) for name in ("3/0003.png", "5/0005.png"))
     both = Image.new("L", (16, 8))
@@ -311,7 +323,9 @@ def test_an_address_says_what_is_searched_for_and_never_the_image(page, served, 
     with page.expect_response("**/v1/search"):
         page.locator(".hit button.frame").nth(1).click()
     shared = page.url
-    page.wait_for_function("() => document.querySelector('#status').textContent.startsWith('5 nearest')")
+    page.wait_for_function(
+        "() => document.querySelector('#status').textContent.startsWith('5 nearest')"
+    )
     keys = page.locator(".hit .key").all_inner_texts()
     assert name not in keys
     page.go_back()
@@ -329,7 +343,12 @@ def test_an_address_says_what_is_searched_for_and_never_the_image(page, served, 
 
 def test_two_indexes_side_by_side(page, served, index_path, described, photos):
     server = served(
-        index_path, f"priced={described}", "--images", str(photos), "--images", str(described.parent)
+        index_path,
+        f"priced={described}",
+        "--images",
+        str(photos),
+        "--images",
+        str(described.parent),
     )
     page.goto(server.url)
     page.wait_for_selector("#beside")
@@ -347,13 +366,17 @@ def test_two_indexes_side_by_side(page, served, index_path, described, photos):
     page.locator(
         "#others .hit button"
     ).first.click()  # an item that the first index lacks: by its image there
-    page.wait_for_function("() => document.querySelector('#results .hit .distance').textContent === '0.0000'")
+    page.wait_for_function(
+        "() => document.querySelector('#results .hit .distance').textContent === '0.0000'"
+    )
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
 
 
 def test_axe_finds_nothing(page, served, described, index_path):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe is not installed"
+    ).Axe()
     server = served(described, index_path)
     page.goto(f"{server.url}/#beside=digits")
     page.set_input_files("#file", str(described.parent / "<b>3.png"))
@@ -361,7 +384,11 @@ def test_axe_finds_nothing(page, served, described, index_path):
     loaded(page)
     for each in page.locator("summary").all():
         each.click()
-    for scheme, width, filter in (("light", 1180, ""), ("dark", 390, ""), ("light", 390, "price <")):
+    for scheme, width, filter in (
+        ("light", 1180, ""),
+        ("dark", 390, ""),
+        ("light", 390, "price <"),
+    ):
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         page.set_viewport_size({"width": width, "height": 900})
         page.fill("#filter", filter)
@@ -374,7 +401,9 @@ def test_axe_finds_nothing(page, served, described, index_path):
     assert axe.run(page).violations_count > 0  # it does look
 
 
-def test_its_picture_in_the_docs_is_what_it_shows(page, served, index_path, photos, shown, tmp_path):
+def test_its_picture_in_the_docs_is_what_it_shows(
+    page, served, index_path, photos, shown, tmp_path
+):
     server = served(index_path, "--images", str(photos))
     page.set_viewport_size({"width": 900, "height": 860})
     page.goto(server.url)

@@ -12,11 +12,15 @@ pytestmark = pytest.mark.browser
 def test_with_a_key_items_are_added_changed_and_deleted(
     page, served, makers, bundle_path, photos, tmp_path, process
 ):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe is not installed"
+    ).Axe()
     create_index(tmp_path / "i", bundle_path, [photos / "1"], progress=False)
     keys = tmp_path / "keys.jsonl"
     made = {
-        role: process("-m", "retrieval.cli", "keys", "add", role, "--role", role, "--output", keys).out
+        role: process(
+            "-m", "retrieval.cli", "keys", "add", role, "--role", role, "--output", keys
+        ).out
         for role in ("read", "write")
     }
     words = {role: max(text.split(), key=len) for role, text in made.items()}

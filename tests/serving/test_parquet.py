@@ -61,7 +61,9 @@ def test_images_in_a_table_are_indexed_as_the_same_files_are(images, makers, bun
         )
 
 
-def test_a_second_run_passes_over_what_is_there_and_sync_follows_the_table(images, bundle_path, tmp_path):
+def test_a_second_run_passes_over_what_is_there_and_sync_follows_the_table(
+    images, bundle_path, tmp_path
+):
     with created(tmp_path / "i", bundle_path, [images]) as index:
         again = index.add(images, progress=False)
         assert (again.added, again.changed, again.unchanged) == (0, 0, 50)
@@ -84,7 +86,11 @@ def test_a_migration_embeds_from_the_table_again(keep, images, makers, bundle_pa
         else:
             assert kept is None
         assert index.migrate(other, progress=False).embedded == 50
-        fresh = create_index(tmp_path / "f", other, [images], progress=False) if keep != "copy" else None
+        fresh = (
+            create_index(tmp_path / "f", other, [images], progress=False)
+            if keep != "copy"
+            else None
+        )
         if fresh:
             with open_index(tmp_path / "f", threads=1) as frozen:
                 assert index.vector("item 40") == pytest.approx(frozen.vector("item 40"))
@@ -94,7 +100,9 @@ def test_a_table_that_has_changed_is_not_embedded_from(images, makers, bundle_pa
     other = makers.make_bundle(tmp_path / "other", seed=5)
     with created(tmp_path / "i", bundle_path, [images]) as index:
         pq.write_table(pq.read_table(images).slice(1), images)
-        with pytest.raises(DataError, match=r"has changed since its items were found\. Add it again"):
+        with pytest.raises(
+            DataError, match=r"has changed since its items were found\. Add it again"
+        ):
             index.migrate(other, progress=False)
         assert index.generation.number == 1
 
@@ -179,7 +187,13 @@ def test_features_are_added_and_searched(fixed, makers, tmp_path):
     sources = [tmp_path / "one.parquet", tmp_path / "three.npz", tmp_path / "two.parquet"]
     with created(tmp_path / "i", bundle, sources) as index:
         assert len(index) == 1305
-        for key, row in (("one/0", 0), ("one/699", 699), ("three/4", 4), ("two/1", 701), ("two/599", 1299)):
+        for key, row in (
+            ("one/0", 0),
+            ("one/699", 699),
+            ("three/4", 4),
+            ("two/1", 701),
+            ("two/599", 1299),
+        ):
             assert index.vector(key) == pytest.approx(
                 index.bundle.encode(features[row : row + 1]).vector[0], abs=1e-5
             )
@@ -199,8 +213,14 @@ def test_features_are_added_and_searched(fixed, makers, tmp_path):
         ({"path": ["a.png"], "id": [1.5]}, "row 0: 'id' is neither text nor a whole number"),
         ({"path": ["a.png"], "id": ["x" * 1001]}, "row 0: has an id of 1,001 characters"),
         ({"path": ["a.png"], "label": [["x"]]}, "row 0: 'label' is neither text nor a number"),
-        ({"path": ["a.png"], "note": ["x" * 1_000_001]}, "row 0: has more than 1,000,000 characters"),
-        ({"path": ["a.png"], "note": ["x" * 9_000_000]}, "a text in 'note' has more than 1,000,000"),
+        (
+            {"path": ["a.png"], "note": ["x" * 1_000_001]},
+            "row 0: has more than 1,000,000 characters",
+        ),
+        (
+            {"path": ["a.png"], "note": ["x" * 9_000_000]},
+            "a text in 'note' has more than 1,000,000",
+        ),
         ({"path": ["a.png"], "note": ["a\0b"]}, "row 0: metadata.note has a NUL character"),
         ({"path": ["a.png", "b.png"], "id": ["x", "x"]}, "'x' is the id of 2 items"),
         ({"path": pa.array([], pa.string())}, "lists no item"),
@@ -222,7 +242,9 @@ def test_bad_tables_are_sentences(columns, says, bundle_path, tmp_path):
             limits=Limits(1_000_000, 1000),
             progress=False,
         )
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["t.parquet"]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == [
+        "t.parquet"
+    ]
 
 
 @pytest.mark.parametrize(

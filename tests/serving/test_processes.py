@@ -23,7 +23,17 @@ SEARCH = wire.post(
 
 @contextmanager
 def two_processes(folder: Path, *options: str) -> Iterator[SimpleNamespace]:
-    words = ["serve", str(folder / "i"), "--processes", "2", "--workers", "1", "--port", "0", *options]
+    words = [
+        "serve",
+        str(folder / "i"),
+        "--processes",
+        "2",
+        "--workers",
+        "1",
+        "--port",
+        "0",
+        *options,
+    ]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "retrieval.cli", *words, "--log-format", "json"],
@@ -75,7 +85,9 @@ def test_both_answer_and_one_that_is_killed_comes_back(folder):
         counted = requests_counted(server)
         assert counted >= 2 and counted == requests_counted(server)  # of both, whoever is asked
         os.kill(min(pids), signal.SIGKILL)
-        wire.until(lambda: answering(server, 2) - {min(pids)} and min(pids) not in answering(server, 2), 60)
+        wire.until(
+            lambda: answering(server, 2) - {min(pids)} and min(pids) not in answering(server, 2), 60
+        )
         assert requests_counted(server) > counted
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(15) == 0

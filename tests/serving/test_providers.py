@@ -48,7 +48,9 @@ class WithoutDriver:
     def preload_dlls(self) -> None:
         print("Failed to load libcudnn.so.9")
 
-    def InferenceSession(self, content: bytes, options: Any, providers: Any, enable_fallback: int) -> Any:
+    def InferenceSession(
+        self, content: bytes, options: Any, providers: Any, enable_fallback: int
+    ) -> Any:
         assert enable_fallback == 0  # its own way prints on standard output
         self.asked.append(providers)
         if providers[0][0] == GPU[0]:
@@ -68,7 +70,9 @@ def test_auto_falls_back_and_says_so_and_a_named_device_is_refused(
     without_driver: WithoutDriver, bundle_path: Path, makers: Any, capfd: Any
 ) -> None:
     bundle = Bundle.open(bundle_path)
-    assert bundle.device == "cpu" and "runs on the CPU. `retrieval doctor` says" in str(bundle.fallback)
+    assert bundle.device == "cpu" and "runs on the CPU. `retrieval doctor` says" in str(
+        bundle.fallback
+    )
     names = [[name for name, _ in each] for each in without_driver.asked]
     assert names == [GPU[1:]] * len(names)
     assert bundle.encode(makers.digits()[0][:3, None]).vector.shape[0] == 3
@@ -126,7 +130,9 @@ def test_libraries_are_loaded_in_silence(without_driver: WithoutDriver, capfd: A
     assert capfd.readouterr().out == ""
 
 
-def test_an_engine_is_given_no_more_rows_than_it_is_built_for(bundle_path: Path, makers: Any) -> None:
+def test_an_engine_is_given_no_more_rows_than_it_is_built_for(
+    bundle_path: Path, makers: Any
+) -> None:
     seen: list[int] = []
     real = Bundle.open(bundle_path, threads=1)._sessions.encoder
     assert isinstance(real, Graph)
@@ -161,11 +167,17 @@ def test_the_log_says_once_that_the_cpu_stands_in(
                 asyncio.run(readiness.probe())
             assert readiness.reason() is None
             assert readiness.state()["fallback"] == index.bundle.fallback
-    said = [record.message for record in caplog.records if "so the encoder runs on the CPU" in record.message]
+    said = [
+        record.message
+        for record in caplog.records
+        if "so the encoder runs on the CPU" in record.message
+    ]
     assert len(said) == 1
 
 
-def test_readyz_says_that_the_cpu_stands_in(without_driver: WithoutDriver, index_path: Path) -> None:
+def test_readyz_says_that_the_cpu_stands_in(
+    without_driver: WithoutDriver, index_path: Path
+) -> None:
     for device in ("auto", "cpu"):
         with serve(index_path, port=0, wait=False, device=device) as serving:  # type: ignore[union-attr, arg-type]
             until = time.monotonic() + 60

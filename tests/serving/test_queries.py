@@ -58,7 +58,13 @@ def test_one_vector_gives_one_list_and_an_array_a_list_of_lists(index):
 def test_a_list_may_hold_images_in_several_forms(index, paths):
     with Image.open(paths[2]) as image:
         image.load()
-    mixed = [paths[0], paths[1].read_bytes(), image, np.asarray(Image.open(paths[3])), str(paths[4])]
+    mixed = [
+        paths[0],
+        paths[1].read_bytes(),
+        image,
+        np.asarray(Image.open(paths[3])),
+        str(paths[4]),
+    ]
     assert [hits[0].path for hits in index.search(mixed, 3)] == paths
     assert index.search(paths[:1], 3) == [index.search(paths[0], 3)]
 

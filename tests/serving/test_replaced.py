@@ -108,7 +108,10 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
             found = asyncio.run(searcher.search(query, lambda hits, index: b"%d" % len(hits[0])))
             assert found == b"%d" % count
         else:
-            assert asyncio.run(searcher.read(lambda index: late() if index is old else len(index))) == count
+            assert (
+                asyncio.run(searcher.read(lambda index: late() if index is old else len(index)))
+                == count
+            )
         assert searcher.index is not old
     finally:
         searcher.index.close()

@@ -107,7 +107,9 @@ def test_other_sites_pages_cannot_search_or_show(port):
         (("Origin: http://evil.example",), 403),
         (("Origin: null",), 403),
     ):
-        answer = wire.ask(port, wire.post(body, "application/json", *headers, host=f"localhost:{port}"))
+        answer = wire.ask(
+            port, wire.post(body, "application/json", *headers, host=f"localhost:{port}")
+        )
         assert answer.status == status, (headers, answer)
     for path in ("/", "/page.js", "/v1/items/x/image", "/v1/index", "/nowhere", "/v1/index?x=1"):
         answer = wire.ask(port, wire.get(path))
@@ -123,10 +125,22 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
     port, good = server.port, (photos / "3" / "0003.png").read_bytes()
     for charset in ("undefined", "punycode", "idna", "rot13", "x" * 1000, "utf-8\\"):
         answer = wire.ask(
-            port, wire.post(wire.form(good, "3"), f"multipart/form-data; boundary=b; charset={charset}")
+            port,
+            wire.post(wire.form(good, "3"), f"multipart/form-data; boundary=b; charset={charset}"),
         )
         assert answer.status in (200, 400), (charset, answer)
-    for number in ("1" * 4301, "9" * 20_000, "1" * 19, "²", "%C2%B2", "1_0", "+1", " 1", "0x1", "1e3"):
+    for number in (
+        "1" * 4301,
+        "9" * 20_000,
+        "1" * 19,
+        "²",
+        "%C2%B2",
+        "1_0",
+        "+1",
+        " 1",
+        "0x1",
+        "1e3",
+    ):
         assert wire.ask(
             port,
             wire.get(
@@ -157,7 +171,9 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
         ("many headers", b"--b\r\n" + b"X: y\r\n" * 20_000 + b"\r\nx\r\n--b--\r\n"),
         (
             "a long header",
-            b"--b\r\nContent-Disposition: form-data; name=" + b"x" * 60_000 + b"\r\n\r\nx\r\n--b--\r\n",
+            b"--b\r\nContent-Disposition: form-data; name="
+            + b"x" * 60_000
+            + b"\r\n\r\nx\r\n--b--\r\n",
         ),
         ("nothing", b""),
     ):

@@ -25,7 +25,9 @@ EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 
 @pytest.fixture
 def server(served, index_path, photos):
-    return served(index_path, "--max-bytes", "100000", "--max-pixels", "1000000", "--images", str(photos))
+    return served(
+        index_path, "--max-bytes", "100000", "--max-pixels", "1000000", "--images", str(photos)
+    )
 
 
 def post(server, content, k=None, name="query.png"):
@@ -68,7 +70,12 @@ def test_pages_and_health(server, index_path):
     assert len(ready.pop("bundle")) == 64 and ready == {"status": "ready", "items": 200}
     about = server.client.get("/v1/index").json()
     assert about["items"] == 200
-    assert about["limits"] == {"bytes": 100_000, "pixels": 1_000_000, "batch": 100, "batch_bytes": 64_000_000}
+    assert about["limits"] == {
+        "bytes": 100_000,
+        "pixels": 1_000_000,
+        "batch": 100,
+        "batch_bytes": 64_000_000,
+    }
     page = server.client.get("/").text
     assert "http://" not in page
     assert "https://" not in page
@@ -124,10 +131,22 @@ def test_bad_requests_get_a_sentence(server, photos):
             "Part exceeded|part exceeded|from 1 to 1000",
         ),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
-        ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=a"}}, 400, "form"),
+        (
+            {"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=a"}},
+            400,
+            "form",
+        ),
         ({"content": b"{", "headers": {"content-type": "application/json"}}, 400, "not JSON"),
-        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400, "not JSON"),
-        ({"content": b"[" * 3_000_000, "headers": {"content-type": "application/json"}}, 413, "too large"),
+        (
+            {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}},
+            400,
+            "not JSON",
+        ),
+        (
+            {"content": b"[" * 3_000_000, "headers": {"content-type": "application/json"}},
+            413,
+            "too large",
+        ),
         ({"json": []}, 400, "JSON must be"),
         ({"json": {"vector": vector, "kk": 3}}, 400, "JSON must be"),
         ({"json": {"vector": "no"}}, 400, "finite numbers"),
@@ -171,12 +190,16 @@ def test_only_indexed_files_are_given_out(server, photos):
         with socket.create_connection(
             ("127.0.0.1", int(server.url.rpartition(":")[2]))
         ) as raw:  # no client tidies the path
-            raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            raw.sendall(
+                f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+            )
             answer = b"".join(iter(lambda: raw.recv(65536), b""))
         assert b" 404 " in answer.split(b"\r\n", 1)[0], path
 
 
-def test_originals_are_shown_only_below_folders_that_the_operator_names(served, index_path, photos, tmp_path):
+def test_originals_are_shown_only_below_folders_that_the_operator_names(
+    served, index_path, photos, tmp_path
+):
     """An index names files of this machine, and may be a stranger's. A link counts as what it leads to."""
     query = {"vector": [0.0] * 16, "k": 1}
     one = "/v1/items/3%2F0003.png"
@@ -186,11 +209,18 @@ def test_originals_are_shown_only_below_folders_that_the_operator_names(served, 
     assert "no folder that may be shown" in plain.get(f"{one}/image").json()["detail"]
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(photos)
-    for folder, status in ((tmp_path / "elsewhere", 404), (photos / "3", 200), (tmp_path / "link", 200)):
+    for folder, status in (
+        (tmp_path / "elsewhere", 404),
+        (photos / "3", 200),
+        (tmp_path / "link", 200),
+    ):
         client = served(index_path, "--images", str(folder)).client
         for what in ("image", "thumbnail"):
             assert client.get(f"{one}/{what}").status_code == status, folder
-    assert client.get("/v1/items/3%2F0003.png/image").content == (photos / "3" / "0003.png").read_bytes()
+    assert (
+        client.get("/v1/items/3%2F0003.png/image").content
+        == (photos / "3" / "0003.png").read_bytes()
+    )
 
 
 def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, served, tmp_path):
@@ -227,11 +257,14 @@ def test_features_and_rescorer(makers, served, tmp_path):
     assert answer["results"][0]["image_url"] is None
     codes = features @ makers.weights().astype(np.float64)
     second = sorted(
-        (sum(abs(a - b) for a, b in zip(codes[7], code, strict=True)), row) for row, code in enumerate(codes)
+        (sum(abs(a - b) for a, b in zip(codes[7], code, strict=True)), row)
+        for row, code in enumerate(codes)
     )[1]
     assert answer["results"][1]["id"] == f"f{second[1]}"
     assert answer["results"][1]["distance"] == pytest.approx(second[0], rel=1e-5)
-    assert "not images" in post(server, b"x").json()["detail"] or post(server, b"x").status_code == 422
+    assert (
+        "not images" in post(server, b"x").json()["detail"] or post(server, b"x").status_code == 422
+    )
     assert (
         "64 features, not 63"
         in server.client.post("/v1/search", json={"vector": [1.0] * 63}).json()["detail"]
@@ -338,7 +371,9 @@ def test_it_stops_in_good_order(how, served, index_path):
     noise = np.random.default_rng(0).integers(0, 256, (1800, 1800, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(noise).save(out, "PNG", compress_level=1)
-    asking = threading.Thread(target=lambda: answers.append(post(server, out.getvalue(), 1).status_code))
+    asking = threading.Thread(
+        target=lambda: answers.append(post(server, out.getvalue(), 1).status_code)
+    )
     asking.start()
     time.sleep(0.15)
     server.process.send_signal(how)
@@ -409,7 +444,10 @@ retrieval.serve(sys.argv[1], port=0)
 def test_what_a_server_begins_with_is_not_looked_through_for_garbage(index_path):
     """To look through a hundred thousand objects keeps the event loop from its clients for a tenth of a second."""
     done = subprocess.run(
-        [sys.executable, "-c", LOOKING, str(index_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", LOOKING, str(index_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.rpartition("kept out: ")[2].split()[0]) > 30_000
@@ -435,7 +473,10 @@ print("ended in good order")
 def test_a_signal_that_comes_before_it_listens_ends_the_server(index_path, name):
     """The last moment before uvicorn takes signals itself: one was lost there, and the server ran on."""
     done = subprocess.run(
-        [sys.executable, "-c", TOLD_EARLY, str(index_path), name], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", TOLD_EARLY, str(index_path), name],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert "ended in good order" in done.stdout

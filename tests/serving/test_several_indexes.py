@@ -37,17 +37,25 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
     assert missing.json()["indexes"] == ["frozen", "i", "third"]
     wire.refused(server.client.get("/v1/indexes/none/index"), 404, "no index of this name")
     wire.refused(server.client.get("/v1/indexes/..%2Fi/index"), 404, "")
-    said = {name: server.client.get(f"/v1/indexes/{name}/index").json() for name in ("frozen", "i", "third")}
+    said = {
+        name: server.client.get(f"/v1/indexes/{name}/index").json()
+        for name in ("frozen", "i", "third")
+    }
     assert [one["format"] for one in said.values()] == [3, 3, 3] and said["i"]["items"] == 200
     image = next(photos.rglob("*.png")).read_bytes()
     for name, one in said.items():
-        answer = server.client.post(f"/v1/indexes/{name}/search", files={"image": image}).json()["results"]
+        answer = server.client.post(f"/v1/indexes/{name}/search", files={"image": image}).json()[
+            "results"
+        ]
         assert len(answer) == min(10, one["items"])
         for hit in answer[:1]:
             assert hit["image_url"].startswith(f"/v1/indexes/{name}/items/")
             assert server.client.get(hit["image_url"]).status_code == 200
     put = server.client.put("/v1/indexes/third/items/a%2Fb", files={"image": image})
-    assert put.status_code == 200 and server.client.get("/v1/indexes/third/items/a%2Fb").json()["id"] == "a/b"
+    assert (
+        put.status_code == 200
+        and server.client.get("/v1/indexes/third/items/a%2Fb").json()["id"] == "a/b"
+    )
     wire.refused(server.client.get("/v1/indexes/i/items/a%2Fb"), 404, "no such item")
     ready = server.client.get("/readyz").json()
     assert {name: one["items"] for name, one in ready["indexes"].items()} == {

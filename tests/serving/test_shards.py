@@ -23,7 +23,9 @@ def png(makers, number: int) -> bytes:
     return out.getvalue()
 
 
-def write_tar(path: Path, members: list[tuple[str, bytes | None]], mode: str = "w", **given) -> Path:
+def write_tar(
+    path: Path, members: list[tuple[str, bytes | None]], mode: str = "w", **given
+) -> Path:
     """Write members; one without content is a link to /etc/passwd."""
     with tarfile.open(path, mode, **given) as archive:
         for name, content in members:
@@ -138,7 +140,8 @@ def header(name: bytes, size: bytes, kind: bytes = b"0") -> bytes:
         header(b"a.png", b"77777777777\0") + bytes(2048),
         header(b"x", b"77777777777\0", b"x") + bytes(2048),
         header(b"x", b"00000001000\0", b"L") * 3000 + bytes(2048),
-        (header(b"x", b"00000000013\0", b"x") + b"11 path=abc\n".ljust(512, b"\0")) * 3000 + bytes(1024),
+        (header(b"x", b"00000000013\0", b"x") + b"11 path=abc\n".ljust(512, b"\0")) * 3000
+        + bytes(1024),
         header(b"x", b"00000000000\0", b"S") + b"\xff" * 512 * 3000,
         b"",
         b"not a tar" * 1000,

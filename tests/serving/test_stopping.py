@@ -31,7 +31,9 @@ def writing(served, bundle_path, tmp_path) -> SimpleNamespace:
             for turn in range(100_000):
                 id = f"{number}-{turn}"
                 try:
-                    answer = client.put(f"/v1/items/{id}", json={"vector": [float(number + 1)] * WIDTH})
+                    answer = client.put(
+                        f"/v1/items/{id}", json={"vector": [float(number + 1)] * WIDTH}
+                    )
                 except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
                     return  # it takes no new connection, and closes those that wait for a request
                 if answer.status_code != 200:
@@ -42,7 +44,9 @@ def writing(served, bundle_path, tmp_path) -> SimpleNamespace:
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    return SimpleNamespace(server=server, path=tmp_path / "i", told=told, others=others, threads=threads)
+    return SimpleNamespace(
+        server=server, path=tmp_path / "i", told=told, others=others, threads=threads
+    )
 
 
 def test_what_was_accepted_is_written(writing):
@@ -58,7 +62,9 @@ def test_what_was_accepted_is_written(writing):
     with Index.open(writing.path, threads=1) as index:
         there = {item.id for item in index.scan(limit=100_000)}
     assert set(writing.told) <= there
-    assert len(there - set(writing.told)) <= len(writing.threads)  # written, and the answer was cut off
+    assert len(there - set(writing.told)) <= len(
+        writing.threads
+    )  # written, and the answer was cut off
     assert writing.server.process.stderr.read() == ""
 
 
@@ -89,7 +95,11 @@ def snapshotting(served, bundle_path, photos, tmp_path):
         return SimpleNamespace(process=server.process, asking=asking)
 
     yield SimpleNamespace(
-        start=start, typed=typed, copies=copies, answers=answers, count=len(list((photos / "1").iterdir()))
+        start=start,
+        typed=typed,
+        copies=copies,
+        answers=answers,
+        count=len(list((photos / "1").iterdir())),
     )
     os.close(typed)
     os.close(terminal)

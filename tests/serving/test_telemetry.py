@@ -22,7 +22,11 @@ time.sleep(2)
 
 def environment(home: Path, **more: str) -> dict[str, str]:
     """A user's environment, with a home of its own and nothing said about telemetry."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("XDG_") and k != "ORT_DISABLE_TELEMETRY"}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("XDG_") and k != "ORT_DISABLE_TELEMETRY"
+    }
     return kept | {"HOME": str(home), "OMP_NUM_THREADS": "1"} | more
 
 
@@ -67,15 +71,14 @@ def test_strace_sees_a_name_that_is_looked_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["retrieval", "retrieval.serving.runtime", "retrieval.export.variants", "retrieval_core"]
+    "module",
+    ["retrieval", "retrieval.serving.runtime", "retrieval.export.variants", "retrieval_core"],
 )
 @pytest.mark.parametrize(("said", "stays"), [(None, "1"), ("0", "0")])
 def test_every_module_turns_it_off_unless_the_user_has_said_otherwise(
     module: str, said: str | None, stays: str, tmp_path: Path
 ) -> None:
-    code = (
-        f"import sys, os, {module}; print('onnxruntime' in sys.modules, os.environ['ORT_DISABLE_TELEMETRY'])"
-    )
+    code = f"import sys, os, {module}; print('onnxruntime' in sys.modules, os.environ['ORT_DISABLE_TELEMETRY'])"
     more = {} if said is None else {"ORT_DISABLE_TELEMETRY": said}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path, **more), check=True,

@@ -41,12 +41,20 @@ def test_index_and_search(
     refused = cli("index", "create", "i", "photos", "--bundle", bundle_path)
     assert refused.code == 2 and f"bad{SHOWN}.png" in harmless(refused)
     made = cli("index", "create", f"i{EVIL}", "photos", "--bundle", bundle_path, "--skip-bad")
-    assert made.code == 0 and f"bad{SHOWN}.png" in harmless(made) and made.out.endswith(f": i{SHOWN}\n")
+    assert (
+        made.code == 0
+        and f"bad{SHOWN}.png" in harmless(made)
+        and made.out.endswith(f": i{SHOWN}\n")
+    )
     query = f"photos/0/{EVIL}.png"
     found = cli("search", f"i{EVIL}", query, "-k", "40")
     assert found.code == 0
     table = harmless(found)
-    assert f"Nearest to photos/0/{SHOWN}.png" in table and f"0/{SHOWN}.png" in table and f" {SHOWN} " in table
+    assert (
+        f"Nearest to photos/0/{SHOWN}.png" in table
+        and f"0/{SHOWN}.png" in table
+        and f" {SHOWN} " in table
+    )
     as_json = cli("search", f"i{EVIL}", query, "-k", "40", "--json")
     harmless(as_json)
     (answer,) = json.loads(as_json.out)
@@ -66,13 +74,18 @@ def test_other_commands_and_mistyped_ones(
              [EVIL], ["evaluate", "x", f"--{EVIL}"], ["evaluate", "x", "--split", EVIL], ["check", f"{EVIL}.toml", "--set", EVIL]]  # fmt: skip
     for call in calls:
         outcome = cli(*call)
-        assert outcome.code == 2 and "owned\\x07\\x9b31m\\u202e" in harmless(outcome), (call, outcome)
+        assert outcome.code == 2 and "owned\\x07\\x9b31m\\u202e" in harmless(outcome), (
+            call,
+            outcome,
+        )
 
 
 def test_commands_print_through_one_place() -> None:
     folder = Path(__file__).parents[2] / "retrieval" / "commands"
     for path in folder.glob("*.py"):
         if path.name != "__init__.py":
-            calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+            calls = [
+                n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)
+            ]
             direct = [c for c in calls if ast.unparse(c) in ("click.echo", "click.secho", "print")]
             assert not direct, f"{path.name} prints past retrieval.cli.say"

@@ -22,7 +22,9 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 @pytest.fixture
 def traced(index_path) -> Iterator[SimpleNamespace]:
     """An application whose spans are kept in memory."""
-    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk, the extra otel, is not installed")
+    pytest.importorskip(
+        "opentelemetry.sdk", reason="opentelemetry-sdk, the extra otel, is not installed"
+    )
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -36,7 +38,9 @@ def traced(index_path) -> Iterator[SimpleNamespace]:
         def ask(*requests: tuple) -> list[httpx.Response]:
             async def scenario() -> list[httpx.Response]:
                 transport = httpx.ASGITransport(app)
-                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                async with httpx.AsyncClient(
+                    transport=transport, base_url="http://localhost"
+                ) as client:
                     return [await client.request(*each, **more) for *each, more in requests]
 
             return asyncio.run(scenario())
@@ -72,7 +76,8 @@ def test_a_search_is_a_span_with_its_stages_inside(traced, photos):
 
 def test_without_a_parent_each_request_is_a_trace_of_its_own(traced):
     traced.ask(
-        ("GET", "/v1/items/x/image", {}), ("GET", "/nowhere", {"headers": {"traceparent": "nonsense"}})
+        ("GET", "/v1/items/x/image", {}),
+        ("GET", "/nowhere", {"headers": {"traceparent": "nonsense"}}),
     )
     first, second = (span for span in traced.spans() if span.parent is None)
     assert (first.name, second.name) == ("GET /v1/items/{id}/image", "GET other")
@@ -81,7 +86,9 @@ def test_without_a_parent_each_request_is_a_trace_of_its_own(traced):
 
 def test_an_end_in_time_though_nobody_collects(traced, monkeypatch):
     answered, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(traced.traces._provider, "shutdown", lambda: (answered.wait(60), ended.set()))
+    monkeypatch.setattr(
+        traced.traces._provider, "shutdown", lambda: (answered.wait(60), ended.set())
+    )
     traced.traces.close()
     assert not ended.is_set()  # it did not wait for the collector, which answers only now
     answered.set()
@@ -118,7 +125,9 @@ def test_an_exporter_that_is_not_there_is_a_sentence(environment):
 
 
 def test_the_console_exporter_by_its_variable(environment):
-    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk, the extra otel, is not installed")
+    pytest.importorskip(
+        "opentelemetry.sdk", reason="opentelemetry-sdk, the extra otel, is not installed"
+    )
     environment.setenv("OTEL_TRACES_EXPORTER", "console")
     traces = traces_of_environment()
     assert traces is not None

@@ -57,18 +57,31 @@ def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
     for id, image in zip(IDS, images, strict=True):
         item = server.client.get(path_of(id)).json()
         assert (item["id"], item["label"], item["metadata"]["of"]["id"]) == (id, "digit", id)
-        assert (item["bytes"], item["width"], item["height"], item["keep"]) == (len(image), 8, 8, "copy")
+        assert (item["bytes"], item["width"], item["height"], item["keep"]) == (
+            len(image),
+            8,
+            8,
+            "copy",
+        )
         assert server.client.get(path_of(id, "/image")).content == image
         small = server.client.get(path_of(id, "/thumbnail"))
-        assert small.headers["content-type"] == "image/jpeg" and small.content.startswith(b"\xff\xd8\xff")
-        again = server.client.get(path_of(id, "/thumbnail"), headers={"If-None-Match": small.headers["etag"]})
+        assert small.headers["content-type"] == "image/jpeg" and small.content.startswith(
+            b"\xff\xd8\xff"
+        )
+        again = server.client.get(
+            path_of(id, "/thumbnail"), headers={"If-None-Match": small.headers["etag"]}
+        )
         assert again.status_code == 304
-        found = server.client.post("/v1/search", files={"image": image}, data={"k": "1"}).json()["results"]
+        found = server.client.post("/v1/search", files={"image": image}, data={"k": "1"}).json()[
+            "results"
+        ]
         assert found[0]["id"] == id and found[0]["distance"] == pytest.approx(0, abs=1e-5)
     assert server.client.put(path_of(IDS[0]), files={"image": images[1]}).json()["replaced"] is True
     with Index.open(empty, threads=1) as index:  # durable, and as embedding it here gives
         assert len(index) == len(IDS)
-        assert np.allclose(index.vector(IDS[1]), index.bundle.encode_image(images[1]).vector[0], atol=1e-6)
+        assert np.allclose(
+            index.vector(IDS[1]), index.bundle.encode_image(images[1]).vector[0], atol=1e-6
+        )
     for id in IDS:
         assert server.client.delete(path_of(id)).json() == {"deleted": 1}
         wire.refused(server.client.delete(path_of(id)), 404, "no such item")
@@ -80,23 +93,33 @@ def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(served, living,
     server = served(living)
     path = sorted(photos.rglob("*.png"))[5]
     image, key = path.read_bytes(), path.relative_to(photos).as_posix()
-    form = server.client.post("/v1/search", files={"image": image}, data={"k": "5", "filter": "label = '0'"})
+    form = server.client.post(
+        "/v1/search", files={"image": image}, data={"k": "5", "filter": "label = '0'"}
+    )
     raw = server.client.post(
         "/v1/search", params={"k": "5", "filter": '{"label": "0"}'}, content=image, headers={"Content-Type": "image/png"}
     )  # fmt: skip
     vector = server.client.get(path_of(key), params={"vector": "true"}).json()["vector"]
-    numbers = server.client.post("/v1/search", json={"vector": vector, "k": 5, "filter": {"label": "0"}})
+    numbers = server.client.post(
+        "/v1/search", json={"vector": vector, "k": 5, "filter": {"label": "0"}}
+    )
     with open_index(living, threads=1) as index:
         wanted = [hit.id for hit in index.search(path, 6, where="label = '0'")]
     assert wanted[0] == key
     for answer in (form, raw, numbers):
         assert [hit["id"] for hit in answer.json()["results"]] == wanted[:5], answer.text
-    neighbours = server.client.post("/v1/search", json={"id": key, "k": 5, "filter": {"label": "0"}})
+    neighbours = server.client.post(
+        "/v1/search", json={"id": key, "k": 5, "filter": {"label": "0"}}
+    )
     assert [hit["id"] for hit in neighbours.json()["results"]] == wanted[1:]
     wire.refused(server.client.post("/v1/search", json={"id": "nobody"}), 404, "no such item")
-    wire.refused(server.client.post("/v1/search", json={"id": key, "vector": vector}), 400, "JSON must be")
+    wire.refused(
+        server.client.post("/v1/search", json={"id": key, "vector": vector}), 400, "JSON must be"
+    )
     wire.refused(server.client.post("/v1/search?k=1", files={"image": image}), 400, "query string")
-    wrong = server.client.post("/v1/search?kk=1", content=image, headers={"Content-Type": "image/png"})
+    wrong = server.client.post(
+        "/v1/search?kk=1", content=image, headers={"Content-Type": "image/png"}
+    )
     wire.refused(wrong, 400, "no parameter 'kk'")
 
 
@@ -105,7 +128,9 @@ def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
         from retrieval.serving.store.contract import Item
 
         vectors = np.eye(3, WIDTH, dtype=np.float32)
-        index.upsert([Item(f"i{n}", "x", {"a": n, "b": -n}, arrays={"vector": vectors[n]}) for n in range(3)])
+        index.upsert(
+            [Item(f"i{n}", "x", {"a": n, "b": -n}, arrays={"vector": vectors[n]}) for n in range(3)]
+        )
     server = served(empty)
     asked = {"vector": [1.0] * WIDTH, "explain": True, "fields": ["b", "none"], "candidates": 20}
     said = server.client.post("/v1/search", json=asked).json()
@@ -113,14 +138,22 @@ def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
     stages, searched = said["explain"]["stages_ms"], said["explain"]["searched"]
     assert set(stages) >= {"read", "wait", "search"} and all(ms >= 0 for ms in stages.values())
     assert said["took_ms"] > 0
-    assert (searched["items"], searched["generation"], searched["rows"], searched["candidates"]) == (
+    assert (
+        searched["items"],
+        searched["generation"],
+        searched["rows"],
+        searched["candidates"],
+    ) == (
         3,
         1,
         3,
         20,
     )
     assert (
-        server.client.post("/v1/search", json={**asked, "fields": []}).json()["results"][0]["metadata"] == {}
+        server.client.post("/v1/search", json={**asked, "fields": []}).json()["results"][0][
+            "metadata"
+        ]
+        == {}
     )
 
 
@@ -128,12 +161,18 @@ def test_a_batch_answers_as_its_searches_do(served, living, photos):
     server = served(living)
     paths = sorted(photos.rglob("*.png"))[:40:5]
     images = [("image", (path.name, path.read_bytes())) for path in paths]
-    together = server.client.post("/v1/search/batch", files=images, data={"k": "3"}).json()["answers"]
-    alone = [server.client.post("/v1/search", files=[image], data={"k": "3"}).json() for image in images]
+    together = server.client.post("/v1/search/batch", files=images, data={"k": "3"}).json()[
+        "answers"
+    ]
+    alone = [
+        server.client.post("/v1/search", files=[image], data={"k": "3"}).json() for image in images
+    ]
     assert [one["results"] for one in together] == [one["results"] for one in alone]
     key = together[0]["results"][0]["id"]
     mixed = [{"vector": [0.5] * WIDTH}, {"id": key}, {"vector": [-0.5] * WIDTH}]
-    found = server.client.post("/v1/search/batch", json={"queries": mixed, "k": 2}).json()["answers"]
+    found = server.client.post("/v1/search/batch", json={"queries": mixed, "k": 2}).json()[
+        "answers"
+    ]
     for one, given in zip(found, mixed, strict=True):
         single = server.client.post("/v1/search", json={**given, "k": 2}).json()["results"]
         assert [hit["id"] for hit in one["results"]] == [hit["id"] for hit in single]
@@ -154,10 +193,15 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
     server = served(empty, "--open", "admin")
     paths = sorted(photos.rglob("*.png"))[:12]
     images = [("image", (path.name, path.read_bytes())) for path in paths]
-    named = [{"id": f"p{n}", "label": path.parent.name, "metadata": {"n": n}} for n, path in enumerate(paths)]
+    named = [
+        {"id": f"p{n}", "label": path.parent.name, "metadata": {"n": n}}
+        for n, path in enumerate(paths)
+    ]
 
     def add(items, files, **more):
-        return server.client.post("/v1/items", data={"items": json.dumps(items)}, files=files, **more)
+        return server.client.post(
+            "/v1/items", data={"items": json.dumps(items)}, files=files, **more
+        )
 
     assert add(named, images).json() == {"added": 12, "replaced": 0}
     assert add(named[:5], images[:5]).json() == {"added": 0, "replaced": 5}
@@ -165,9 +209,15 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
     fresh = [{"id": f"q{n}"} for n in range(4)]
     wire.refused(add(fresh, broken), 422, "Image 4")
     vectors = [{"id": f"v{n}", "vector": [float(n)] * WIDTH} for n in range(3)]
-    assert server.client.post("/v1/items", json={"items": vectors}).json() == {"added": 3, "replaced": 0}
+    assert server.client.post("/v1/items", json={"items": vectors}).json() == {
+        "added": 3,
+        "replaced": 0,
+    }
     relabelled = [{"id": "p0", "label": "other", "metadata": {"n": -1}}]
-    assert server.client.post("/v1/items", json={"items": relabelled}).json() == {"added": 0, "replaced": 1}
+    assert server.client.post("/v1/items", json={"items": relabelled}).json() == {
+        "added": 0,
+        "replaced": 1,
+    }
     item = server.client.get("/v1/items/p0").json()
     assert (item["label"], item["metadata"], item["keep"]) == ("other", {"n": -1}, "copy")
     assert server.client.get("/v1/items/p0/image").content == images[0][1][1]
@@ -214,12 +264,20 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
     assert now() == ("N", {"y": 2}, "copy")
     for said in ({"label": "M"}, {"metadata": {"x": 1}}, {}):  # the rest of the item would be lost
         wire.refused(server.client.put("/v1/items/a", json=said), 400, "PATCH changes")
-    assert now() == ("N", {"y": 2}, "copy") and server.client.get("/v1/items/a/image").content == image
-    assert server.client.put("/v1/items/a", json={"vector": [0.5] * WIDTH}).json()["replaced"] is True
+    assert (
+        now() == ("N", {"y": 2}, "copy") and server.client.get("/v1/items/a/image").content == image
+    )
+    assert (
+        server.client.put("/v1/items/a", json={"vector": [0.5] * WIDTH}).json()["replaced"] is True
+    )
     assert now() == (None, {}, "nothing")
     wire.refused(server.client.patch("/v1/items/b", json={"label": "x"}), 422, "no item 'b'")
-    wire.refused(server.client.patch("/v1/items/a", json={"vector": [0.5] * WIDTH}), 400, "stays as it is")
-    wire.refused(server.client.patch("/v1/items/a", files={"image": image}), 415, "application/json")
+    wire.refused(
+        server.client.patch("/v1/items/a", json={"vector": [0.5] * WIDTH}), 400, "stays as it is"
+    )
+    wire.refused(
+        server.client.patch("/v1/items/a", files={"image": image}), 415, "application/json"
+    )
 
 
 def test_a_list_comes_in_pages_and_its_cursor_is_its_own(served, living):
@@ -265,9 +323,13 @@ def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
     def delete(**said):
         return server.client.post("/v1/delete", json=said)
 
-    sevens = server.client.get("/v1/items", params={"filter": "label = '7'", "limit": 1000}).json()["items"]
+    sevens = server.client.get("/v1/items", params={"filter": "label = '7'", "limit": 1000}).json()[
+        "items"
+    ]
     assert delete(filter="label = '7'").json() == {"deleted": len(sevens)}
-    ids = [item["id"] for item in server.client.get("/v1/items", params={"limit": 3}).json()["items"]]
+    ids = [
+        item["id"] for item in server.client.get("/v1/items", params={"limit": 3}).json()["items"]
+    ]
     assert delete(ids=[*ids, "nobody"]).json() == {"deleted": 3}
     for said, status, says in (
         ({}, 400, "one of"),
@@ -318,7 +380,9 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     (tmp_path / "copies").mkdir()
     server = served(living, "--open", "admin", "--snapshots", str(tmp_path / "copies"))
     wire.refused(server.client.post("/v1/snapshots?name=../x"), 400, "query string")
-    made = [server.client.post("/v1/snapshots", json={"path": "/etc/x", "name": ".."}) for _ in range(2)]
+    made = [
+        server.client.post("/v1/snapshots", json={"path": "/etc/x", "name": ".."}) for _ in range(2)
+    ]
     names = [answer.json()["snapshot"] for answer in made]
     assert [answer.status_code for answer in made] == [201, 201] and len(set(names)) == 2
     assert sorted(

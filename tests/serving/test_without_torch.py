@@ -39,22 +39,29 @@ TRAINING = (
 def serving_modules() -> list[str]:
     paths = [ROOT / "retrieval" / "errors.py", *(ROOT / "retrieval" / "serving").rglob("*.py")]
     names = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
     ]
     return sorted(names)
 
 
 def loaded_after(code: str) -> set[str]:
-    command = [sys.executable, "-c", f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"]
+    command = [
+        sys.executable,
+        "-c",
+        f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return set(json.loads(run.stdout))
 
 
 def test_importing_the_serving_side_loads_no_training():
     names = serving_modules()
-    assert {"retrieval.serving.bundle", "retrieval.serving.index.index", "retrieval.serving.http.app"} <= set(
-        names
-    )
+    assert {
+        "retrieval.serving.bundle",
+        "retrieval.serving.index.index",
+        "retrieval.serving.http.app",
+    } <= set(names)
     loaded = loaded_after("\n".join(f"import {name}" for name in names))
     assert not loaded & set(HEAVY)
     assert not {name for name in loaded if name.startswith(TRAINING)}
@@ -65,14 +72,29 @@ def test_each_layer_imports_only_those_below():
     for module, above in (
         (
             "retrieval.serving.images",
-            ("retrieval.serving.bundle", "retrieval.serving.index", "retrieval.serving.http", "pydantic"),
+            (
+                "retrieval.serving.bundle",
+                "retrieval.serving.index",
+                "retrieval.serving.http",
+                "pydantic",
+            ),
         ),
-        ("retrieval.serving.bundle", ("retrieval.serving.index", "retrieval.serving.http", "starlette")),
+        (
+            "retrieval.serving.bundle",
+            ("retrieval.serving.index", "retrieval.serving.http", "starlette"),
+        ),
         ("retrieval.serving.index.creating", ("retrieval.serving.http", "starlette")),
         ("retrieval.serving.index.index", ("retrieval.serving.http", "starlette")),
         (
             "retrieval.cli.serving",
-            ("numpy", "PIL", "pydantic", "retrieval.serving.bundle", "retrieval.serving.index", "starlette"),
+            (
+                "numpy",
+                "PIL",
+                "pydantic",
+                "retrieval.serving.bundle",
+                "retrieval.serving.index",
+                "starlette",
+            ),
         ),
     ):
         loaded = loaded_after(f"import {module}")
@@ -113,11 +135,23 @@ def light_python(tmp_path_factory) -> Path:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
     environment = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
     }
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-m", "venv", str(folder / "venv")], check=True, env=environment
+    )
     python = folder / "venv" / "bin" / "python"
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-compile",
+    ]
     install = subprocess.run(
         [*command, f"{source}[cpu,serve]"], capture_output=True, text=True, env=environment
     )
@@ -130,7 +164,9 @@ def light_python(tmp_path_factory) -> Path:
             "ConnectionError",
         )
         if any(word in install.stderr for word in offline):
-            pytest.skip(f"the package registry cannot be reached: {install.stderr.strip().splitlines()[-1]}")
+            pytest.skip(
+                f"the package registry cannot be reached: {install.stderr.strip().splitlines()[-1]}"
+            )
         pytest.fail(install.stderr)
     return python
 
@@ -142,7 +178,9 @@ def test_everything_works_without_torch(
     from retrieval.serving.index.index import open_index
 
     environment = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
     }
     query = photos / "4" / "0004.png"
     out = tmp_path / "i"
@@ -167,7 +205,10 @@ def test_everything_works_without_torch(
         expected = index.search(index.bundle.encode_image(query), 3)[0]
     assert [key for key, _ in hits] == [hit.id for hit in expected]
     listed = subprocess.run(
-        [str(light_python), "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
+        [str(light_python), "-m", "pip", "list", "--format=json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     names = {package["name"].lower() for package in json.loads(listed.stdout)}
     assert "torch" not in names
@@ -175,7 +216,10 @@ def test_everything_works_without_torch(
 
     program = light_python.with_name("retrieval")
     found = subprocess.run(
-        [str(program), "search", str(out), str(query)], capture_output=True, text=True, env=environment
+        [str(program), "search", str(out), str(query)],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert found.returncode == 0, found.stderr
     assert "4/0004.png" in found.stdout

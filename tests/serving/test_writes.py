@@ -53,7 +53,10 @@ class Writers:
 
         def write() -> None:
             self.told[id] = httpx.put(
-                f"{self._url}/v1/items/{id}", json={"vector": [0.5] * WIDTH}, headers=headers, timeout=30
+                f"{self._url}/v1/items/{id}",
+                json={"vector": [0.5] * WIDTH},
+                headers=headers,
+                timeout=30,
             )
 
         self._threads.append(threading.Thread(target=write))
@@ -72,7 +75,9 @@ def test_changes_beyond_those_that_may_wait_are_told_to_come_again(served, empty
     with held(empty):
         for number in range(25):
             writers.put(str(number))
-        refused = wire.until(lambda: [one for one in list(writers.told.values()) if one.status_code == 503])
+        refused = wire.until(
+            lambda: [one for one in list(writers.told.values()) if one.status_code == 503]
+        )
         wire.until(lambda: len(writers.told) == 8)  # one is being written, and sixteen wait
         assert server.client.post("/v1/search", json={"id": "first"}).status_code == 200
     statuses = writers.statuses()
@@ -114,7 +119,12 @@ def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tm
         assert (item["label"], item["metadata"]) == ("b", {"price": 3})
         (hit,) = client.post("/v1/search", files={"image": image}).json()["results"]
         assert hit["id"] == "a/b" and hit["distance"] < 0.01
-        for url in (hit["image_url"], hit["thumbnail_url"], item["image_url"], item["thumbnail_url"]):
+        for url in (
+            hit["image_url"],
+            hit["thumbnail_url"],
+            item["image_url"],
+            item["thumbnail_url"],
+        ):
             shown = client.get(url)
             assert shown.headers["content-type"] == "image/jpeg"
             assert Image.open(io.BytesIO(shown.content)).size == (256, 171)
@@ -133,7 +143,9 @@ def test_a_picture_of_which_no_small_one_can_be_made_changes_nothing(served, emp
     server = served(empty, "--open", "write", "--max-pixels", "100000")
     for content in (photo(1), photo(2, (300, 200))[:5000], b"\x89PNG\r\n\x1a\n" + bytes(100)):
         answer = server.client.put(
-            "/v1/items/a", files={"image": content}, data={"keep": "thumbnail", "metadata": json.dumps({})}
+            "/v1/items/a",
+            files={"image": content},
+            data={"keep": "thumbnail", "metadata": json.dumps({})},
         )
         assert answer.status_code == 422, answer.text
     assert server.client.get("/v1/index").json()["items"] == 0

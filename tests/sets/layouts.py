@@ -18,9 +18,9 @@ def picture(path: Path, number: int) -> None:
     """Write a picture of its own for each number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(number).integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path, quality=95) if path.suffix == ".jpg" else Image.fromarray(pixels).save(
-        path
-    )
+    Image.fromarray(pixels).save(path, quality=95) if path.suffix == ".jpg" else Image.fromarray(
+        pixels
+    ).save(path)
 
 
 def lines(path: Path, rows: Iterable[str]) -> None:
@@ -47,7 +47,9 @@ def annotations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     table = np.zeros((1, len(rows)), dtype=[(name, object) for name in names])
     for i, row in enumerate(rows):
         for name in names:
-            table[name][0, i] = row[name] if isinstance(row[name], str) else np.array([[row[name]]], np.uint8)
+            table[name][0, i] = (
+                row[name] if isinstance(row[name], str) else np.array([[row[name]]], np.uint8)
+            )
     return {"annotations": table}
 
 
@@ -66,10 +68,15 @@ def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
 
 def cars_divided(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
     (root / "devkit").mkdir(parents=True)
-    for side, name in (("train", "cars_train_annos.mat"), ("test", "cars_test_annos_withlabels.mat")):
+    for side, name in (
+        ("train", "cars_train_annos.mat"),
+        ("test", "cars_test_annos_withlabels.mat"),
+    ):
         rows = []
         for number, c in enumerate(classes):
-            picture(root / f"cars_{side}" / f"{number + 1:05d}.jpg", number + 100 * (side == "test"))
+            picture(
+                root / f"cars_{side}" / f"{number + 1:05d}.jpg", number + 100 * (side == "test")
+            )
             rows.append(
                 {"bbox_x1": 3, "bbox_y1": 2, "bbox_x2": 13, "bbox_y2": 9, "class": c, "fname": f"{number + 1:05d}.jpg"}
             )  # fmt: skip
@@ -166,8 +173,12 @@ def inat(root: Path) -> Path:
             "Plantae/13",
         ]
         content = {
-            "images": [{"id": i, "file_name": f"train_val2018/{species[i - 1]}/{i}.jpg"} for i in ids],
-            "annotations": [{"image_id": i, "category_id": int(species[i - 1].split("/")[1])} for i in ids],
+            "images": [
+                {"id": i, "file_name": f"train_val2018/{species[i - 1]}/{i}.jpg"} for i in ids
+            ],
+            "annotations": [
+                {"image_id": i, "category_id": int(species[i - 1].split("/")[1])} for i in ids
+            ],
         }
         (root / f"{name}2018.json").write_text(json.dumps(content))
     return root
@@ -188,7 +199,10 @@ def landmarks(root: Path) -> Path:
     )
     lines(
         root / "train.csv",
-        ["id,url,landmark_id", *(f"{name},http://x,{7 + 2 * (i > 1)}" for i, name in enumerate(train))],
+        [
+            "id,url,landmark_id",
+            *(f"{name},http://x,{7 + 2 * (i > 1)}" for i, name in enumerate(train)),
+        ],
     )
     lines(
         root / "index_image_to_landmark.csv",

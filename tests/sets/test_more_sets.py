@@ -70,7 +70,10 @@ def test_vehicles_of_three_sizes(tmp_path: Path) -> None:
     path = root / "train_test_split" / "train_list.txt"
     path.write_text(path.read_text() + "0000008 3\n0000008\n00x 1\n")
     text = refused(vehicle_id, root, counts="any")
-    assert "train_list.txt: 1 line has not the 2 values" in text and "line 9: '00x' is not a number" in text
+    assert (
+        "train_list.txt: 1 line has not the 2 values" in text
+        and "line 9: '00x' is not a number" in text
+    )
     assert "1 vehicles are on both sides" in text and "listed twice: 0000008.jpg" in text
 
 
@@ -120,8 +123,17 @@ def test_species_by_both_protocols(tmp_path: Path) -> None:
 def test_landmarks_and_their_queries(tmp_path: Path) -> None:
     root = layouts.landmarks(tmp_path)
     data = google_landmarks_v2(root, counts="any")
-    assert sides(data) == {"train": ["7", "7", "9", "9"], "gallery": ["3", "4"] * 3, "query": ["3", "4"]}
-    assert sides(google_landmarks_v2(root, train="all", counts="any"))["train"] == ["7", "7", "9", "9"]
+    assert sides(data) == {
+        "train": ["7", "7", "9", "9"],
+        "gallery": ["3", "4"] * 3,
+        "query": ["3", "4"],
+    }
+    assert sides(google_landmarks_v2(root, train="all", counts="any"))["train"] == [
+        "7",
+        "7",
+        "9",
+        "9",
+    ]
     path = root / "retrieval_solution_v2.1.csv"
     path.write_text(path.read_text().replace(",Private", " ffff,Private"))
     assert "line 3: ffff is not in the index." in refused(google_landmarks_v2, root, counts="any")
@@ -130,10 +142,15 @@ def test_landmarks_and_their_queries(tmp_path: Path) -> None:
 def test_dishes_textures_and_things(tmp_path: Path) -> None:
     assert sides(food101(layouts.food(tmp_path / "food-101").parent, counts="any"))["test"] == ["apple_pie"] * 2 + ["sushi"] * 2  # fmt: skip
     found = sides(dtd(layouts.dtd(tmp_path / "dtd"), partition=2, counts="any"))
-    assert set(found) == {"train", "validation", "test"} and set(found["test"]) == {"banded", "woven"}
+    assert set(found) == {"train", "validation", "test"} and set(found["test"]) == {
+        "banded",
+        "woven",
+    }
     for load, make in ((caltech101, layouts.caltech101), (caltech256, layouts.caltech256)):
         data = load(make(tmp_path / "caltech"), counts="any")
-        assert sides(data) == {"": ["anchor", "anchor", "cup", "cup"]}  # neither background nor clutter
+        assert sides(data) == {
+            "": ["anchor", "anchor", "cup", "cup"]
+        }  # neither background nor clutter
 
 
 def test_cifar100_fine_and_coarse(tmp_path: Path) -> None:
@@ -147,7 +164,9 @@ def test_cifar100_fine_and_coarse(tmp_path: Path) -> None:
     broken = bytearray((root / "train.bin").read_bytes())
     broken[1] = 100
     (root / "train.bin").write_bytes(broken)
-    assert "record 0 has the label 100; labels go from 0 to 99" in refused(cifar100, root, counts="any")
+    assert "record 0 has the label 100; labels go from 0 to 99" in refused(
+        cifar100, root, counts="any"
+    )
     (root / "train.bin").write_bytes(broken[:-1])
     assert "records of 3,074 bytes" in refused(cifar100, root, counts="any")
     (root / "fine_label_names.txt").write_text("apple\n")
@@ -173,7 +192,9 @@ def test_missing_images_are_told_all_at_once(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path: Path, name: str) -> None:
+def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(
+    tmp_path: Path, name: str
+) -> None:
     load, _, _ = SETS[name]
     text = refused(load, tmp_path)
     assert "is not there" in text and "The folder must hold" in text and "Get " in text

@@ -46,7 +46,9 @@ def sides(data: Dataset) -> dict[str, list[str]]:
     assert data.splits is not None
     found: dict[str, list[str]] = {}
     for i, side in enumerate(data.splits):
-        found.setdefault(data.roles[i] if data.roles and data.roles[i] else side, []).append(data.labels[i])
+        found.setdefault(data.roles[i] if data.roles and data.roles[i] else side, []).append(
+            data.labels[i]
+        )
     return found
 
 
@@ -72,14 +74,19 @@ def test_cars_in_both_layouts(tmp_path: Path, layout: str) -> None:
         "test": ["099", "196"],
     }
     official = sides(cars196(root, protocol="official", counts="any"))
-    assert sorted(set(official["train"])) == sorted(set(official["test"])) == ["001", "098", "099", "196"]
+    assert (
+        sorted(set(official["train"]))
+        == sorted(set(official["test"]))
+        == ["001", "098", "099", "196"]
+    )
 
 
 def test_products_and_their_categories(tmp_path: Path) -> None:
     data = stanford_online_products(layouts.products(tmp_path), counts="any")
     assert sides(data) == {"train": ["1", "1", "2", "2"], "test": ["3", "3", "4", "4"]}
     assert (
-        data.metadata is not None and [m["category"] for m in data.metadata][::2] == ["chair", "bicycle"] * 2
+        data.metadata is not None
+        and [m["category"] for m in data.metadata][::2] == ["chair", "bicycle"] * 2
     )
 
 
@@ -112,7 +119,9 @@ def test_a_box_outside_its_image_is_named(tmp_path: Path) -> None:
     path = root / "bounding_boxes.txt"
     path.write_text(path.read_text().replace("1 2.0 3.0 10.0 5.0", "1 30.0 3.0 10.0 5.0", 1))
     data = cub200(root, crop=True, counts="any")
-    with pytest.raises(DataError, match=r"Bird_1_0.jpg: its box \(30, 3, 40, 8\) holds nothing .* 24 × 16"):
+    with pytest.raises(
+        DataError, match=r"Bird_1_0.jpg: its box \(30, 3, 40, 8\) holds nothing .* 24 × 16"
+    ):
         data[0]
     path.write_text(path.read_text().replace("1 30.0 3.0 10.0 5.0", "1 20.0 -3.0 10.0 nine", 1))
     assert "bounding_boxes.txt, line 1: 20.0 -3.0 10.0 nine are not four numbers." in refused(
@@ -158,7 +167,9 @@ def test_missing_images_are_told_all_at_once(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path: Path, name: str) -> None:
+def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(
+    tmp_path: Path, name: str
+) -> None:
     load, _ = SETS[name]
     text = refused(load, tmp_path)
     assert "is not there" in text and "The folder must hold" in text and "Get " in text
@@ -168,15 +179,24 @@ def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path: Path
 def test_labels_out_of_range_and_unknown_sides(tmp_path: Path) -> None:
     birds = layouts.cub(tmp_path / "birds")
     labels = birds / "image_class_labels.txt"
-    labels.write_text(labels.read_text().replace("1 1\n", "1 201\n", 1).replace("3 2\n", "3 two\n", 1))
+    labels.write_text(
+        labels.read_text().replace("1 1\n", "1 201\n", 1).replace("3 2\n", "3 two\n", 1)
+    )
     text = refused(cub200, birds, counts="any")
-    assert "image_class_labels.txt: '201' is not a number from 1 to 200." in text and "'two'" in text
+    assert (
+        "image_class_labels.txt: '201' is not a number from 1 to 200." in text and "'two'" in text
+    )
     cars = layouts.cars_whole(tmp_path / "cars", classes=(0, 197, 5))
     text = refused(cars196, cars, counts="any")
-    assert "car_ims/000001.jpg has the class 0; classes go from 1 to 196." in text and "the class 197" in text
+    assert (
+        "car_ims/000001.jpg has the class 0; classes go from 1 to 196." in text
+        and "the class 197" in text
+    )
     shop = layouts.in_shop(tmp_path / "shop")
     lists = shop / "Eval" / "list_eval_partition.txt"
-    lists.write_text(lists.read_text().replace("    train\n", "    trane\n", 1) + "img/x.jpg id_1\n")
+    lists.write_text(
+        lists.read_text().replace("    train\n", "    trane\n", 1) + "img/x.jpg id_1\n"
+    )
     text = refused(in_shop, shop, counts="any")
     assert "line 3: 'trane' is not train, query or gallery." in text
     assert "list_eval_partition.txt: 1 line has not the 3 values that a line should: 12." in text
@@ -187,7 +207,9 @@ def test_an_empty_gallery_and_queries_that_it_lacks(tmp_path: Path) -> None:
     lists = shop / "Eval" / "list_eval_partition.txt"
     published = lists.read_text()
     lists.write_text(published.replace("gallery", "train"))
-    assert "there are queries, and no image is in the gallery." in refused(in_shop, shop, counts="any")
+    assert "there are queries, and no image is in the gallery." in refused(
+        in_shop, shop, counts="any"
+    )
     rows = published.splitlines()
     lists.write_text("\n".join(rows[:-1]) + "\n")  # the last item keeps its query alone
     assert "1 class of queries has no image in the gallery: id_00000003." in refused(in_shop, shop)
@@ -199,7 +221,9 @@ def test_a_list_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     root = layouts.products(tmp_path / "set")
     layouts.picture(tmp_path / "secret.jpg", 1)
     with (root / "Ebay_train.txt").open("a") as file:
-        file.write(f"9 1 1 ../secret.jpg\n10 1 1 {tmp_path / 'secret.jpg'}\n11 1 1 bicycle_final/2_0.jpg\n")
+        file.write(
+            f"9 1 1 ../secret.jpg\n10 1 1 {tmp_path / 'secret.jpg'}\n11 1 1 bicycle_final/2_0.jpg\n"
+        )
     text = refused(stanford_online_products, root, counts="any")
     assert "2 paths lead out of the folder: '../secret.jpg'" in text
     assert "1 images are listed twice: bicycle_final/2_0.jpg." in text
@@ -216,9 +240,13 @@ def test_lists_that_are_no_text(tmp_path: Path) -> None:
 def bomb() -> bytes:
     """A file of format 5 whose one element unpacks to a gigabyte."""
     packed = zlib.compressobj(9)
-    first, again = (packed.compress(bytes(1 << 20)) + packed.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    first, again = (
+        packed.compress(bytes(1 << 20)) + packed.flush(zlib.Z_FULL_FLUSH) for _ in range(2)
+    )
     data = first + again * 1023
-    return b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM" + struct.pack("<II", 15, len(data)) + data
+    return (
+        b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM" + struct.pack("<II", 15, len(data)) + data
+    )
 
 
 def test_damaged_and_hostile_annotations(tmp_path: Path) -> None:
@@ -241,8 +269,12 @@ def test_damaged_and_hostile_annotations(tmp_path: Path) -> None:
 
 def test_test_annotations_without_classes_are_told_apart(tmp_path: Path) -> None:
     root = layouts.cars_divided(tmp_path / "cars")
-    (root / "devkit" / "cars_test_annos_withlabels.mat").rename(root / "devkit" / "cars_test_annos.mat")
-    assert "cars_test_annos.mat has no classes; it is another file" in refused(cars196, root, counts="any")
+    (root / "devkit" / "cars_test_annos_withlabels.mat").rename(
+        root / "devkit" / "cars_test_annos.mat"
+    )
+    assert "cars_test_annos.mat has no classes; it is another file" in refused(
+        cars196, root, counts="any"
+    )
 
 
 def test_images_that_cannot_be_read_are_left_out_when_told(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     if uri := os.environ.get("MILVUS_URI"):
         yield SimpleNamespace(place=uri.rpartition("//")[2].rstrip("/"))
         return
-    pytest.importorskip("milvus", reason="the package `milvus`, which carries a server, is not installed")
+    pytest.importorskip(
+        "milvus", reason="the package `milvus`, which carries a server, is not installed"
+    )
     server = _load("milvus_server", Path(__file__).parent / "milvus_server.py").MilvusServer(
         tmp_path_factory.mktemp("milvus")
     )
@@ -75,7 +77,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if _of_milvus(item) and nextitem is not None and not _of_milvus(nextitem):
-        for server in _running:  # a tenth of a core, and more the more it holds, until the session's end
+        for (
+            server
+        ) in _running:  # a tenth of a core, and more the more it holds, until the session's end
             server.kill()
 
 

@@ -46,7 +46,9 @@ class MilvusServer:
         self, folder: Path, settings: Mapping[str, Any] | None = None, programs: Path | None = None
     ) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # the package leaves sockets to the collector
+            warnings.simplefilter(
+                "ignore", ResourceWarning
+            )  # the package leaves sockets to the collector
             from milvus import MilvusServerConfig, _initialize_data_files
 
             config = MilvusServerConfig(data_dir=str(folder))
@@ -96,17 +98,25 @@ class MilvusServer:
         }
         command = [str(self.folder / "bin" / "milvus"), "run", "standalone"]
         with (self.folder / "logs" / "output.log").open("ab") as log:
-            self._process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, cwd=self.folder, env=env, stdout=log, stderr=log
+            )
         until = time.monotonic() + _SECONDS
         while not self._well():
-            assert self._process.poll() is None, f"the server of Milvus ended: see {self.folder}/logs"
-            assert time.monotonic() < until, f"the server of Milvus does not start: see {self.folder}/logs"
+            assert self._process.poll() is None, (
+                f"the server of Milvus ended: see {self.folder}/logs"
+            )
+            assert time.monotonic() < until, (
+                f"the server of Milvus does not start: see {self.folder}/logs"
+            )
             self._revoke()
             time.sleep(0.05)
 
     def _well(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._health}/healthz", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._health}/healthz", timeout=10
+            ) as answer:
                 return b"OK" in answer.read()
         except OSError:
             return False
@@ -127,7 +137,9 @@ class MilvusServer:
         """End it at once, by SIGKILL."""
         if self._process is not None:
             with suppress(OSError):
-                self._leases = [one["ID"] for one in self._ask_etcd("lease/leases").get("leases", [])]
+                self._leases = [
+                    one["ID"] for one in self._ask_etcd("lease/leases").get("leases", [])
+                ]
             self._process.kill()
             self._process.wait()
             self._process = None

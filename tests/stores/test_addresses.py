@@ -102,7 +102,11 @@ def test_a_secret_is_refused_and_not_repeated(text: str, cli: Any, tmp_path: Pat
 def test_what_cannot_be_read_is_a_sentence(text: str, said: str) -> None:
     with pytest.raises(StoreError) as fault:
         place_of(text)
-    assert said in str(fault.value) and str(fault.value).endswith(".") and "\x1b" not in str(fault.value)
+    assert (
+        said in str(fault.value)
+        and str(fault.value).endswith(".")
+        and "\x1b" not in str(fault.value)
+    )
 
 
 def test_a_scheme_that_is_not_there(cli: Any) -> None:
@@ -118,7 +122,9 @@ def test_a_scheme_that_is_not_there(cli: Any) -> None:
 
 
 def test_local_comes_through_the_hook_and_loads_no_plugin(process: Any) -> None:
-    assert find_store("local").make is LocalPlace and find_store("core.local") is find_store("local")
+    assert find_store("local").make is LocalPlace and find_store("core.local") is find_store(
+        "local"
+    )
     code = """
 import sys
 from retrieval.serving.store.place import store_place
@@ -131,7 +137,9 @@ print([name for name in sys.modules if name.startswith("retrieval_") or name == 
 def test_what_a_store_does_not_know_is_refused(tmp_path: Path) -> None:
     place = store_place("shelf:///x?timeout=3", [EVERYTHING])
     assert place.timeout == 3 and str(place.address) == "shelf:///x?timeout=3"
-    with pytest.raises(StoreError, match=r"shelf:///x\?tmieout=3: tmieout: .* Did you mean 'timeout'"):
+    with pytest.raises(
+        StoreError, match=r"shelf:///x\?tmieout=3: tmieout: .* Did you mean 'timeout'"
+    ):
         store_place("shelf:///x?tmieout=3", [EVERYTHING])
     with pytest.raises(StoreError, match="timeout: should be"):
         store_place("shelf:///x?timeout=soon", [EVERYTHING])

@@ -33,14 +33,22 @@ def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[Index, np.ndarr
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with open_index(tmp_path / "i", threads=1) as index:
         index.upsert(
-            [Item(f"{n:04}", str(labels[n]), arrays={"vector": vectors[n]}) for n in range(len(vectors))]
+            [
+                Item(f"{n:04}", str(labels[n]), arrays={"vector": vectors[n]})
+                for n in range(len(vectors))
+            ]
         )
         index.upsert(
-            [Item(f"{n:04}-again", str(labels[n]), arrays={"vector": vectors[n]}) for n in range(20)]
+            [
+                Item(f"{n:04}-again", str(labels[n]), arrays={"vector": vectors[n]})
+                for n in range(20)
+            ]
         )
         apart = vectors[:20].copy()
         apart[:, 0] += 1e-3
-        index.upsert([Item(f"{n:04}-apart", str(labels[n]), arrays={"vector": apart[n]}) for n in range(20)])
+        index.upsert(
+            [Item(f"{n:04}-apart", str(labels[n]), arrays={"vector": apart[n]}) for n in range(20)]
+        )
         yield index, vectors
 
 
@@ -67,7 +75,9 @@ def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[Index, np.n
     index.upsert([Item(f"chain-{n:02}", arrays={"vector": chain[n]}) for n in range(60)])
     index.upsert([Item(f"equal-{n:02}", arrays={"vector": vectors[0] - 10}) for n in range(40)])
     groups = {group.ids[0]: group for group in index.duplicates(0.0101, progress=False)}
-    assert len(groups["chain-00"].ids) == 60 and groups["chain-00"].largest == pytest.approx(0.01, rel=1e-3)
+    assert len(groups["chain-00"].ids) == 60 and groups["chain-00"].largest == pytest.approx(
+        0.01, rel=1e-3
+    )
     assert len(groups["equal-00"].ids) == 40 and groups["equal-00"].largest == 0
 
 
@@ -75,7 +85,9 @@ def test_clusters_hold_every_item_once(digits: tuple[Index, np.ndarray]) -> None
     index, _ = digits
     found = index.clusters(10, progress=False)
     assert sum(cluster.count for cluster in found) == len(index)
-    assert [cluster.count for cluster in found] == sorted((cluster.count for cluster in found), reverse=True)
+    assert [cluster.count for cluster in found] == sorted(
+        (cluster.count for cluster in found), reverse=True
+    )
     main = sum(cluster.labels[0][1] for cluster in found)
     assert main > 0.5 * len(index)  # a tenth, were they drawn at random
     assert found == index.clusters(10, progress=False)
@@ -91,8 +103,17 @@ def test_tuning_takes_what_meets_both_limits(
     monkeypatch.setattr(upkeep, "LEAST", 1000)
     tuned = index.tune(recall=0.9, progress=False)
     assert tuned.chosen is not None and tuned.chosen.recall >= 0.9
-    assert tuned.chosen.milliseconds == min(one.milliseconds for one in tuned.trials if one.recall >= 0.9)
-    assert {one.backend for one in tuned.trials} == {"flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq"}
+    assert tuned.chosen.milliseconds == min(
+        one.milliseconds for one in tuned.trials if one.recall >= 0.9
+    )
+    assert {one.backend for one in tuned.trials} == {
+        "flat",
+        "sq8",
+        "hnsw",
+        "ivf",
+        "ivfpq",
+        "rabitq",
+    }
     found = index.stats().details["structure"]
     assert found == (None if tuned.chosen.backend == "flat" else tuned.chosen.backend)
     small = index.tune(recall=0.9, memory=1000, apply=False, progress=False)
@@ -102,11 +123,20 @@ def test_tuning_takes_what_meets_both_limits(
     assert shown.count("hnsw m=") == 10 and shown.count("\n* ") == 1
     kept = index.stats().details["tuned"]
     assert json.loads(cli("index", "show", index.path, "--json").out)["tuned"] == kept
-    assert Tuned.of(kept) == tuned and kept["trials"][kept["chosen"]]["backend"] == tuned.chosen.backend
+    assert (
+        Tuned.of(kept) == tuned
+        and kept["trials"][kept["chosen"]]["backend"] == tuned.chosen.backend
+    )
     copy = index.snapshot(index.path.with_name("copy"))
     with Index.open(copy, threads=1) as opened:
         assert opened.stats().details["tuned"] == kept
-    for damage in ({}, {**kept, "chosen": 1000}, {**kept, "trials": [1]}, [], {**kept, "memory": "much"}):
+    for damage in (
+        {},
+        {**kept, "chosen": 1000},
+        {**kept, "trials": [1]},
+        [],
+        {**kept, "memory": "much"},
+    ):
         with pytest.raises(StoreError, match="Tune it again"):
             Tuned.of(damage)
     with pytest.raises(DataError, match="above 0 and at most 1"):
@@ -114,11 +144,17 @@ def test_tuning_takes_what_meets_both_limits(
 
 
 @pytest.mark.parametrize("merge", ["min", "score"])
-def test_tuning_weighs_sub_spaces(merge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_weighs_sub_spaces(
+    merge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each has a structure of its own; what all of them propose is measured as searches measure it."""
     monkeypatch.setattr(structure, "LEAST", 1000)
     monkeypatch.setattr(upkeep, "LEAST", 1000)
-    few = [("flat", {}, [{}]), ("sq8", {}, [{}]), ("ivf", {"lists": 40}, [{"probes": 1}, {"probes": 40}])]
+    few = [
+        ("flat", {}, [{}]),
+        ("sq8", {}, [{}]),
+        ("ivf", {"lists": 40}, [{"probes": 1}, {"probes": 40}]),
+    ]
     monkeypatch.setattr(tuning, "_grid", lambda count, width: iter(few))
     monkeypatch.setattr(tuning, "_ROUNDS", 1)
     made = make_bundle(tmp_path / "b", subspaces=True)

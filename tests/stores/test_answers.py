@@ -172,10 +172,16 @@ def test_what_the_store_measured_is_not_measured_again(
     [{"rescorer": True}, {"subspaces": True}, {"inner": True}, {}],
     ids=["rescorer", "sub-spaces", "inner", "plain"],
 )
-def test_whatever_a_bundle_measures(options: dict[str, Any], tmp_path: Path, makers: ModuleType) -> None:
+def test_whatever_a_bundle_measures(
+    options: dict[str, Any], tmp_path: Path, makers: ModuleType
+) -> None:
     """As where the store hands over items and the index measures: the same answers, ties by id."""
     bundle = Bundle.open(makers.make_bundle(tmp_path / "b", kind="features", **options), threads=1)
-    features = np.random.default_rng(3).normal(size=(40, bundle.manifest.input.shape[0])).astype(np.float32)
+    features = (
+        np.random.default_rng(3)
+        .normal(size=(40, bundle.manifest.input.shape[0]))
+        .astype(np.float32)
+    )
     encoded = bundle.encode(np.tile(features, (3, 1)))
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with Index.open(tmp_path / "i", threads=1) as index:

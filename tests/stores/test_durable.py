@@ -42,7 +42,9 @@ def store(tmp_path: Path, bundle: Bundle) -> Iterator[LocalStore]:
 
 
 def items(numbers: range) -> list[Item]:
-    return [Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers]
+    return [
+        Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers
+    ]
 
 
 def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_path: Path) -> None:
@@ -64,7 +66,10 @@ def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_pat
             ):
                 ask()
     array.unlink()
-    with LocalStore(tmp_path / "i", upkeep=False) as opened, pytest.raises(StoreError, match="is missing"):
+    with (
+        LocalStore(tmp_path / "i", upkeep=False) as opened,
+        pytest.raises(StoreError, match="is missing"),
+    ):
         opened.compact()
 
 
@@ -166,7 +171,9 @@ def test_a_last_transaction_that_is_lost_from_the_log_is_missed(
     shutil.copyfile(tmp_path / "i" / "items.sqlite", tmp_path / "stopped" / "items.sqlite")
     if how != "gone":
         log.write_bytes(content[: {"cut": -5000, "emptied": 0, "altered": None}[how]])
-    with pytest.raises(StoreError, match=r"the last \d of \d transactions are missing from its record"):
+    with pytest.raises(
+        StoreError, match=r"the last \d of \d transactions are missing from its record"
+    ):
         LocalStore(tmp_path / "stopped")
     (tmp_path / "stopped" / "acknowledged").write_bytes(b"\0" * 20)  # as a power cut may leave it
     with LocalStore(tmp_path / "stopped") as stopped:

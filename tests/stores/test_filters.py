@@ -57,8 +57,14 @@ def test_every_kind_of_value_against_every_other(store: LocalStore, op: str) -> 
         if op not in ("=", "!=") and (value is None or isinstance(value, bool)):
             continue
         for field in (("x",), ("x", "x"), "label"):
-            for where in (Compare(field, op, value), In(field, (value, "shoe", True)), Exists(field)):  # type: ignore[arg-type]
-                expected = {one.id for one in items if matches(where, one.id, one.label, one.metadata)}
+            for where in (
+                Compare(field, op, value),
+                In(field, (value, "shoe", True)),
+                Exists(field),
+            ):  # type: ignore[arg-type]
+                expected = {
+                    one.id for one in items if matches(where, one.id, one.label, one.metadata)
+                }
                 assert found(store, where) == expected, where
 
 
@@ -68,7 +74,8 @@ def test_columns_grow_and_forget(store: LocalStore) -> None:
     for turn in range(6):
         new = {f"id {n}": n % 13 for n in range(turn * 9, turn * 11 + 5)}
         store.upsert(
-            [Item(id, None, {"x": x, "y": 1}, arrays=arrays) for id, x in new.items()], opened().sha256
+            [Item(id, None, {"x": x, "y": 1}, arrays=arrays) for id, x in new.items()],
+            opened().sha256,
         )
         there |= new
         gone = sorted(there)[turn]
@@ -77,7 +84,9 @@ def test_columns_grow_and_forget(store: LocalStore) -> None:
         if turn == 3:
             store.compact()
         assert found(store, where) == {id for id, x in there.items() if x >= 5}
-        assert found(store, parse_filter(f"x = {turn}")) == {id for id, x in there.items() if x == turn}
+        assert found(store, parse_filter(f"x = {turn}")) == {
+            id for id, x in there.items() if x == turn
+        }
 
 
 def test_a_field_that_does_not_fit_is_asked_of_the_record(
@@ -86,7 +95,8 @@ def test_a_field_that_does_not_fit_is_asked_of_the_record(
     monkeypatch.setattr(columns, "_TEXTS", 10)
     arrays = {"vector": np.ones(WIDTH, np.float32)}
     items = [
-        Item(f"id {n}", None, {"text": f"t {n}", "n": n, "big": 2**60 + n}, arrays=arrays) for n in range(30)
+        Item(f"id {n}", None, {"text": f"t {n}", "n": n, "big": 2**60 + n}, arrays=arrays)
+        for n in range(30)
     ]
     store.upsert(items, opened().sha256)
     for where in ("text = 't 3'", "n >= 10 and text != 't 3'", "n > 28 or big = 1", "id = 'id 3'"):

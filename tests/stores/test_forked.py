@@ -62,7 +62,9 @@ store.close()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("backend", ["flat", "hnsw", "ivf"])
 @pytest.mark.parametrize("queries", [1, 64])
-def test_a_child_searches_and_writes(backend: str, queries: int, tmp_path: Path, plain_bundle: Path) -> None:
+def test_a_child_searches_and_writes(
+    backend: str, queries: int, tmp_path: Path, plain_bundle: Path
+) -> None:
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted(backend))
     line = [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path / "i", str(queries)]

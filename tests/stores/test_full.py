@@ -30,7 +30,9 @@ VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
 
 def items(numbers: range) -> list[Item]:
-    return [Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers]
+    return [
+        Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers
+    ]
 
 
 @contextmanager
@@ -56,20 +58,30 @@ def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:
 
 
 CALLS: dict[str, Callable[[LocalStore, Bundle, Bundle, Path], Any]] = {
-    "upsert": lambda store, bundle, other, folder: store.upsert(items(range(100, 150)), bundle.sha256),
-    "large": lambda store, bundle, other, folder: store.upsert(items(range(100, 5000)), bundle.sha256),
+    "upsert": lambda store, bundle, other, folder: store.upsert(
+        items(range(100, 150)), bundle.sha256
+    ),
+    "large": lambda store, bundle, other, folder: store.upsert(
+        items(range(100, 5000)), bundle.sha256
+    ),
     "delete": lambda store, bundle, other, folder: store.delete([f"id{n}" for n in range(40)]),
     "compact": lambda store, bundle, other, folder: store.compact(),
     "snapshot": lambda store, bundle, other, folder: store.snapshot(folder / "copy"),
     "begin": lambda store, bundle, other, folder: store.begin(other, widths_of(other)),
-    "create": lambda store, bundle, other, folder: create_local(folder / "new", bundle, widths_of(bundle)),
+    "create": lambda store, bundle, other, folder: create_local(
+        folder / "new", bundle, widths_of(bundle)
+    ),
 }
 AFTER = {"upsert": range(150), "large": range(5000), "delete": range(40, 100)}
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_write_that_finds_no_room_changes_nothing(
-    name: str, tmp_path: Path, plain_bundle: Path, other_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: Path,
+    plain_bundle: Path,
+    other_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(structure, "LEAST", 60)
     monkeypatch.setattr(upkeep, "LEAST", 60)
@@ -132,13 +144,18 @@ def embed(store: LocalStore, other: Bundle) -> None:
     generation = store.begin(other, widths_of(other))
     while pending := store.pending(generation, 4500):
         store.embed(
-            generation, [Item(one.id, arrays={"vector": VECTORS[int(one.id[2:])]}) for one in pending]
+            generation,
+            [Item(one.id, arrays={"vector": VECTORS[int(one.id[2:])]}) for one in pending],
         )
 
 
 FULL: dict[str, Callable[[LocalStore, Bundle, Bundle, Path], Any]] = CALLS | {
-    "upsert": lambda store, bundle, other, folder: store.upsert(items(range(8000, 8050)), bundle.sha256),
-    "large": lambda store, bundle, other, folder: store.upsert(items(range(4500, 9000)), bundle.sha256),
+    "upsert": lambda store, bundle, other, folder: store.upsert(
+        items(range(8000, 8050)), bundle.sha256
+    ),
+    "large": lambda store, bundle, other, folder: store.upsert(
+        items(range(4500, 9000)), bundle.sha256
+    ),
     "tend": lambda store, bundle, other, folder: store.upkeep.step(),
     "embed": lambda store, bundle, other, folder: embed(store, other),
     "switch": lambda store, bundle, other, folder: store.switch(store.generations()[1]),
@@ -184,7 +201,9 @@ def test_a_full_disk_is_said_and_changes_nothing(
             "the disk is full" in one and "Free some space and try again." in one for one in said
         )
         assert not any(
-            "\n" in one or ".part" in one or "cannot be read" in one for one in said if "/whole " not in one
+            "\n" in one or ".part" in one or "cannot be read" in one
+            for one in said
+            if "/whole " not in one
         )
         served = other if name == "switch" else bundle
         ids = {f"id{n}" for n in CHANGED.get(name, WHOLE)}
@@ -196,7 +215,10 @@ def test_a_full_disk_is_said_and_changes_nothing(
 
 
 def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
-    disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    disk: Path,
+    plain_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(structure, "LEAST", 60)
     monkeypatch.setattr(upkeep, "LEAST", 60)
@@ -220,7 +242,10 @@ def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
 
 
 def test_a_pause_ends_with_the_store(
-    disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    disk: Path,
+    plain_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(upkeep, "_LEAST_DEAD", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 1e6)
@@ -273,18 +298,28 @@ VERBS: dict[str, tuple[str, ...]] = {
 
 
 def test_each_command_says_that_the_disk_is_full_and_does_it_later(
-    disk: Path, plain_bundle: Path, other_bundle: Path, makers: Any, cli: Callable[..., Any], tmp_path: Path
+    disk: Path,
+    plain_bundle: Path,
+    other_bundle: Path,
+    makers: Any,
+    cli: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
     makers.write_digits(tmp_path / "photos", 40)
     makers.write_digits(tmp_path / "more", 60)
     names = {"disk": disk, "photos": tmp_path / "photos", "more": tmp_path / "more", "bundle": plain_bundle, "other": other_bundle}  # fmt: skip
-    assert cli("index", "create", disk / "i.index", tmp_path / "photos", "--bundle", plain_bundle).code == 0
+    assert (
+        cli("index", "create", disk / "i.index", tmp_path / "photos", "--bundle", plain_bundle).code
+        == 0
+    )
     for verb, words in VERBS.items():
         line = [word.format(**names) for word in words]
         with room(disk, 0):
             told = cli("index", *line)
         assert told.code == 2, verb
-        assert "the disk is full" in told.err and "Free some space and try again" in told.err, told.err
+        assert "the disk is full" in told.err and "Free some space and try again" in told.err, (
+            told.err
+        )
         assert "Traceback" not in told.err and len(told.err.strip().splitlines()) == 1, told.err
         assert cli("index", *line).code == 0, verb
         assert cli("index", "check", disk / "i.index").code == 0

@@ -67,7 +67,9 @@ def is_of(index: Index, bundle: Path, photos: Path, without: set[str] = frozense
         if id in without:
             assert not item.arrays
             continue
-        pixels = encoder.preprocess(next(one for name, one in images.items() if id.endswith(name)))[None]
+        pixels = encoder.preprocess(next(one for name, one in images.items() if id.endswith(name)))[
+            None
+        ]
         encoded = encoder.encode(pixels)
         assert np.allclose(item.vector, encoded.vector[0], atol=1e-5)
         if encoded.code is not None:
@@ -85,7 +87,9 @@ def no_originals(photos: Path) -> Path:
     return photos.rename(photos.with_name("elsewhere"))
 
 
-@pytest.mark.parametrize("options", [{}, {"rescorer": True}, {"query_vectors": True}, {"subspaces": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"rescorer": True}, {"query_vectors": True}, {"subspaces": True}]
+)
 def test_another_head_takes_kept_features_and_no_original(
     path: Path, split: Callable[..., Path], photos: Path, options: dict[str, Any]
 ) -> None:
@@ -114,7 +118,9 @@ def test_another_head_takes_kept_features_and_no_original(
 def test_a_bundle_of_features_serves_behind_the_backbone_that_gave_them(
     path: Path, makers: ModuleType, split: Callable[..., Path], photos: Path, tmp_path: Path
 ) -> None:
-    head = makers.make_bundle(tmp_path / "head", kind="features", rescorer=True, variant=True, seed=3)
+    head = makers.make_bundle(
+        tmp_path / "head", kind="features", rescorer=True, variant=True, seed=3
+    )
     same = split("same", seed=3, rescorer=True)
     with opened(path) as index:
         away = no_originals(photos)
@@ -130,14 +136,20 @@ def test_a_bundle_of_features_serves_behind_the_backbone_that_gave_them(
         assert index.add(photos, **QUIET).added == 1
         is_of(index, same, photos)
         wider = makers.make_bundle(tmp_path / "wide", kind="features", features=65)
-        with pytest.raises(BundleError, match=r"takes 65 features, and the index .* keeps 64 of an item"):
+        with pytest.raises(
+            BundleError, match=r"takes 65 features, and the index .* keeps 64 of an item"
+        ):
             index.migrate(wider, **QUIET)
         assert index.rollback(**QUIET).from_features == 1
         is_of(index, path.parent / "old", photos)
 
 
-def test_an_index_of_features_keeps_them_for_the_next_head(makers: ModuleType, tmp_path: Path) -> None:
-    first, second = (makers.make_bundle(tmp_path / str(seed), kind="features", seed=seed) for seed in (0, 1))
+def test_an_index_of_features_keeps_them_for_the_next_head(
+    makers: ModuleType, tmp_path: Path
+) -> None:
+    first, second = (
+        makers.make_bundle(tmp_path / str(seed), kind="features", seed=seed) for seed in (0, 1)
+    )
     features = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
     np.savez(tmp_path / "f.npz", features=features)
     create_index(tmp_path / "i", first, tmp_path / "f.npz", keep_features=True, **QUIET)
@@ -182,9 +194,20 @@ def test_an_index_without_features_says_what_is_needed(
     whole = makers.make_bundle(tmp_path / "whole", variant=True)
     head = makers.make_bundle(tmp_path / "head", kind="features")
     ran = CliRunner().invoke(
-        app, ["index", "create", str(tmp_path / "i"), str(photos), "--bundle", str(whole), "--keep-features"]
+        app,
+        [
+            "index",
+            "create",
+            str(tmp_path / "i"),
+            str(photos),
+            "--bundle",
+            str(whole),
+            "--keep-features",
+        ],
     )
-    assert isinstance(ran.exception, BundleError) and "retrieval export … --split" in str(ran.exception)
+    assert isinstance(ran.exception, BundleError) and "retrieval export … --split" in str(
+        ran.exception
+    )
     assert not (tmp_path / "i").exists() and not (tmp_path / "i.partial").exists()
     both = split("both", variant=True)
     with pytest.raises(BundleError, match=r"runs its variant 'fp16'.*Leave the variant out"):
@@ -205,12 +228,16 @@ def test_an_item_that_an_older_generation_left_out_stays_out(
     content = read_manifest(other)
     from retrieval.serving.manifest import write_manifest
 
-    nearest = content.input.preprocessing.__class__(  # another backbone: its preprocessing is another
-        content.input.preprocessing.size, content.input.preprocessing.channels, (0.5,), (1.0,)
+    nearest = (
+        content.input.preprocessing.__class__(  # another backbone: its preprocessing is another
+            content.input.preprocessing.size, content.input.preprocessing.channels, (0.5,), (1.0,)
+        )
     )
     write_manifest(
         other,
-        content.model_copy(update={"input": content.input.model_copy(update={"preprocessing": nearest})}),
+        content.model_copy(
+            update={"input": content.input.model_copy(update={"preprocessing": nearest})}
+        ),
     )
     with opened(path) as index:
         with pytest.raises(DataError, match="is gone"):
@@ -284,7 +311,9 @@ def test_another_generation_that_is_served_meanwhile_ends_it(
         is_of(index, other, photos)
 
 
-def test_altered_features_are_not_taken(path: Path, split: Callable[..., Path], photos: Path) -> None:
+def test_altered_features_are_not_taken(
+    path: Path, split: Callable[..., Path], photos: Path
+) -> None:
     (kept,) = (path / "arrays").glob("*.features")
     content = bytearray(kept.read_bytes())
     content[4096 + 70] ^= 4
@@ -349,7 +378,9 @@ def test_the_backbone_runs_once_for_an_item(
     for name in counts:
         meant = getattr(Bundle, name)
 
-        def counted(self: Bundle, inputs: Any, name: str = name, meant: Any = meant, **more: Any) -> Any:
+        def counted(
+            self: Bundle, inputs: Any, name: str = name, meant: Any = meant, **more: Any
+        ) -> Any:
             counts[name] += len(inputs)
             return meant(self, inputs, **more)
 

@@ -30,7 +30,9 @@ def test_every_answer_is_of_a_state_between_its_question_and_itself(
     assert found["operations"]["upsert"] > 3 and found["several"] > 50
 
 
-def answers(histories: ModuleType, state: Any, maps: list[Any], after: int, until: int) -> list[Any]:
+def answers(
+    histories: ModuleType, state: Any, maps: list[Any], after: int, until: int
+) -> list[Any]:
     about = {
         "search": 3,
         "search cheap": 3,
@@ -51,7 +53,8 @@ def test_an_answer_of_another_state_is_found(histories: ModuleType) -> None:
 
     def items(*numbers: int) -> dict[str, Any]:
         return {
-            f"id {n}": (tuple(random.integers(-9, 10, histories.NUMBERS).tolist()), n % 5) for n in numbers
+            f"id {n}": (tuple(random.integers(-9, 10, histories.NUMBERS).tolist()), n % 5)
+            for n in numbers
         }
 
     history = [
@@ -78,7 +81,10 @@ def test_an_answer_of_another_state_is_found(histories: ModuleType) -> None:
         (5, 6, {"search", "search cheap"}),  # of the other bundle
     ):
         bad = histories.wrong(history, answers(histories, states[kept], maps, asked, asked), maps)
-        assert {one.kind for one in bad} <= kinds and {"search"} <= {one.kind for one in bad}, (kept, asked)
+        assert {one.kind for one in bad} <= kinds and {"search"} <= {one.kind for one in bad}, (
+            kept,
+            asked,
+        )
     half = histories.State(0, dict(states[1].items))
     half.apply(("delete", ["id 2"]))
     bad = histories.wrong(history, answers(histories, half, maps, 1, 3), maps)

@@ -20,7 +20,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
 
 
-def packed(*files: tuple[str, bytes], change: Callable[[tarfile.TarInfo], None] = lambda info: None) -> bytes:
+def packed(
+    *files: tuple[str, bytes], change: Callable[[tarfile.TarInfo], None] = lambda info: None
+) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for name, content in files:

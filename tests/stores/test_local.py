@@ -42,7 +42,9 @@ def living(tmp_path: Path, plain_bundle: Path) -> Iterator[Index]:
         yield index
 
 
-def same(index: Index, state: dict[str, np.ndarray], where: str | None, keep: Callable[[str], bool]) -> None:
+def same(
+    index: Index, state: dict[str, np.ndarray], where: str | None, keep: Callable[[str], bool]
+) -> None:
     """Compare ten searches with brute force."""
     ids = sorted(id for id in state if keep(id))
     for query in np.random.default_rng(1).normal(size=(10, 16)).astype(np.float32):
@@ -96,7 +98,9 @@ def test_answers_are_exact_while_items_come_change_and_go(living: Index, tmp_pat
     with open_index(tmp_path / "i", threads=1) as again:
         assert len(again) == len(state)
         same(again, state, None, lambda id: True)
-        again.migrate(tmp_path / "i" / "bundles" / again.bundle.sha256[:16])  # the same bundle: nothing to do
+        again.migrate(
+            tmp_path / "i" / "bundles" / again.bundle.sha256[:16]
+        )  # the same bundle: nothing to do
 
 
 def test_a_field_stays_known_when_its_last_item_goes(living: Index) -> None:
@@ -105,8 +109,12 @@ def test_a_field_stays_known_when_its_last_item_goes(living: Index) -> None:
     assert [hit.id for hit in living.search(VECTORS[0], 5, where="discount > 1")] == ["sale"]
     living.delete("sale")
     for _ in range(2):
-        assert living.search(VECTORS[0], 5, where="discount > 1") == [] == living.scan("discount > 1")
-        assert living.count("not exists(discount)") == 1 and living.delete(where="discount > 1") == 0
+        assert (
+            living.search(VECTORS[0], 5, where="discount > 1") == [] == living.scan("discount > 1")
+        )
+        assert (
+            living.count("not exists(discount)") == 1 and living.delete(where="discount > 1") == 0
+        )
         assert isinstance(living.store, LocalStore)
         living.store.compact()
 
@@ -125,7 +133,9 @@ def test_a_record_with_other_tables_says_what_to_do(living: Index, tmp_path: Pat
     with apsw.Connection(str(file), vfs="cksmvfs") as connection:
         connection.execute("alter table items drop column source")
     connection.close()
-    with pytest.raises(StoreError, match=r"open it with that version; or create the index anew.*--replace"):
+    with pytest.raises(
+        StoreError, match=r"open it with that version; or create the index anew.*--replace"
+    ):
         open_index(tmp_path / "i")
 
 
@@ -146,7 +156,9 @@ def test_a_back_end_without_the_method_that_it_promises_is_named() -> None:
         checked_search(backend, "mine.hasty", VECTORS[:1], 3, 50, np.arange(50) < 20)
 
 
-def test_closing_waits_for_the_search_that_runs(living: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_the_search_that_runs(
+    living: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     living.upsert([item(number) for number in range(50)])
     running, go = threading.Event(), threading.Event()
     search = View.search
@@ -194,12 +206,16 @@ def test_its_size_is_told_while_files_come_and_go(living: Index, tmp_path: Path)
     assert all(0 <= size - min(sizes) <= 20 for size in sizes)
 
 
-def test_an_index_of_a_newer_format_says_which_version_reads_it(living: Index, tmp_path: Path) -> None:
+def test_an_index_of_a_newer_format_says_which_version_reads_it(
+    living: Index, tmp_path: Path
+) -> None:
     living.close()
     file = tmp_path / "i" / "index.json"
     said = json.loads(file.read_text())
     file.write_text(json.dumps({**said, "format": said["format"] + 1, "version": "7.8.9"}))
-    with pytest.raises(StoreError, match=r"has format 4, which retrieval 7\.8\.9 wrote; .* reads format 3"):
+    with pytest.raises(
+        StoreError, match=r"has format 4, which retrieval 7\.8\.9 wrote; .* reads format 3"
+    ):
         open_index(tmp_path / "i")
     file.write_text(json.dumps({**said, "format": 2}))
     with pytest.raises(StoreError, match=r"index\.json has format 2"):

@@ -50,11 +50,15 @@ class Spares:
     def take(self) -> stores.Address:
         """Return the address of one that nobody has."""
         if not self._left:
-            self._left = [address(self._milvus, "spare", os.getpid(), next(self._numbers)) for _ in range(8)]
+            self._left = [
+                address(self._milvus, "spare", os.getpid(), next(self._numbers)) for _ in range(8)
+            ]
             bundle = opened()
             widths = stores.widths_of(bundle)
             with ThreadPoolExecutor(8) as pool:
-                list(pool.map(lambda at: MilvusPlace(at).create(bundle, widths).close(), self._left))
+                list(
+                    pool.map(lambda at: MilvusPlace(at).create(bundle, widths).close(), self._left)
+                )
         return self._left.pop()
 
     def drop(self) -> None:
@@ -104,7 +108,9 @@ def index(spares: Spares) -> Iterator[stores.RemoteStore]:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(index: stores.RemoteStore, agree: Any, data: st.DataObject) -> None:
+def test_filters_agree_with_the_language(
+    index: stores.RemoteStore, agree: Any, data: st.DataObject
+) -> None:
     """Whatever is written in a filter means what the filter language says, and nothing of it becomes Milvus's."""
     agree(index, data)
 
@@ -188,7 +194,9 @@ def test_a_field_that_comes_to_hold_lists(index: stores.RemoteStore) -> None:
         assert [each.id for each in found] == ["two"]
 
 
-def test_more_items_than_milvus_finds(index: stores.RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_items_than_milvus_finds(
+    index: stores.RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index.upsert(some(10), opened().sha256)
     monkeypatch.setattr(type(index), "most_found", 5)
     with pytest.raises(retrieval.StoreError, match="at most 5 items"):
@@ -215,7 +223,8 @@ def verb(milvus: Any, tmp_path: Path, cli: Any, makers: Any, plain_bundle: Path)
 
 def _nearest(url: str, image: Path) -> dict[str, Any]:
     body = (
-        b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + image.read_bytes()
+        b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
+        + image.read_bytes()
     )
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
     with urllib.request.urlopen(
@@ -273,7 +282,9 @@ def test_nobody_answers(cli: Any) -> None:
     told = cli("index", "list", "milvus://127.0.0.1:9/photos?timeout=1")
     assert told.code == 2 and "does not answer" in told.err and "Traceback" not in told.err
     with pytest.raises(stores.StoreUnavailable):
-        MilvusPlace(stores.Address.parse("milvus://127.0.0.1:9/photos?timeout=1"), timeout=1).exists()
+        MilvusPlace(
+            stores.Address.parse("milvus://127.0.0.1:9/photos?timeout=1"), timeout=1
+        ).exists()
 
 
 def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Path) -> None:
@@ -282,7 +293,10 @@ def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Pa
         pytest.skip("the server of MILVUS_URI is not ours to end")
     image = sorted((tmp_path / "digits").rglob("*.png"))[3]
     place = MilvusPlace(stores.Address.parse(verb.address), timeout=2)
-    with retrieval.serve(f"{verb.address}?timeout=2", port=0, wait=False) as served, place.open() as store:
+    with (
+        retrieval.serve(f"{verb.address}?timeout=2", port=0, wait=False) as served,
+        place.open() as store,
+    ):
         sha256 = store.generations()[0].bundle
         bundle = retrieval.open_bundle(store.bundle(store.generations()[0]))
         store.upsert([item("late", 0, bundle)], sha256)

@@ -178,7 +178,9 @@ def model(cluster: SimpleNamespace | None, plain_bundle: Path, tmp_path: Path) -
     if cluster is None:
         return plain_bundle
     with as_file(files("retrieval.cli") / "demo.toml") as recipe:
-        run = retrieval.train(recipe, tmp_path / "run", overrides=["train.epochs=2"], progress=False)
+        run = retrieval.train(
+            recipe, tmp_path / "run", overrides=["train.epochs=2"], progress=False
+        )
     return retrieval.export_run(run, tmp_path / "demo").path
 
 
@@ -198,7 +200,9 @@ def embed_on(cluster: SimpleNamespace, bundle: Path, folder: Path, output: Path)
     return output
 
 
-def embed_as_a_node_ends(cluster: SimpleNamespace, bundle: Path, folder: Path, output: Path) -> Path:
+def embed_as_a_node_ends(
+    cluster: SimpleNamespace, bundle: Path, folder: Path, output: Path
+) -> Path:
     """The same, while one of its two nodes ends."""
     parts: list[int] = []
 
@@ -246,7 +250,11 @@ class Scene:
             until(lambda: all(len(load.answers) > 10 for load in loads))
             self.index.migrate(bundle, progress=False)
             done = [len(load.answers) for load in loads]
-            until(lambda: all(len(load.answers) > 20 + at for load, at in zip(loads, done, strict=True)))
+            until(
+                lambda: all(
+                    len(load.answers) > 20 + at for load, at in zip(loads, done, strict=True)
+                )
+            )
         for load, at in zip(loads, done, strict=True):
             assert all(found in (before[query], after[query]) for query, found in load.answers)
             assert all(found == after[query] for query, found in load.answers[at + 1 :])
@@ -279,7 +287,9 @@ class Scene:
             until(lambda: all(isinstance(load.answers[-1][1], list) for load in loads))
         assert ended.is_set() and writer.refused
         for load in loads:
-            assert {found for _, found in load.answers if isinstance(found, int)} == {503}, load.said
+            assert {found for _, found in load.answers if isinstance(found, int)} == {503}, (
+                load.said
+            )
             assert all("The store of this index cannot be reached now." in one for one in load.said), load.said  # fmt: skip
 
     def agrees(self) -> None:
@@ -299,7 +309,12 @@ def recall(found: list[list[str]], expected: list[list[str]]) -> float:
 
 
 def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
-    milvus: Any, makers: Any, cluster: SimpleNamespace | None, model: Path, other_bundle: Path, tmp_path: Path
+    milvus: Any,
+    makers: Any,
+    cluster: SimpleNamespace | None,
+    model: Path,
+    other_bundle: Path,
+    tmp_path: Path,
 ) -> None:
     """No search fails while the index migrates; while the server is away they are told 503; no acknowledged item is lost; answers are those of a folder.
 
@@ -314,7 +329,9 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
     address = f"milvus://{milvus.place}/end_to_end"
     with ExitStack() as stack:
         stack.callback(store_place(address).drop)
-        first = folder if cluster is None else embed_on(cluster, model, folder, tmp_path / "vectors")
+        first = (
+            folder if cluster is None else embed_on(cluster, model, folder, tmp_path / "vectors")
+        )
         retrieval.build_index(model, [first], address, progress=False)
         retrieval.build_index(model, [folder], tmp_path / "local.index", progress=False)
         local = stack.enter_context(retrieval.open_index(tmp_path / "local.index"))

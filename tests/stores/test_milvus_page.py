@@ -35,7 +35,9 @@ def test_the_commands_of_the_page(
     shutil.copytree(other_bundle, tmp_path / "better.bundle")
     address = f"milvus://{milvus.place}/photos"
     said: dict[str, str] = {}
-    blocks = re.findall(r"test_milvus_page.py runs it -->\n```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"test_milvus_page.py runs it -->\n```sh\n(.*?)```", PAGE.read_text(), re.DOTALL
+    )
     try:
         for line in "".join(blocks).splitlines():
             name, *words = shlex.split(line.replace(SHOWN, milvus.place))

@@ -43,7 +43,9 @@ def certify(folder: Path) -> tuple[Path, Path]:
     certificate, private = folder / "server.pem", folder / "server.key"
     certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
     form = serialization.PrivateFormat.PKCS8
-    private.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    private.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    )
     return certificate, private
 
 
@@ -68,7 +70,9 @@ def guarded(milvus: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     try:
         server.start()
         place = server.place.replace("127.0.0.1", "localhost")
-        yield SimpleNamespace(place=place, ca=certificate, options=f"?tls=true&ca={certificate}&timeout=20")
+        yield SimpleNamespace(
+            place=place, ca=certificate, options=f"?tls=true&ca={certificate}&timeout=20"
+        )
     finally:
         server.stop()
 
@@ -82,7 +86,10 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_index_in_a_database_over_tls(guarded: Any, token: None, cli: Any) -> None:
     """An index is made, written, searched and deleted; one of the same name in another database is another one."""
     client = MilvusClient(
-        f"https://{guarded.place}", token="root:Milvus", server_pem_path=str(guarded.ca), secure=True
+        f"https://{guarded.place}",
+        token="root:Milvus",
+        server_pem_path=str(guarded.ca),
+        secure=True,
     )
     client.create_database("shelf")
     client.close()
@@ -94,7 +101,10 @@ def test_an_index_in_a_database_over_tls(guarded: Any, token: None, cli: Any) ->
         with place.create(opened(), stores.widths_of(opened())) as other:
             other.upsert(some(2), opened().sha256)
             (found,) = store.search(some(5)[3].vector[None], 1, opened().sha256)
-            assert [one.id for one in found] == ["id 3"] and (store.count(), other.count()) == (5, 2)
+            assert [one.id for one in found] == ["id 3"] and (store.count(), other.count()) == (
+                5,
+                2,
+            )
     told = cli("index", "list", f"{text}&database=shelf", "--json")
     assert told.code == 0 and json.loads(told.out)["count"] == 5
     for one in (place, shelf):
@@ -103,11 +113,17 @@ def test_an_index_in_a_database_over_tls(guarded: Any, token: None, cli: Any) ->
 
 
 @pytest.mark.parametrize("text", ["root:no", "nobody:Milvus", "", "nonsense"])
-def test_a_token_that_is_refused(text: str, guarded: Any, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_refused(
+    text: str, guarded: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is said at once, and not repeated."""
     monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", text)
     told = cli("index", "list", f"milvus://{guarded.place}/photos{guarded.options}")
-    assert told.code == 2 and "Milvus refuses" in told.err and "RETRIEVAL_MILVUS_TOKEN must hold" in told.err
+    assert (
+        told.code == 2
+        and "Milvus refuses" in told.err
+        and "RETRIEVAL_MILVUS_TOKEN must hold" in told.err
+    )
     assert "Traceback" not in told.err and (not text or text not in told.err)
 
 
@@ -129,11 +145,15 @@ def test_what_is_refused(
     (tmp_path / "nonsense.pem").write_text("nonsense")
     words = {"folder": tmp_path, "ca": guarded.ca, "port": guarded.place.partition(":")[2]}
     told = cli("index", "list", f"milvus://{guarded.place}/photos{options.format(**words)}")
-    assert told.code == 2 and said.format(**words) in told.err and "Traceback" not in told.err, told.err
+    assert told.code == 2 and said.format(**words) in told.err and "Traceback" not in told.err, (
+        told.err
+    )
 
 
 def test_another_hosts_certificate(guarded: Any, token: None, cli: Any) -> None:
     told = cli(
-        "index", "list", f"milvus://127.0.0.1:{guarded.place.partition(':')[2]}/photos{guarded.options}"
+        "index",
+        "list",
+        f"milvus://127.0.0.1:{guarded.place.partition(':')[2]}/photos{guarded.options}",
     )
     assert told.code == 2 and "is not trusted: IP address mismatch" in told.err

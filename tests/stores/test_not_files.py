@@ -55,7 +55,9 @@ def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_is_no_file_is_not_read(kind: Callable[[Path], None], index: Path, tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_read(
+    kind: Callable[[Path], None], index: Path, tmp_path: Path
+) -> None:
     def answers() -> list[str]:
         with open_index(index, threads=1) as opened:
             query = opened.store.get(["id7"], arrays=True)["id7"].vector

@@ -59,7 +59,9 @@ def test_threads_take_turns_on_a_gpu_and_each_has_its_own(monkeypatch: Any) -> N
 
 
 @pytest.mark.parametrize("saved", ["save", "save_beside"])
-def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(tmp_path: Path, saved: str) -> None:
+def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(
+    tmp_path: Path, saved: str
+) -> None:
     """What a GPU builds has no upper levels; FAISS writes and reads it as it does one of a CPU."""
     faiss = load_faiss()
     _, exact = built(Flat()).search(VECTORS[:100], 10)
@@ -94,7 +96,9 @@ def test_cagra_has_one_graph_over_all() -> None:
 
 
 def test_which_codes_a_gpu_takes() -> None:
-    assert not IvfPq()._fits_gpu(built(IvfPq(bytes=8))._index)  # of 4 bits: too few vectors for more
+    assert not IvfPq()._fits_gpu(
+        built(IvfPq(bytes=8))._index
+    )  # of 4 bits: too few vectors for more
     faiss = load_faiss()
     for parts, fits in ((8, True), (16, True), (6, False)):
         index = faiss.IndexIVFPQ(faiss.IndexFlatL2(96), 96, 4, parts, 8)
@@ -171,7 +175,9 @@ class TestTheRealOne:
     @pytest.mark.skipif(gpus_found() > 0, reason="there is a GPU: tests/gpu has the rest")
     @pytest.mark.parametrize("float16", [False, True])
     @pytest.mark.parametrize("make", [Flat, Ivf])
-    def test_an_index_reaches_the_device(self, make: Callable[[], FaissBackend], float16: bool) -> None:
+    def test_an_index_reaches_the_device(
+        self, make: Callable[[], FaissBackend], float16: bool
+    ) -> None:
         backend = built(make())
         with pytest.raises(StoreError, match="Invalid GPU device 0"):
             OnGpu(backend._index, "one", float16, backend._set_parameters())
@@ -192,4 +198,6 @@ class TestTheRealOne:
             assert hasattr(options, "useFloat16") and hasattr(options, "use_cuvs")
         assert hasattr(faiss.GpuMultipleClonerOptions(), "shard")
         assert hasattr(faiss.GpuParameterSpace(), "set_index_parameter")
-        assert hasattr(faiss.GpuIndexCagra, "copyTo") and hasattr(faiss, "index_cpu_to_gpu_multiple_py")
+        assert hasattr(faiss.GpuIndexCagra, "copyTo") and hasattr(
+            faiss, "index_cpu_to_gpu_multiple_py"
+        )

@@ -35,7 +35,13 @@ def journal(
 
     def call(verb: str, *words: Any, code: int = 0, json_: bool = True) -> Any:
         done = cli(
-            "index", verb, address, *words, "--plugin", "retrieval_acme", *(["--json"] if json_ else [])
+            "index",
+            verb,
+            address,
+            *words,
+            "--plugin",
+            "retrieval_acme",
+            *(["--json"] if json_ else []),
         )
         assert done.code == code, done.err
         return json.loads(done.out) if json_ and code == 0 else done
@@ -56,12 +62,17 @@ def test_the_verbs_of_the_command_line(
     first = journal("list", "--limit", 1)["items"][0]["id"]
     shown = journal("show", first)
     assert len(shown["vector"]) == 16 and journal("show")["items"] == 30
-    found = cli("search", journal.address, digits[4], "-k", "1", "--json", "--plugin", "retrieval_acme")
+    found = cli(
+        "search", journal.address, digits[4], "-k", "1", "--json", "--plugin", "retrieval_acme"
+    )
     (hit,) = json.loads(found.out)[0]["results"]
     assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
     assert journal("delete", first)["deleted"] == 1 and journal("list")["count"] == 29
     assert journal("add", tmp_path / "digits", "--sync")["added"] == 1
-    assert journal("check")["damaged"] == [] and len(journal("clusters", "--count", 3)["clusters"]) == 3
+    assert (
+        journal("check")["damaged"] == []
+        and len(journal("clusters", "--count", 3)["clusters"]) == 3
+    )
     for verb, words, said in [
         ("compact", (), "A journal keeps every transaction"),
         ("tune", (), "chooses by itself how it searches"),
@@ -73,7 +84,9 @@ def test_the_verbs_of_the_command_line(
         told = journal(verb, *words, code=2, json_=False)
         assert said in told.err and "Traceback" not in told.err, (verb, told.err)
     (tmp_path / "bad.png").write_bytes(b"no image")
-    told = journal("create", tmp_path / "bad.png", digits[0], "--bundle", plain_bundle, "--replace", code=2)
+    told = journal(
+        "create", tmp_path / "bad.png", digits[0], "--bundle", plain_bundle, "--replace", code=2
+    )
     assert "bad.png" in told.err
     assert (
         journal("list", code=2).err.count("There is no index at") == 1
@@ -119,7 +132,10 @@ def test_what_a_killed_create_left_is_added_to(
     journal: Any, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, encode, encoded = f"journal://{tmp_path}/second.journal", Bundle.encode, 0
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "package"), *sys.path])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "package"), *sys.path]),
+    }
     line = [sys.executable, "-c", KILLED, address, str(plain_bundle), str(tmp_path / "digits")]
     assert subprocess.run(line, env=environment).returncode == 9
 
@@ -154,7 +170,9 @@ def test_two_servers_of_one_address_follow_a_migration(
             + image.read_bytes()
         )
         request = urllib.request.Request(
-            f"{url}v1/search", body + b"\r\n--x--\r\n", {"Content-Type": "multipart/form-data; boundary=x"}
+            f"{url}v1/search",
+            body + b"\r\n--x--\r\n",
+            {"Content-Type": "multipart/form-data; boundary=x"},
         )
         while True:
             try:
@@ -175,7 +193,9 @@ def test_two_servers_of_one_address_follow_a_migration(
     ):
         for url in (one.url, other.url):
             nearest = answer(url)["results"][0]
-            assert str(image).endswith(nearest["key"]) and nearest["distance"] == pytest.approx(0, abs=1e-3)
+            assert str(image).endswith(nearest["key"]) and nearest["distance"] == pytest.approx(
+                0, abs=1e-3
+            )
         journal("migrate", other_bundle)
         journal("delete", nearest["key"])
         for url in (one.url, other.url):

@@ -116,7 +116,9 @@ def test_a_second_writer_takes_its_turn_and_one_that_is_killed_holds_nobody_up(
         assert store.count() == 20
 
 
-def test_readers_in_other_processes_see_each_transaction_whole_while_one_writes(index: Path) -> None:
+def test_readers_in_other_processes_see_each_transaction_whole_while_one_writes(
+    index: Path,
+) -> None:
     with (
         started(READER, index, 120) as one,
         started(READER, index, 120) as other,
@@ -137,7 +139,9 @@ def frozen(index: Path, bundle: Bundle, tmp_path: Path) -> Iterator[Path]:
     index.rename(tmp_path / "outer" / "index")
     if (
         shutil.which("mount") is None
-        or subprocess.run(["mount", "--bind", tmp_path / "outer", view], capture_output=True).returncode
+        or subprocess.run(
+            ["mount", "--bind", tmp_path / "outer", view], capture_output=True
+        ).returncode
     ):
         pytest.skip("nothing may be mounted here")
     try:
@@ -164,7 +168,9 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
             reader.compact,
             lambda: reader.drop(reader.generations()[0]),
         ):
-            with pytest.raises(StoreError, match=r"index is read-only here, and cannot be written to\.$"):
+            with pytest.raises(
+                StoreError, match=r"index is read-only here, and cannot be written to\.$"
+            ):
                 refused()
         reader.snapshot(tmp_path / "copy")
         with pytest.raises(StoreError, match=r"view/copy cannot be written: Read-only file system"):
@@ -175,7 +181,9 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
         with LocalStore(writable, upkeep=False) as store:  # somebody else may write to it
             store.upsert(items, bundle.sha256)
             assert reader.count() == 30
-            assert [one.id for one in reader.search(VECTORS[25:26], 1, bundle.sha256)[0]] == ["id25"]
+            assert [one.id for one in reader.search(VECTORS[25:26], 1, bundle.sha256)[0]] == [
+                "id25"
+            ]
         assert reader.count() == 30
     with LocalStore(tmp_path / "copy") as copy:
         assert copy.count() == 20

@@ -64,7 +64,9 @@ def index(tmp_path: Path) -> Iterator[stores.RemoteStore]:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(index: stores.RemoteStore, agree: Any, data: st.DataObject) -> None:
+def test_filters_agree_with_the_language(
+    index: stores.RemoteStore, agree: Any, data: st.DataObject
+) -> None:
     """Whatever is written in a filter means what the filter language says; what Qdrant cannot order is looked at item by item."""
     agree(index, data)
 
@@ -99,7 +101,9 @@ def _fill(store: stores.Store, generation: stores.Generation) -> None:
         store.embed(generation, [item(each.id, 0, NEXT) for each in pending])
 
 
-def _before(monkeypatch: pytest.MonkeyPatch, store: Any, name: str, first: Callable[[], object]) -> None:
+def _before(
+    monkeypatch: pytest.MonkeyPatch, store: Any, name: str, first: Callable[[], object]
+) -> None:
     """Do something just before the next call of a method, as another process might."""
     method = getattr(store, name)
 
@@ -111,7 +115,9 @@ def _before(monkeypatch: pytest.MonkeyPatch, store: Any, name: str, first: Calla
     monkeypatch.setattr(store, name, call)
 
 
-def test_what_is_written_until_the_alias_moves_is_kept(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_until_the_alias_moves_is_kept(
+    two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An item that comes behind the comparison sends the alias back, and is pending; a deletion is carried over."""
     index, other, generation = two
     _before(monkeypatch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))

@@ -19,7 +19,9 @@ from retrieval.serving.store.search import Companion, nearest
 Array = Any
 
 
-def brute(queries: Array, vectors: Array, k: int, *, keep: Array = None, span: Array = None, **_: Any) -> Any:
+def brute(
+    queries: Array, vectors: Array, k: int, *, keep: Array = None, span: Array = None, **_: Any
+) -> Any:
     """The nearest by Σ (q − x)² in float64, equal distances by row."""
     columns = slice(None) if span is None else slice(*span)
     squared = np.full((len(queries), k), np.inf)

@@ -24,7 +24,14 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
 from retrieval.serving.index.index import Index
 from retrieval.serving.store import searches, upkeep
-from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
+from retrieval.serving.store.contract import (
+    FEATURES,
+    VECTOR,
+    Generation,
+    Item,
+    Superseded,
+    widths_of,
+)
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing import make_bundle
 from retrieval.serving.store.writing import create_local
@@ -51,7 +58,9 @@ class Machine(RuleBasedStateMachine):
         self.next: Generation | None = None
         self.left: dict[int, set[str]] = {}  # ids that a generation was made without
         self.copies = 0
-        create_local(self.folder / "index", self.opened[0], widths_of(self.opened[0], features=NUMBERS))
+        create_local(
+            self.folder / "index", self.opened[0], widths_of(self.opened[0], features=NUMBERS)
+        )
         self.open()
 
     def open(self) -> None:
@@ -205,8 +214,12 @@ class Machine(RuleBasedStateMachine):
             query = np.random.default_rng(seed).integers(-9, 10, NUMBERS).astype(np.float32)
             expected = []
             if found:
-                vectors = bundle.encode(np.stack([self.items[id][0] for id in found])).vector.astype(float)
-                distances = np.sqrt(np.square(vectors - bundle.encode(query[None]).vector[0]).sum(1))
+                vectors = bundle.encode(
+                    np.stack([self.items[id][0] for id in found])
+                ).vector.astype(float)
+                distances = np.sqrt(
+                    np.square(vectors - bundle.encode(query[None]).vector[0]).sum(1)
+                )
                 order = np.argsort(distances, kind="stable")[:K]
                 expected = [(found[at], float(distances[at])) for at in order]
             hits = index.search(query, K, where=where)
@@ -217,7 +230,9 @@ def test_whatever_is_done_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(upkeep, "_LEAST_DEAD", 4)
     monkeypatch.setattr(searches, "_SMALL", 0)  # filters are looked up as those of a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    monkeypatch.setattr(Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False)
+    monkeypatch.setattr(
+        Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False
+    )
     run_state_machine_as_test(
         Machine,
         settings=settings(

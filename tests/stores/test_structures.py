@@ -60,7 +60,9 @@ def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarra
         distances = ((vectors[ids].astype(np.float64) - query) ** 2).sum(axis=1)
         nearest = set(map(str, ids[np.argsort(distances, kind="stable")[:10]]))
         hits = index.search(query, 10, where=where)
-        assert [hit.distance for hit in hits] == sorted(hit.distance for hit in hits) and len(hits) == 10
+        assert [hit.distance for hit in hits] == sorted(hit.distance for hit in hits) and len(
+            hits
+        ) == 10
         true = {
             str(n): np.sqrt(((vectors[n].astype(np.float64) - query) ** 2).sum())
             for n in map(int, (h.id for h in hits))
@@ -90,7 +92,11 @@ def test_every_structure_finds(
     prices = np.arange(COUNT) % 100
     with made(tmp_path / "i", plain_bundle, vectors, wanted) as index:
         assert index.stats().details["structure"] == kept
-        for where, keep in [(None, prices >= 0), ("price < 50", prices < 50), ("price = 3", prices == 3)]:
+        for where, keep in [
+            (None, prices >= 0),
+            ("price < 50", prices < 50),
+            ("price = 3", prices == 3),
+        ]:
             assert recall(index, vectors, where, keep) >= least
     with open_index(tmp_path / "i", threads=1) as again:
         assert recall(again, vectors, None, prices >= 0) >= least
@@ -98,7 +104,11 @@ def test_every_structure_finds(
 
 @pytest.mark.parametrize("wanted", [Wanted("flat"), Wanted("hnsw")], ids=["compact", "hnsw"])
 def test_a_damaged_structure_is_told_and_built_again(
-    wanted: Wanted, tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, caplog: pytest.LogCaptureFixture
+    wanted: Wanted,
+    tmp_path: Path,
+    plain_bundle: Path,
+    vectors: np.ndarray,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     made(tmp_path / "i", plain_bundle, vectors, wanted).close()
     (file,) = [path for path in (tmp_path / "i" / "arrays").iterdir() if path.suffix != ".vector"]
@@ -128,7 +138,9 @@ def test_a_graph_is_kept_without_the_vectors_that_the_segment_has(
         (file,) = (tmp_path / name / "arrays").glob("*.hnsw")
         sizes.append(file.stat().st_size)
         with open_index(tmp_path / name, threads=1) as index:
-            answers.append([[hit.id for hit in index.search(query, 10)] for query in vectors[1::300]])
+            answers.append(
+                [[hit.id for hit in index.search(query, 10)] for query in vectors[1::300]]
+            )
             assert index.stats().details["structure"] == "hnsw"
             assert recall(index, vectors, None, np.ones(COUNT, bool)) >= 0.95
     assert sizes[1] - sizes[0] == pytest.approx(vectors.nbytes, abs=200)
@@ -155,7 +167,9 @@ def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
         found = again.search(vectors[:50], 10)
         assert (found[1] == expected[1]).all() and (found[0] == expected[0]).all()
         del again
-    assert mapped.sum() == pytest.approx(vectors.sum(), abs=1)  # what was let go of is not FAISS's to free
+    assert mapped.sum() == pytest.approx(
+        vectors.sum(), abs=1
+    )  # what was let go of is not FAISS's to free
     for other in (vectors[:-1], vectors[:, :8]):
         with pytest.raises(StoreError, match="does not fit it"):
             Hnsw(m=8).load_beside(tmp_path / "links", other)
@@ -171,12 +185,16 @@ def test_codes_find_more_where_more_is_measured_again(
         found = []
         for expand in (1, 4, 32):
             folder = tmp_path / f"{name}{expand}"
-            with made(folder, plain_bundle, vectors, Wanted(name, {**options, "expand": expand})) as index:
+            with made(
+                folder, plain_bundle, vectors, Wanted(name, {**options, "expand": expand})
+            ) as index:
                 found.append(recall(index, vectors, None, everything))
         assert found[0] < found[1] < found[2] and found[0] < 0.9 < found[2]
 
 
-def test_a_code_of_rabitq_has_as_many_bytes_as_its_page_says(tmp_path: Path, vectors: np.ndarray) -> None:
+def test_a_code_of_rabitq_has_as_many_bytes_as_its_page_says(
+    tmp_path: Path, vectors: np.ndarray
+) -> None:
     for bits, size in ((1, 16 / 8 + 8), (2, 16 / 4 + 20), (8, 16 + 20)):
         sizes = []
         for count in (1000, 3000):
@@ -228,7 +246,9 @@ def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     monkeypatch.setattr(view, "_RARE", 0.0)
     monkeypatch.setattr(searches, "_SMALL", COUNT)  # the filter is asked of the record
     prices = np.arange(COUNT) % 100
-    with made(tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})) as index:
+    with made(
+        tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})
+    ) as index:
         assert recall(index, vectors, "price = 3", prices == 3) > 0.9
 
 
@@ -241,14 +261,21 @@ def test_the_rows_behind_a_structure_are_found_too(
     with made(tmp_path / "i", plain_bundle, vectors, Wanted(backend)) as index:
         moved = {n: -vectors[n] for n in range(1, COUNT, 7)}
         index.upsert(
-            [Item(str(n), "moved", {"price": n % 100}, arrays={"vector": v}) for n, v in moved.items()]
+            [
+                Item(str(n), "moved", {"price": n % 100}, arrays={"vector": v})
+                for n, v in moved.items()
+            ]
         )
         now = vectors.copy()
         for n, vector in moved.items():
             now[n] = vector
         for _ in range(2):
             details = index.stats().details
-            for where, keep in [(None, prices >= 0), ("price < 50", prices < 50), ("price = 3", prices == 3)]:
+            for where, keep in [
+                (None, prices >= 0),
+                ("price < 50", prices < 50),
+                ("price = 3", prices == 3),
+            ]:
                 assert recall(index, now, where, keep) >= (0.95 if backend == "hnsw" else 1.0)
             index.store.compact()
         assert details["covered"] == details["rows"] == COUNT - len(range(0, COUNT, 7))
@@ -267,7 +294,10 @@ def test_the_background_builds_and_compacts(
             assert time.monotonic() < end, index.stats().details
             time.sleep(0.05)
 
-    with open_index(tmp_path / "i", threads=1) as index, open_index(tmp_path / "i", threads=1) as other:
+    with (
+        open_index(tmp_path / "i", threads=1) as index,
+        open_index(tmp_path / "i", threads=1) as other,
+    ):
         items = [Item(str(n), arrays={"vector": vectors[n]}) for n in range(COUNT)]
         index.upsert(items[:3000])
         until(lambda said: said["structure"] == "ivf" and said["covered"] == 3000)

@@ -76,7 +76,9 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
     away = tmp_path / "away"
     monkeypatch.setattr(readiness, "PROBE_SECONDS", 0.2)
     settings = Settings(open="write")
-    with retrieval.serve(address, port=0, plugins=[str(plugin)], settings=settings, wait=False) as server:
+    with retrieval.serve(
+        address, port=0, plugins=[str(plugin)], settings=settings, wait=False
+    ) as server:
         first = _asked(f"{server.url}v1/items?limit=1")[2]["items"][0]["id"]
         requests = {
             "search": (f"{server.url}v1/search", "POST", form, "multipart/form-data; boundary=x"),
@@ -91,8 +93,14 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
         for name, request in requests.items():
             status, headers, said = _asked(*request)
             assert (status, headers["Retry-After"]) == (503, "1"), (name, said)
-            assert "cannot be reached now" in said["detail"] and "try again" in said["detail"], (name, said)
-            assert "it is damaged" not in said["detail"] and "disk" not in said["detail"], (name, said)
+            assert "cannot be reached now" in said["detail"] and "try again" in said["detail"], (
+                name,
+                said,
+            )
+            assert "it is damaged" not in said["detail"] and "disk" not in said["detail"], (
+                name,
+                said,
+            )
         while (ready := _asked(f"{server.url}readyz"))[0] == 200:
             time.sleep(0.05)
         assert "cannot be reached now" in ready[2]["checks"]["search"], ready

@@ -100,7 +100,9 @@ def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
 
 
 def test_processes_write_in_turn_and_nothing_is_lost(index: Path, bundle: Bundle) -> None:
-    there = run([[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 6)
+    there = run(
+        [[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 6
+    )
     assert all(there)
     holds(index, bundle, set().union(*there))
 
@@ -120,7 +122,9 @@ def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
-def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle: Bundle, tmp_path: Path) -> None:
+def test_two_users_one_of_whom_may_not_write_beside_the_folder(
+    bundle: Bundle, tmp_path: Path
+) -> None:
     index = tmp_path / "index"
     create_local(index, bundle, widths_of(bundle))
     for path in [index, *index.rglob("*")]:
@@ -165,12 +169,18 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
     with LocalStore(index, upkeep=False) as reader, LocalStore(index, upkeep=False) as writer:
         writer.upsert(items[:10], bundle.sha256)
         assert reader.propose(vectors[:1], 1, bundle.sha256)[0].items[0].id == "0000"
-        writer.upsert(items, bundle.sha256)  # more than the reader has mapped; the first ten rows are dead
+        writer.upsert(
+            items, bundle.sha256
+        )  # more than the reader has mapped; the first ten rows are dead
         rows = Array.rows
         compacted = []
 
         def rows_of(array: Array, count: int) -> Any:
-            if count > len(array._mapped) and not compacted and array in reader.views._arrays.values():
+            if (
+                count > len(array._mapped)
+                and not compacted
+                and array in reader.views._arrays.values()
+            ):
                 compacted.append(array.path)
                 writer.compact()
                 assert not array.path.exists()
@@ -181,7 +191,9 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
         assert compacted
 
 
-def test_who_waits_too_long_is_told(index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_too_long_is_told(
+    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(record, "_BUSY_SECONDS", 0.2)
     item = Item("mine", arrays={"vector": np.zeros(16, np.float32)})
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
@@ -189,20 +201,25 @@ def test_who_waits_too_long_is_told(index: Path, bundle: Bundle, monkeypatch: py
         with (
             other.record.writing(),
             pytest.raises(
-                StoreUnavailable, match=r"others have been writing to it for .* seconds\. Try again\."
+                StoreUnavailable,
+                match=r"others have been writing to it for .* seconds\. Try again\.",
             ),
         ):
             store.upsert([item], bundle.sha256)
         assert store.upsert([item], bundle.sha256) == 1
 
 
-def test_work_is_claimed_by_one_process(index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_claimed_by_one_process(
+    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upkeep, "_WAIT", 0.2)
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert([Item("a", arrays={"vector": np.zeros(16, np.float32)})], bundle.sha256)
         with (
             claimed(other.record, 1, 0),
-            pytest.raises(StoreUnavailable, match=rf"Process {os.getpid()} on .* is compacting the index"),
+            pytest.raises(
+                StoreUnavailable, match=rf"Process {os.getpid()} on .* is compacting the index"
+            ),
         ):
             store.compact()
         store.compact()
@@ -225,7 +242,9 @@ def test_a_claim_that_was_lost_changes_nothing(
     """Who comes back after its claim has expired finds that another has done the work."""
     vectors = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
     with LocalStore(index, upkeep=False) as store:
-        store.upsert([Item(f"id{n}", arrays={"vector": v}) for n, v in enumerate(vectors)], bundle.sha256)
+        store.upsert(
+            [Item(f"id{n}", arrays={"vector": v}) for n, v in enumerate(vectors)], bundle.sha256
+        )
         store.delete(["id3"])
         append = upkeep.append
 
@@ -268,7 +287,10 @@ def test_what_comes_and_goes_while_an_index_is_compacted(
         monkeypatch.setattr(upkeep, "append", meanwhile)
         store.compact()
         details = store.stats().details
-        assert (details["rows"], details["deleted"]) == (39 + 19 + 2, 3)  # id4, and the former id5 and id6
+        assert (details["rows"], details["deleted"]) == (
+            39 + 19 + 2,
+            3,
+        )  # id4, and the former id5 and id6
         there = {f"id{n}" for n in range(60)} - {"id3", "id4", "id41"}
         for opened in (store, other):
             read = opened.get(there, arrays=True)

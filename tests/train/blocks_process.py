@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 accelerator = Accelerator(cpu=True)
 WORLD, RANK = accelerator.num_processes, accelerator.process_index
-LABELS = torch.arange(8).repeat_interleave(5)[torch.randperm(40, generator=torch.Generator().manual_seed(1))]
+LABELS = torch.arange(8).repeat_interleave(5)[
+    torch.randperm(40, generator=torch.Generator().manual_seed(1))
+]
 
 
 def rows_at_a_time(loss: Any, codes: Tensor, indices: Any, plain: int) -> tuple[Tensor, list[int]]:
@@ -30,7 +32,9 @@ def rows_at_a_time(loss: Any, codes: Tensor, indices: Any, plain: int) -> tuple[
         return row_sums(*given)
 
     with patch.object(divided, "PLAIN", plain), patch.object(divided, "row_sums", counted):
-        value = divided.divided_loss(loss, "anchors", codes[own], LABELS[own], indices, Devices(accelerator))
+        value = divided.divided_loss(
+            loss, "anchors", codes[own], LABELS[own], indices, Devices(accelerator)
+        )
         value.backward()
     return value.detach(), calls
 
@@ -50,10 +54,17 @@ def main() -> None:
         for plain, first in ((share * of_row, share), (3 * of_row, max(3, -(-share // WORLD))), (0, -(-share // WORLD))):  # fmt: skip
             mine = codes.clone().requires_grad_()
             value, calls = rows_at_a_time(loss, mine, indices, plain)
-            assert calls[0] == first and sum(calls) == share * (1 if first == share else 2), (calls, plain)
+            assert calls[0] == first and sum(calls) == share * (1 if first == share else 2), (
+                calls,
+                plain,
+            )
             torch.testing.assert_close(value, whole.detach(), rtol=1e-9, atol=1e-12)
-            total = accelerator.reduce(mine.grad, reduction="mean")  # each process's counts once in the mean
-            torch.testing.assert_close(total, expected.grad, rtol=1e-7, atol=1e-11, msg=f"{name}, {plain}")
+            total = accelerator.reduce(
+                mine.grad, reduction="mean"
+            )  # each process's counts once in the mean
+            torch.testing.assert_close(
+                total, expected.grad, rtol=1e-7, atol=1e-11, msg=f"{name}, {plain}"
+            )
 
 
 if __name__ == "__main__":

@@ -140,7 +140,11 @@ class Parts(Combiner):
         return mat.flatten() if self.how == "flat" else mat
 
     def pairwise_distance(self, query_emb, ref_emb):
-        return torch.cdist(query_emb, ref_emb) if self.how == "rows" else (query_emb - ref_emb).norm(dim=1)
+        return (
+            torch.cdist(query_emb, ref_emb)
+            if self.how == "rows"
+            else (query_emb - ref_emb).norm(dim=1)
+        )
 
     def objective(self, codes, labels, indices):
         if self.how == "objective":
@@ -181,7 +185,9 @@ class Learner:
 
     def to_model_parts(self):
         head = nn.Linear(2 if self.how == "width" else self.width_, 3)
-        return {"alone": head, "no_head": (None, None), "combiner": (head, 3)}.get(self.how, (head, None))
+        return {"alone": head, "no_head": (None, None), "combiner": (head, 3)}.get(
+            self.how, (head, None)
+        )
 
 
 class NoParts:
@@ -196,9 +202,11 @@ class Metric:
         self.how = how
 
     def __call__(self, matches, relevant):
-        return {"number": 1.0, "text": ["x"] * len(matches), "nan": np.full(len(matches), np.nan)}.get(
-            self.how, matches[:, 0]
-        )
+        return {
+            "number": 1.0,
+            "text": ["x"] * len(matches),
+            "nan": np.full(len(matches), np.nan),
+        }.get(self.how, matches[:, 0])
 
 
 def metric(how):
@@ -223,7 +231,12 @@ def retrieval_backbones():
 
 @hookimpl
 def retrieval_losses():
-    found = {"loss": Loss, "no_forward": NoForward, "no_compute_loss": NoComputeLoss, "wrong_call": WrongCall}
+    found = {
+        "loss": Loss,
+        "no_forward": NoForward,
+        "no_compute_loss": NoComputeLoss,
+        "wrong_call": WrongCall,
+    }
     return {**found, "measured": Measured, "object": lambda: 3}
 
 

@@ -52,7 +52,9 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     def made(name: str, file: str | None = None, **tables: Any) -> Path:
         path = tmp_path / f"{file or name}.toml"
         table = {"name": name, **COMPARED, "loss": LOSSES.get(name, LOSSES["triplet"]), **tables}
-        path.write_text(tomli_w.dumps({k: v for k, v in table.items() if v is not None}), encoding="utf-8")
+        path.write_text(
+            tomli_w.dumps({k: v for k, v in table.items() if v is not None}), encoding="utf-8"
+        )
         return path
 
     return made
@@ -93,7 +95,10 @@ def processes(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str
             }
             for rank in range(world)
         ]  # fmt: skip
-        order = {"arguments": [str(Path(__file__).with_name(script)), *arguments], "processes": each}
+        order = {
+            "arguments": [str(Path(__file__).with_name(script)), *arguments],
+            "processes": each,
+        }
         assert forks.stdin and forks.stdout
         forks.stdin.write(json.dumps(order) + "\n")
         forks.stdin.flush()

@@ -47,12 +47,19 @@ def codes() -> torch.Tensor:
 
 
 def labels() -> torch.Tensor:
-    return torch.randint(0, CLASSES, (ROWS * devices.world,), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        0, CLASSES, (ROWS * devices.world,), generator=torch.Generator().manual_seed(2)
+    )
 
 
 def main() -> None:
     seen = set()
-    for options in ({}, {"cosine_margin": 0.35, "margin": 0.0}, {"sample": 0.7, "seed": 3}, {"sample": 0.01}):
+    for options in (
+        {},
+        {"cosine_margin": 0.35, "margin": 0.0},
+        {"sample": 0.7, "seed": 3},
+        {"sample": 0.01},
+    ):
         torch.manual_seed(4)
         value, of_codes, of_weight = whole(**options)
         torch.manual_seed(4)
@@ -69,7 +76,9 @@ def main() -> None:
         assert x.grad is not None and loss.weight.grad is not None
         assert abs(found.item() - value) < 1e-12 * max(1, abs(value))
         torch.testing.assert_close(x.grad, of_codes[share], rtol=1e-9, atol=1e-13)
-        torch.testing.assert_close(loss.weight.grad, of_weight[own.start : own.stop], rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(
+            loss.weight.grad, of_weight[own.start : own.stop], rtol=1e-9, atol=1e-13
+        )
         taking_part = int(of_weight.any(1).sum())
         batch = len(labels().unique())
         assert taking_part == (

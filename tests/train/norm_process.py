@@ -19,7 +19,14 @@ class Act(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         y = nn.functional.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            0.1,
+            self.eps,
         )
         return nn.functional.silu(y)
 
@@ -72,7 +79,9 @@ def main() -> None:
     assert apart > 0.1  # by shares the same layers give something else
     whole.eval(), own.eval()
     with WholeBatch():
-        torch.testing.assert_close(own[:-1](rows()[share]), whole[:-1](rows()[share]), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(
+            own[:-1](rows()[share]), whole[:-1](rows()[share]), rtol=1e-8, atol=1e-8
+        )
     with WholeBatch(), torch.autocast("cpu", torch.bfloat16):
         half = own.float().train()(rows()[share].float())
     assert half.isfinite().all()

@@ -40,8 +40,14 @@ def test_a_bound_head_is_neither_saved_nor_trained_twice(make: Make, tmp_path: P
     assert not run.objective.generator.state_dict()
     trainer = Trainer(run, Accelerator(cpu=True))
     assert trainer.step.parts["generator"] == []
-    of_optimisers = [p for o in trainer.step.optimizers.values() for g in o.param_groups for p in g["params"]]
-    assert len(of_optimisers) == len({id(p) for p in of_optimisers}) == len(list(run.model.parameters()))
+    of_optimisers = [
+        p for o in trainer.step.optimizers.values() for g in o.param_groups for p in g["params"]
+    ]
+    assert (
+        len(of_optimisers)
+        == len({id(p) for p in of_optimisers})
+        == len(list(run.model.parameters()))
+    )
 
 
 def test_it_sees_the_head_as_it_is_now(make: Make, tmp_path: Path) -> None:
@@ -58,14 +64,18 @@ def test_it_sees_the_head_as_it_is_now(make: Make, tmp_path: Path) -> None:
     assert (moved == anchor).all(1).any()
 
 
-def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(make: Make, tmp_path: Path) -> None:
+def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(
+    make: Make, tmp_path: Path
+) -> None:
     with pytest.raises(
         PluginError, match=r"Onto keeps the head .* Keep it in a tuple: self\._head = \(head,\)\.$"
     ):
         build_run(tmp_path, make(generator={**ONTO, "keep": True}))
 
 
-def test_it_trains_and_resumes_to_the_same_bits(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+def test_it_trains_and_resumes_to_the_same_bits(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
     """A run of two epochs, and one that stopped in its second and was resumed."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     train(whole, make(generator=ONTO))
@@ -74,7 +84,9 @@ def test_it_trains_and_resumes_to_the_same_bits(make: Make, tmp_path: Path, monk
         train(halves, make(generator=ONTO))
     monkeypatch.delenv("NAN_AT")
     train(halves, make(generator=ONTO), resume=True)
-    one, two = (checkpoint.load(f / "checkpoints" / "last.safetensors")["model"] for f in (whole, halves))
+    one, two = (
+        checkpoint.load(f / "checkpoints" / "last.safetensors")["model"] for f in (whole, halves)
+    )
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 

@@ -65,7 +65,9 @@ def test_a_hundred_of_a_hundred_flips_are_refused(run: Path, tmp_path: Path, nam
     for bit in bits:
         path.write_bytes(content)
         flip(path, bit)
-        with pytest.raises(DataError, match=rf"{name}\.safetensors (is damaged|is not a checkpoint)"):
+        with pytest.raises(
+            DataError, match=rf"{name}\.safetensors (is damaged|is not a checkpoint)"
+        ):
             checkpoint.load(path)
 
 
@@ -96,7 +98,9 @@ def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run: Path, tmp_
         assert retrieval(*command, folder).exit_code == 0
 
 
-def test_going_on_from_the_checkpoint_before_the_last_ends_the_same(run: Path, tmp_path: Path) -> None:
+def test_going_on_from_the_checkpoint_before_the_last_ends_the_same(
+    run: Path, tmp_path: Path
+) -> None:
     whole = checkpoint.load(run / "run" / "checkpoints" / "last.safetensors")
     before = checkpoint.load(run / "run" / "checkpoints" / "previous.safetensors")
     assert (before["progress"]["epoch"], whole["progress"]["epoch"]) == (1, 2)

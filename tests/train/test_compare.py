@@ -93,18 +93,26 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     again = go(paths, tmp_path / "again")
     assert again.as_dict() == whole.as_dict()
     for name in ("md", "csv", "tex", "html", "json"):
-        one, other = ((tmp_path / folder / f"comparison.{name}").read_text() for folder in ("whole", "again"))
+        one, other = (
+            (tmp_path / folder / f"comparison.{name}").read_text() for folder in ("whole", "again")
+        )
         assert one == other and "triplet" in one
-    assert not list(tmp_path.glob("whole/search/*/*/fold-?/")), "a fold's run is removed once it is judged"
+    assert not list(tmp_path.glob("whole/search/*/*/fold-?/")), (
+        "a fold's run is removed once it is judged"
+    )
     figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
     assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
     measured = evaluate_run(tmp_path / "whole" / "runs" / "proxy" / "seed-1", progress=False)
     assert measured.figures["trained"]["map_at_r"] == figures[3]["figures"][1]["map_at_r"]
     assert (
         figures[2]["values"]
-        == figures[2]["trials"][int(np.argmax([t["score"] for t in figures[2]["trials"]]))]["values"]
+        == figures[2]["trials"][int(np.argmax([t["score"] for t in figures[2]["trials"]]))][
+            "values"
+        ]
     )
-    assert figures[2]["trials"][0]["values"] == {"optimizer.lr": 0.003}, "the recipe's own values come first"
+    assert figures[2]["trials"][0]["values"] == {"optimizer.lr": 0.003}, (
+        "the recipe's own values come first"
+    )
 
 
 def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path: Path) -> None:
@@ -126,17 +134,30 @@ def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_p
     scores = []
     for scrambled in (False, True):
         data = {"name": "mine.digits", "scrambled": scrambled}
-        table = {**RECIPE, "plugins": [str(tmp_path / "mine.py")], "data": data, "loss": LOSSES["triplet"]}
+        table = {
+            **RECIPE,
+            "plugins": [str(tmp_path / "mine.py")],
+            "data": data,
+            "loss": LOSSES["triplet"],
+        }
         write("triplet")
         recipe = check_recipe(table)
         found = search(
-            recipe, 2, 2, tmp_path / f"search-{scrambled}", lambda jobs: [perform(job) for job in jobs]
+            recipe,
+            2,
+            2,
+            tmp_path / f"search-{scrambled}",
+            lambda jobs: [perform(job) for job in jobs],
         )
         scores.append([trial.score for trial in found])
         held: list[str] = []
         for part in (0, 1):
             job = Job(
-                "fold", {k: v for k, v in table.items() if k != "search"}, tmp_path, tmp_path, (part, 2)
+                "fold",
+                {k: v for k, v in table.items() if k != "search"},
+                tmp_path,
+                tmp_path,
+                (part, 2),
             )
             made, inner = fold_recipe(job)
             assert set(inner.labels) == set("012345") and len(inner) == 120
@@ -180,7 +201,13 @@ def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(
 def test_a_learner_that_draws_random_numbers_has_each_seed(
     write: Callable[..., Path], tmp_path: Path
 ) -> None:
-    own = {"loss": None, "sampler": None, "head": None, "optimizer": None, "train": {"device": "cpu"}}
+    own = {
+        "loss": None,
+        "sampler": None,
+        "head": None,
+        "optimizer": None,
+        "train": {"device": "cpu"},
+    }
     own["backbone"] = {"name": "core.pixels", "size": 8}
     oahu = {
         "name": "oahu.oahu",
@@ -213,7 +240,10 @@ def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> No
 
 
 def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
-    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
+    write: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cli: Callable[..., Any],
 ) -> None:
     monkeypatch.setenv("NOTED", str(tmp_path))
     (tmp_path / "noted.py").write_text(SLOW, encoding="utf-8")
@@ -246,7 +276,11 @@ def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
             "--output",
             out,
         )
-        assert done.code == 130 and "The same command goes on" in done.err and "Traceback" not in done.err
+        assert (
+            done.code == 130
+            and "The same command goes on" in done.err
+            and "Traceback" not in done.err
+        )
         workers = set(map(int, steps.read_text().split()))
         assert len(workers) == 2 and os.getpid() not in workers
         ends = time.monotonic() + 30
@@ -293,7 +327,9 @@ RANGES = {
 }
 
 
-def proposed(proposals: Proposals, scores: Sequence[float | None], known: Sequence[Any] = ()) -> list[Any]:
+def proposed(
+    proposals: Proposals, scores: Sequence[float | None], known: Sequence[Any] = ()
+) -> list[Any]:
     """Return the values of trials that end with these scores, the first of which are known."""
     trials = []
     for number, score in enumerate(scores):
@@ -312,7 +348,9 @@ def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
     for kept in (1, 4, 13, 23):
         again = Proposals("a", RANGES, {"loss.margin": 0.5})
         assert proposed(again, scores, json.loads(json.dumps(whole[:kept]))) == whole
-    other = [{**values, "loss.margin": 0.02} for values in whole[:5]]  # as another version of Optuna proposed
+    other = [
+        {**values, "loss.margin": 0.02} for values in whole[:5]
+    ]  # as another version of Optuna proposed
     assert proposed(Proposals("a", RANGES, {}), scores, other)[:5] == other
 
 
@@ -347,6 +385,9 @@ def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:
 
     assert contestant(0.1, 0.2, 0.3, best=0.2).edges == []
     assert contestant(0.1, 0.2, best=0.2).edges == []
-    (low,), (high,) = contestant(0.1, 0.2, 0.3, best=0.1).edges, contestant(0.1, 0.2, 0.3, best=0.3).edges
+    (low,), (high,) = (
+        contestant(0.1, 0.2, 0.3, best=0.1).edges,
+        contestant(0.1, 0.2, 0.3, best=0.3).edges,
+    )
     assert low == "arc was best at the lowest loss.margin tried, 0.1: widen its range."
     assert "highest loss.margin tried, 0.3" in high

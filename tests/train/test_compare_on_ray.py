@@ -30,7 +30,10 @@ RECIPE: dict[str, Any] = {
     "head": {"embedding_size": 8},
     "train": {"epochs": 2, "device": "cpu"},
 }
-LOSSES = {"triplet": {"name": "pml.triplet_margin", "margin": 0.1}, "proxy": {"name": "pml.proxy_anchor"}}
+LOSSES = {
+    "triplet": {"name": "pml.triplet_margin", "margin": 0.1},
+    "proxy": {"name": "pml.proxy_anchor"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +59,25 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
             tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8"
         )
     with pytest.raises(DataError, match=r"No Ray cluster answers at 127\.0\.0\.1:9 "):
-        compare(sorted(tmp_path.glob("*.toml")), tmp_path / "out", ray="127.0.0.1:9", progress=False)
+        compare(
+            sorted(tmp_path.glob("*.toml")), tmp_path / "out", ray="127.0.0.1:9", progress=False
+        )
 
 
-def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address: str, tmp_path: Path) -> None:
+def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(
+    address: str, tmp_path: Path
+) -> None:
     paths = []
     for name, loss in LOSSES.items():
         paths.append(tmp_path / f"{name}.toml")
-        paths[-1].write_text(tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8")
+        paths[-1].write_text(
+            tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8"
+        )
 
     def go(folder: Path, **options: Any) -> Any:
-        return compare(paths, folder, **{"seeds": 2, "pretrained": "none", "progress": False, **options})
+        return compare(
+            paths, folder, **{"seeds": 2, "pretrained": "none", "progress": False, **options}
+        )
 
     def stop(what: str, done: int, total: int) -> None:
         if done == 3:
@@ -79,7 +90,9 @@ def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address: 
     kept = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
     assert 3 <= len(kept) < 6 and not (out / "comparison.md").exists()
     there = go(out, ray=address, cpus=1)
-    assert all(file.stat().st_mtime_ns == at for file, at in kept.items()), "what was done is not done again"
+    assert all(file.stat().st_mtime_ns == at for file, at in kept.items()), (
+        "what was done is not done again"
+    )
     assert sum(is_complete(run) for run in out.glob("runs/*/*")) == 4
     for one, other in zip(alone.contestants, there.contestants, strict=True):
         for mine, theirs in zip(one.figures, other.figures, strict=True):

@@ -18,7 +18,9 @@ def test_what_is_wrong_is_told_at_once(write: Callable[..., Path], tmp_path: Pat
     with pytest.raises(DataError, match=r"no recipe .*a\.toml(.|\n)*no recipe .*b\.toml"):
         go([tmp_path / "a.toml", good, tmp_path / "b.toml"], out)
     bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
-    with pytest.raises(DataError, match=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs"):
+    with pytest.raises(
+        DataError, match=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs"
+    ):
         go(bad, out)
     with pytest.raises(
         DataError,
@@ -55,7 +57,10 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(
     assert "proxy.toml" in said and "has no [search]" in said
     checked = cli("check", tmp_path / "triplet.toml")
     assert checked.code == 2 and "triplet.toml has 5 problems:" in checked.err
-    assert 'optimizer.name = "Adm"' in checked.err and "[search] sampler.classes: data, split" in checked.err
+    assert (
+        'optimizer.name = "Adm"' in checked.err
+        and "[search] sampler.classes: data, split" in checked.err
+    )
     for range_, sentence in (
         ({"low": 2, "high": 1}, "low < high"), ({"low": 0, "high": 1, "log": True}, "above 0"), ({"choices": [1], "low": 0}, "either choices"),
         ({"lo": 1}, "low"),

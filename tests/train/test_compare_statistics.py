@@ -14,7 +14,11 @@ from retrieval.training.comparison.statistics import compare, conclusion, holm, 
 from retrieval.training.comparison.written import as_csv, latex, markdown
 from retrieval.training.comparison.written import page as html_page
 
-A, B, C = [0.90, 0.92, 0.91, 0.93, 0.92], [0.80, 0.81, 0.82, 0.84, 0.81], [0.90, 0.91, 0.93, 0.92, 0.91]
+A, B, C = (
+    [0.90, 0.92, 0.91, 0.93, 0.92],
+    [0.80, 0.81, 0.82, 0.84, 0.81],
+    [0.90, 0.91, 0.93, 0.92, 0.91],
+)
 
 
 def test_an_interval_is_student_s() -> None:
@@ -43,8 +47,16 @@ def test_differences_are_paired_and_corrected_together() -> None:
         ("c", "raw"),
     ]
     apart = [x - y for x, y in zip(A, C, strict=True)]
-    t = sum(apart) / 5 / (math.sqrt(sum((x - sum(apart) / 5) ** 2 for x in apart) / 4) / math.sqrt(5))
-    assert found[1].mean.value == pytest.approx(sum(apart) / 5) and abs(t) < 2.776 and not found[1].certain
+    t = (
+        sum(apart)
+        / 5
+        / (math.sqrt(sum((x - sum(apart) / 5) ** 2 for x in apart) / 4) / math.sqrt(5))
+    )
+    assert (
+        found[1].mean.value == pytest.approx(sum(apart) / 5)
+        and abs(t) < 2.776
+        and not found[1].certain
+    )
     assert found[0].certain and found[0].mean.value > 0 and found[3].mean.value < 0
     assert all(d.corrected is not None and d.p is not None and d.corrected >= d.p for d in found)
 
@@ -54,7 +66,9 @@ def result(**figures: list[float]) -> Comparison:
         return [{"recall_at_1": value / 2, "map_at_r": value} for value in values]
 
     seeds = len(next(iter(figures.values())))
-    recipes = [Contestant(name.replace("_", " "), True, rows(values)) for name, values in figures.items()]
+    recipes = [
+        Contestant(name.replace("_", " "), True, rows(values)) for name, values in figures.items()
+    ]
     base = Contestant("raw pixels", False, rows([0.5] * seeds))
     return Comparison([base, *recipes], seeds, 0, 4, [], None, "a")
 
@@ -67,7 +81,9 @@ def test_sentences_say_what_is_known_and_what_is_not() -> None:
     assert clear.sentences[1].endswith(", p < .001 after Holm's correction for 3 comparisons.")
     close = result(a=A[:3], c=C[:3])
     assert close.conclusion == "Nothing can be said of which recipe is the best with 3 seeds."
-    assert close.sentences[0].startswith("Nothing can be said of a and c with 3 seeds: they are 0.003 ± ")
+    assert close.sentences[0].startswith(
+        "Nothing can be said of a and c with 3 seeds: they are 0.003 ± "
+    )
     three = result(a=A, b=B, c=C)
     assert three.conclusion.startswith(
         "No recipe is shown to be the best with 5 seeds. It is one of a, c; b is worse"
@@ -93,13 +109,17 @@ def test_files_say_the_same_and_escape_what_names_hold() -> None:
     )
     rows = list(csv.DictReader(io.StringIO(as_csv(found))))
     assert len(rows) == 3 * 5 * 2
-    assert [float(r["value"]) for r in rows if r["contestant"] == "b" and r["metric"] == "map_at_r"] == B
+    assert [
+        float(r["value"]) for r in rows if r["contestant"] == "b" and r["metric"] == "map_at_r"
+    ] == B
 
 
 def test_the_page_in_a_browser_loads_nothing_fits_a_phone_and_axe_finds_nothing(
     page: Any, tmp_path: Path
 ) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe is not installed"
+    ).Axe()
     long = "a-name-that-nobody-would-think-of-but-somebody-has-and-that-is-wider-than-a-phone"
     found = result(**{long: A, "<b>b</b>": B, "c": C})
     found.contestants[1].values.update({"loss.margin": 0.1234567, "optimizer.name": "AdamW" * 20})

@@ -51,16 +51,28 @@ LOSSES = [
     (of("loss", "detached"), ["without a gradient", "Was it detached"]),
     (of("loss", "numpy"), ["gave a float32;", "must give a scalar"]),
     (of("loss", "whole"), ["of shape () and type int64"]),
-    (of("loss", "raises"), ["failed: KeyError: 'no such key'", "broken.py, line ", "retrieval --debug"]),
+    (
+        of("loss", "raises"),
+        ["failed: KeyError: 'no such key'", "broken.py, line ", "retrieval --debug"],
+    ),
     (of("loss", "memory"), ["ran out of memory", "[sampler] classes × items"]),
-    (of("loss", "in_place"), ["The gradient of loss broken.loss failed: RuntimeError", "inplace operation"]),
+    (
+        of("loss", "in_place"),
+        ["The gradient of loss broken.loss failed: RuntimeError", "inplace operation"],
+    ),
     (
         {"name": "broken.no_forward"},
         ["loss broken.no_forward failed: NotImplementedError: it defines no forward"],
     ),
-    ({"name": "broken.no_compute_loss"}, ["loss broken.no_compute_loss failed: NotImplementedError"]),
+    (
+        {"name": "broken.no_compute_loss"},
+        ["loss broken.no_compute_loss failed: NotImplementedError"],
+    ),
     ({"name": "broken.wrong_call"}, ["broken.wrong_call failed: TypeError", "positional argument"]),
-    ({"name": "broken.object"}, ["loss broken.object is an object of type int, which cannot be called"]),
+    (
+        {"name": "broken.object"},
+        ["loss broken.object is an object of type int, which cannot be called"],
+    ),
 ]
 MINERS = [
     ("lists", ["gave a tuple of 3 (a list of 4", "int64 tensors"]),
@@ -77,7 +89,10 @@ MINERS = [
     ("raises", ["failed: IndexError"]),
 ]
 OTHERS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"data": of("items", "short")}, ["dataset broken.items", "45 labels, 48 keys, 48 arrays, 7 files"]),
+    (
+        {"data": of("items", "short")},
+        ["dataset broken.items", "45 labels, 48 keys, 48 arrays, 7 files"],
+    ),
     ({"data": of("items", "none")}, ["it has no keys, one for each item"]),
     ({"data": of("items", "flat")}, ["arrays has the shape (48,), and must be (N, F)"]),
     ({"data": of("items", "kind")}, ["kind is 'pictures'", '"image" or "features"']),
@@ -117,7 +132,10 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (combined("no_head"), ["combiner broken.combiner gave None as the head"]),
     (combined("flat"), ["combiner broken.combiner's compute_mat gave a tensor of shape (6,)"]),
-    (combined("rows"), ["combiner broken.combiner's pairwise_distance gave a tensor of shape (3, 3)"]),
+    (
+        combined("rows"),
+        ["combiner broken.combiner's pairwise_distance gave a tensor of shape (3, 3)"],
+    ),
     (
         combined("objective"),
         ["combiner broken.combiner gave a tensor of shape ()", "a scalar (or None), and figures"],
@@ -128,17 +146,26 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
         {**combined("right"), "combiner": {"name": "broken.no_build_head"}},
         ["must define build_head(features)"],
     ),
-    ({**combined("right"), "combiner": {"name": "broken.no_combiner"}}, ["broken.no_combiner gave None"]),
+    (
+        {**combined("right"), "combiner": {"name": "broken.no_combiner"}},
+        ["broken.no_combiner gave None"],
+    ),
     (
         {"loss": None, "learner": of("learner", "fit")},
         ["learner broken.learner failed: AttributeError: nothing to"],
     ),
-    ({"loss": None, "learner": of("learner", "refuses")}, ["broken.learner refuses", "do not serve."]),
+    (
+        {"loss": None, "learner": of("learner", "refuses")},
+        ["broken.learner refuses", "do not serve."],
+    ),
     (
         {"loss": None, "learner": of("learner", "alone")},
         ["learner broken.learner gave a Linear from to_model_parts"],
     ),
-    ({"loss": None, "learner": of("learner", "no_head")}, ["learner broken.learner gave None as the head"]),
+    (
+        {"loss": None, "learner": of("learner", "no_head")},
+        ["learner broken.learner gave None as the head"],
+    ),
     (
         {"loss": None, "learner": of("learner", "width")},
         ["learner broken.learner's head failed: RuntimeError"],
@@ -178,7 +205,11 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
         assert word in sentence, sentence
 
 
-LEARNERS = [(tables, words) for tables, words in OTHERS if tables.get("learner") and "backbone" not in tables]
+LEARNERS = [
+    (tables, words)
+    for tables, words in OTHERS
+    if tables.get("learner") and "backbone" not in tables
+]
 NARROW = {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")}
 BEFORE_TRAINING = [
     *LEARNERS,
@@ -192,7 +223,9 @@ BEFORE_TRAINING = [
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"), BEFORE_TRAINING, ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else ""
+    ("tables", "words"),
+    BEFORE_TRAINING,
+    ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else "",
 )
 def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) -> None:
     recipe = check_recipe(table(**tables))
@@ -231,7 +264,10 @@ def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
     with pytest.raises(PluginError) as caught:
         train(tmp_path / "run", recipe)
     name = f"retrieval_{hook.partition('(')[0]}"
-    assert str(caught.value) == f"The plugin 'hooked' failed in {name}: KeyError: 'gone' ({file}, line 4)."
+    assert (
+        str(caught.value)
+        == f"The plugin 'hooked' failed in {name}: KeyError: 'gone' ({file}, line 4)."
+    )
 
 
 def test_on_the_command_line(
@@ -242,10 +278,15 @@ def test_on_the_command_line(
     for command in ("check", "train"):
         outcome = cli(command, "recipe.toml")
         assert outcome.code == 2 and "Traceback" not in outcome.err
-        assert outcome.err.startswith("Error: The loss broken.loss failed: KeyError: 'no such key' (")
+        assert outcome.err.startswith(
+            "Error: The loss broken.loss failed: KeyError: 'no such key' ("
+        )
     traced = cli("--debug", "check", "recipe.toml")
     assert traced.code == 2 and "Traceback (most recent call last)" in traced.err
-    assert "raise" in traced.err and traced.err.splitlines()[-1] == cli("check", "recipe.toml").err.strip()
+    assert (
+        "raise" in traced.err
+        and traced.err.splitlines()[-1] == cli("check", "recipe.toml").err.strip()
+    )
     for value in ("seed=99999999999999999999", "split.seed=-99999999999999999999", "train.epochs=1e400",
                   "head.embedding_size=9223372036854775808"):  # fmt: skip
         outcome = cli("check", "recipe.toml", "--set", value)

@@ -71,7 +71,10 @@ def test_what_is_no_image_is_one_sentence_that_names_the_item(make: Any, says: s
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda x: torch.zeros(64), r"gave a tensor .*; it must give a vector: a numpy array of numbers"),
+        (
+            lambda x: torch.zeros(64),
+            r"gave a tensor .*; it must give a vector: a numpy array of numbers",
+        ),
         (lambda x: x, r"gave a numpy array of shape \(8, 8\) .*; it must give a vector"),
         (lambda x: x.ravel()[: 60 + x[0, 2] % 3], r"of shape \(6\d,\)"),
         (lambda x: x.ravel().astype(str), "type <U.*; it must give a vector"),
@@ -133,7 +136,9 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
         ({"notes": "read"}, "notes is a str, and must be a list of sentences"),
     ],
 )  # fmt: skip
-def test_columns_that_break_the_contract_are_one_sentence(columns: dict[str, Any], says: str) -> None:
+def test_columns_that_break_the_contract_are_one_sentence(
+    columns: dict[str, Any], says: str
+) -> None:
     with pytest.raises(PluginError, match=f"^The dataset acme.items breaks its contract: .*{says}"):
         check_dataset(Items(**columns), "acme.items")
 
@@ -142,7 +147,8 @@ def test_every_fault_is_said_at_once() -> None:
     with pytest.raises(PluginError) as caught:
         check_dataset(Items(labels=[0.5] * 39, files=["x"] * 40, kind="pictures"), "acme.items")
     assert all(
-        part in str(caught.value) for part in ("labels has", "files has", "kind is", "differ in length")
+        part in str(caught.value)
+        for part in ("labels has", "files has", "kind is", "differ in length")
     )
 
 
@@ -186,7 +192,9 @@ def test_training_ends_with_the_sentence(
         "train": {"epochs": 1, "workers": workers},
         "augmentation": {"crop_scale": [0.5, 1.0]},
     }
-    with pytest.raises(PluginError, match=r"asked for item \d+ \(d/\d+\), gave a tuple of 2") as caught:
+    with pytest.raises(
+        PluginError, match=r"asked for item \d+ \(d/\d+\), gave a tuple of 2"
+    ) as caught:
         retrieval.train(table, tmp_path / "run", dataset=Items(pair), progress=False)
     assert "The dataset object.Items" in str(caught.value)
 

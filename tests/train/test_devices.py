@@ -19,7 +19,10 @@ Make = Callable[..., Any]
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     state = checkpoint.load(folder / "checkpoints" / "last.safetensors")
-    return {**state["model"], **{f"{n}.{k}": v for n, m in state["modules"].items() for k, v in m.items()}}
+    return {
+        **state["model"],
+        **{f"{n}.{k}": v for n, m in state["modules"].items() for k, v in m.items()},
+    }
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -34,7 +37,10 @@ STILL = {
     "train": {"epochs": 1},
 }
 DIVIDED: dict[str, dict[str, Any]] = {
-    "anchors": {"loss": {"name": "pml.multi_similarity"}, "miner": {"name": "pml.multi_similarity"}},
+    "anchors": {
+        "loss": {"name": "pml.multi_similarity"},
+        "miner": {"name": "pml.multi_similarity"},
+    },
     "triplets": {"loss": {"name": "pml.triplet_margin", "margin": 0.3}},
     "combiner": {"loss": {"name": "pml.contrastive"}, "combiner": {"name": "toolbox.local"}},
     "items": {"loss": {"name": "pml.normalized_softmax"}},
@@ -66,7 +72,9 @@ def test_several_processes_train_as_one_and_gather_codes_only(
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_processes_begin_a_run_together_or_not_at_all(make: Make, processes: Make, tmp_path: Path) -> None:
+def test_processes_begin_a_run_together_or_not_at_all(
+    make: Make, processes: Make, tmp_path: Path
+) -> None:
     """One that comes late does not take the run that the first has begun for another; a folder in use is refused to all."""
     for name in ("first", "held", "late"):
         (tmp_path / f"{name}.toml").write_text(to_toml(make(**STILL)))
@@ -79,7 +87,9 @@ def test_processes_begin_a_run_together_or_not_at_all(make: Make, processes: Mak
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_rows_all_at_once_and_in_blocks_give_the_same_loss_and_gradients(processes: Make, world: int) -> None:
+def test_rows_all_at_once_and_in_blocks_give_the_same_loss_and_gradients(
+    processes: Make, world: int
+) -> None:
     """Small shares are computed once; larger ones in blocks, once more for the gradient, whose number of rows is bounded."""
     processes(world, "blocks_process.py")
 
@@ -98,7 +108,10 @@ def test_a_run_of_two_processes_with_batch_norm_is_that_of_one(
     from retrieval.export.export_run import export_run
     from retrieval.run.open import load_run
 
-    table = {"backbone": {"name": "toolbox.net", "dropout": 0.0}, "optimizer": {"name": "SGD", "lr": 0.05}}
+    table = {
+        "backbone": {"name": "toolbox.net", "dropout": 0.0},
+        "optimizer": {"name": "SGD", "lr": 0.05},
+    }
     for name, sync in (("whole", True), ("shares", False)):
         made = make(**table, train={"epochs": 1, "sync_batch_norm": sync})
         (tmp_path / f"{name}.toml").write_text(to_toml(made))

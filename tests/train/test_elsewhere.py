@@ -112,7 +112,9 @@ def test_from_another_folder_and_without_the_data(
         else generator.standard_normal((5, 64)).astype(np.float32)
     )
     np.testing.assert_array_equal(one.encode(items).vector, other.encode(items).vector)
-    with pytest.raises(BundleError, match="int8 variant is calibrated on training items, and there are none"):
+    with pytest.raises(
+        BundleError, match="int8 variant is calibrated on training items, and there are none"
+    ):
         retrieval("export", run, "-o", "int8.bundle", "--variant", "int8")
     (run / "inputs.safetensors").unlink()
     with pytest.raises(DataError, match=f"{home / 'data'}"):

@@ -31,17 +31,25 @@ def brute_force_recall_at_1(run: Any) -> float:
     labels = run.splits.labels[run.splits.query]
     distances = run.model.distances(codes, codes).detach().double().numpy()
     np.fill_diagonal(distances, np.inf)
-    return float(np.mean([labels[int(np.argmin(row))] == labels[i] for i, row in enumerate(distances)]))
+    return float(
+        np.mean([labels[int(np.argmin(row))] == labels[i] for i, row in enumerate(distances)])
+    )
 
 
 @pytest.mark.parametrize("combiner", [None, {"name": "toolbox.local"}])
-def test_figures_equal_plain_loops_and_the_bundle_agrees(make: Make, tmp_path: Path, combiner: Any) -> None:
+def test_figures_equal_plain_loops_and_the_bundle_agrees(
+    make: Make, tmp_path: Path, combiner: Any
+) -> None:
     run = trained(make, tmp_path / "run", combiner=combiner)
     export_run(run, tmp_path / "bundle")
     results = evaluate_run(run, baseline=True, clusters=True, bundle=tmp_path / "bundle")
     figures = results.figures
-    assert figures["trained"]["recall_at_1"] == pytest.approx(brute_force_recall_at_1(run), abs=1e-9)
-    assert figures["bundle"]["recall_at_1"] == pytest.approx(figures["trained"]["recall_at_1"], abs=0.011)
+    assert figures["trained"]["recall_at_1"] == pytest.approx(
+        brute_force_recall_at_1(run), abs=1e-9
+    )
+    assert figures["bundle"]["recall_at_1"] == pytest.approx(
+        figures["trained"]["recall_at_1"], abs=0.011
+    )
     assert 0 < figures["trained"]["nmi"] <= 1
     assert figures["raw pixels"]["recall_at_1"] > 0.9
     assert json.loads((tmp_path / "run" / "evaluation-test.json").read_text()) == json.loads(
@@ -81,7 +89,10 @@ def test_a_baseline_is_measured_where_it_is_asked_for(make: Make, tmp_path: Path
     run = trained(make, tmp_path / "run")
     measured = evaluate_run(run, baseline=True)
     assert set(measured.figures) == {"trained", "raw pixels"}
-    assert json.loads((tmp_path / "run" / "evaluation-test.json").read_text())["figures"] == measured.figures
+    assert (
+        json.loads((tmp_path / "run" / "evaluation-test.json").read_text())["figures"]
+        == measured.figures
+    )
     assert set(evaluate_run(run).figures) == {"trained"}
 
 

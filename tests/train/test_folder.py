@@ -108,7 +108,9 @@ for i, call in enumerate(draw.sample(range(1, appears), 3) + draw.sample(range(a
 """
 
 
-def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe: Path, tmp_path: Path) -> None:
+def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
+    recipe: Path, tmp_path: Path
+) -> None:
     """By --resume where there is a folder, by the same command where there is none; both end as if nothing had been."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(recipe), str(tmp_path), "13"],
@@ -119,7 +121,9 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe: Path, tmp
     for i in range(8):
         folder = tmp_path / str(i)
         if (folder / "checkpoints" / "last.safetensors").is_file():
-            assert "a run that was stopped. Go on with it" in sentence("train", recipe, "--output", folder)
+            assert "a run that was stopped. Go on with it" in sentence(
+                "train", recipe, "--output", folder
+            )
             result = retrieval("train", recipe, "--output", folder, "--resume")
         elif folder.exists():
             begun += 1
@@ -129,7 +133,9 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe: Path, tmp
             result = retrieval("train", recipe, "--output", folder, "--resume")
             assert "has no checkpoint yet: training begins again" in result.output
         else:
-            assert "it holds no recipe.toml" in sentence("train", recipe, "--output", folder, "--resume")
+            assert "it holds no recipe.toml" in sentence(
+                "train", recipe, "--output", folder, "--resume"
+            )
             result = retrieval("train", recipe, "--output", folder)
         assert result.exit_code == 0, result.exception
         assert same(folder, recipe.parent / "whole")
@@ -163,7 +169,10 @@ def test_two_processes_cannot_train_one_run(recipe: Path, tmp_path: Path) -> Non
     (folder / "summary.json").unlink()
     code = "import sys; from pathlib import Path; from retrieval.run.folder import claimed\nwith claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         for words in (["--resume"], ["--replace"]):
@@ -181,13 +190,16 @@ def test_two_resumes_at_once_train_each_epoch_once(recipe: Path, tmp_path: Path)
         sys.executable, "-m", "retrieval.cli", "train", str(recipe), "--output", str(folder), "--resume",
     ]  # fmt: skip
     both = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     answers = [process.communicate(timeout=300) for process in both]
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [0, 1]
     for process, (out, err) in zip(both, answers, strict=True):
-        if process.returncode:  # the other held the run; one that came after it finds the run complete
+        if (
+            process.returncode
+        ):  # the other held the run; one that came after it finds the run complete
             assert process.returncode == 2 and "Another process is training this run" in err
         else:
             assert "epoch 2" in out or "is complete already" in out
@@ -199,11 +211,16 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(recipe.parent / "whole", folder)
-    assert "a complete run. Train it longer with --resume" in sentence("train", recipe, "--output", folder)
+    assert "a complete run. Train it longer with --resume" in sentence(
+        "train", recipe, "--output", folder
+    )
     bad = ["--set", "data.name=core.image_folder", "--set", f"data.folder={tmp_path / 'none'}"]
     assert sentence("train", recipe, "--output", folder, "--replace", *bad)
     assert same(folder, recipe.parent / "whole")  # a run that cannot begin replaces nothing
-    assert retrieval("train", recipe, "--output", folder, "--replace", "--set", "seed=7").exit_code == 0
+    assert (
+        retrieval("train", recipe, "--output", folder, "--replace", "--set", "seed=7").exit_code
+        == 0
+    )
     assert not same(folder, recipe.parent / "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "mine").mkdir()
@@ -237,5 +254,10 @@ def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch: pytest.Mo
     from retrieval.cli.again import this_command
     from retrieval.cli.train import ONCE
 
-    monkeypatch.setattr(sys, "argv", ["retrieval", "train", "my recipe.toml", "--replace", "--set", "seed=1"])
-    assert this_command("--resume", without=ONCE) == "retrieval train 'my recipe.toml' --set seed=1 --resume"
+    monkeypatch.setattr(
+        sys, "argv", ["retrieval", "train", "my recipe.toml", "--replace", "--set", "seed=1"]
+    )
+    assert (
+        this_command("--resume", without=ONCE)
+        == "retrieval train 'my recipe.toml' --set seed=1 --resume"
+    )

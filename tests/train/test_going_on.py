@@ -75,7 +75,9 @@ def retrieval(*words: object) -> Any:
 
 
 def train(folder: Path, name: str, *words: object) -> str:
-    output: str = retrieval("train", folder / "recipe.toml", "--output", folder / name, *words).output
+    output: str = retrieval(
+        "train", folder / "recipe.toml", "--output", folder / name, *words
+    ).output
     return output
 
 
@@ -116,7 +118,9 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> N
     )
     assert "--replace-plugins" in said
     assert same(load(mine / "run")["model"], load(mine / "whole")["model"])
-    (mine / "mine" / "__init__.py").write_text("def broken(:\n")  # on the way to the next experiment
+    (mine / "mine" / "__init__.py").write_text(
+        "def broken(:\n"
+    )  # on the way to the next experiment
     assert "__init__.py" in train(mine, "run", "--resume", "--set", "train.epochs=3")
     shutil.rmtree(mine / "run" / "plugins" / "mine" / "__pycache__", ignore_errors=True)
     shutil.rmtree(mine / "mine")
@@ -144,7 +148,9 @@ def test_replace_plugins_goes_on_with_the_mended_files(mine: Path) -> None:
     with pytest.raises(RetrievalError, match="loss is nan"):
         train(mine, "run")
     (mine / "mine" / "factors.py").write_text("FACTOR = 2.0\n")
-    with pytest.raises(RetrievalError, match="loss is nan"):  # as it was told: with the run's own copy
+    with pytest.raises(
+        RetrievalError, match="loss is nan"
+    ):  # as it was told: with the run's own copy
         train(mine, "run", "--resume")
     train(mine, "run", "--resume", "--replace-plugins")
     assert same(load(mine / "run")["model"], load(mine / "whole")["model"])
@@ -152,7 +158,10 @@ def test_replace_plugins_goes_on_with_the_mended_files(mine: Path) -> None:
     changed = json.loads((mine / "run" / "run.json").read_text())["changes"]
     assert changed == [{"step": 0, "what": ["the plugins were replaced"]}]
     assert "has changed" not in train(mine, "run", "--resume")
-    assert "goes with --resume" in CliRunner().invoke(app, ["train", "x.toml", "--replace-plugins"]).output
+    assert (
+        "goes with --resume"
+        in CliRunner().invoke(app, ["train", "x.toml", "--replace-plugins"]).output
+    )
 
 
 # --- more epochs ---------------------------------------------------------------------------------------------
@@ -175,7 +184,9 @@ def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(
     for name in ("last", "best"):
         assert same(load(mine / "run", name)["model"], load(mine / "whole", name)["model"])
     assert log(mine / "run") == log(mine / "whole")
-    assert (mine / "run" / "summary.json").read_text() == (mine / "whole" / "summary.json").read_text()
+    assert (mine / "run" / "summary.json").read_text() == (
+        mine / "whole" / "summary.json"
+    ).read_text()
     assert "epochs = 4" in (mine / "run" / "recipe.toml").read_text()
     assert not (mine / "run" / "evaluation-test.json").exists()  # it was of other weights
     assert json.loads((mine / "run" / "run.json").read_text())["changes"] == [
@@ -190,7 +201,9 @@ def test_a_cosine_goes_on_along_the_longer_curve_and_says_so(mine: Path) -> None
     assert log(mine / "run")[-1]["lr"]["metric"] == 0
     said = train(mine, "run", *cosine, "--resume", "--set", "train.epochs=4")
     assert "note: [schedule] cosine is drawn over a phase's whole length" in said
-    assert [line["lr"] for line in log(mine / "run")[2:]] == [line["lr"] for line in log(mine / "whole")[2:]]
+    assert [line["lr"] for line in log(mine / "run")[2:]] == [
+        line["lr"] for line in log(mine / "whole")[2:]
+    ]
 
 
 def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine: Path) -> None:
@@ -202,7 +215,10 @@ def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine: Path) ->
     train(mine, "run")
     for changed, said in (
         ("phase.0.epochs=2", r"the phase 'head' is over, after 1 epochs"),
-        ("train.epochs=5", r"train\.epochs says nothing beside \[\[phase\]\]s\. Set .*phase\.1\.epochs"),
+        (
+            "train.epochs=5",
+            r"train\.epochs says nothing beside \[\[phase\]\]s\. Set .*phase\.1\.epochs",
+        ),
     ):
         with pytest.raises(RetrievalError, match=said):
             train(mine, "run", "--resume", "--set", changed)
@@ -254,7 +270,9 @@ def test_a_learner_has_no_epochs_to_add(mine: Path) -> None:
 # --- the weights of another run ------------------------------------------------------------------------------
 
 
-def test_training_starts_from_the_weights_of_another_run(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_starts_from_the_weights_of_another_run(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(mine)
     train(mine, "a")
     still = [
@@ -307,7 +325,9 @@ def test_a_frozen_backbone_of_another_run_keeps_its_weights_also_when_resumed(
     theirs = load(mine / "a", "best")["model"]
     ours = load(mine / "run")["model"]
     assert all(
-        torch.equal(ours[name], value) for name, value in theirs.items() if name.startswith("backbone.")
+        torch.equal(ours[name], value)
+        for name, value in theirs.items()
+        if name.startswith("backbone.")
     )
     learner = (
         (mine / "recipe.toml")
@@ -318,5 +338,7 @@ def test_a_frozen_backbone_of_another_run_keeps_its_weights_also_when_resumed(
     train(mine, "learned", "--set", f"train.start_from={mine / 'a'}")
     learned = load(mine / "learned", "best")["model"]
     assert all(
-        torch.equal(learned[name], value) for name, value in theirs.items() if name.startswith("backbone.")
+        torch.equal(learned[name], value)
+        for name, value in theirs.items()
+        if name.startswith("backbone.")
     )

@@ -83,7 +83,8 @@ def test_batches_without_a_pair_and_batches_beyond_the_data(make: Make) -> None:
     miner = {"name": "pml.multi_similarity"}
     lines = run_one_batch(make(sampler={"classes": 4, "items": 1}, miner=miner))
     assert any(
-        "toolbox.deadly compares items of one class, and a batch has one of each" in line for line in lines
+        "toolbox.deadly compares items of one class, and a batch has one of each" in line
+        for line in lines
     )
     fine = run_one_batch(make(sampler={"classes": 4, "items": 4, "batches": 2}))
     assert fine[-1].endswith("The recipe is fine.") and not any("warning" in line for line in fine)
@@ -92,10 +93,14 @@ def test_batches_without_a_pair_and_batches_beyond_the_data(make: Make) -> None:
     assert any(line.startswith("memory: a batch of 2,000 takes about") for line in lines)
 
 
-def test_a_batch_beyond_the_memory_is_refused_without_being_made(make: Make, tmp_path: Path) -> None:
+def test_a_batch_beyond_the_memory_is_refused_without_being_made(
+    make: Make, tmp_path: Path
+) -> None:
     made = make(sampler={"classes": 4, "items": 200_000})
     for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
-        with pytest.raises(DataError, match=r"a batch of 800,000 items takes about [\d.]+ GB of memory, and"):
+        with pytest.raises(
+            DataError, match=r"a batch of 800,000 items takes about [\d.]+ GB of memory, and"
+        ):
             attempt()
 
 
@@ -181,12 +186,16 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make(
-        backbone={"name": "toolbox.net", "frozen": True}, head={"identity": True}, train={"epochs": 1}
+        backbone={"name": "toolbox.net", "frozen": True},
+        head={"identity": True},
+        train={"epochs": 1},
     )
     assert run_one_batch(made)[-1].startswith("The model has nothing to train")
     said: list[str] = []
     with monkeypatch.context() as patch:  # no feature is computed to find that out
-        patch.setattr("retrieval.data.cache._Entry.fill", lambda *a: pytest.fail("features were computed"))
+        patch.setattr(
+            "retrieval.data.cache._Entry.fill", lambda *a: pytest.fail("features were computed")
+        )
         train(tmp_path / "run", made, report=said.append)
     assert said == ["The model has nothing to train: its features are taken as they are."]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said
@@ -209,7 +218,9 @@ def test_principal_components_pass_where_training_would(make: Make, tmp_path: Pa
         "loss": None, "sampler": None, "head": None, "train": None,
     }  # fmt: skip
     made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
-    assert "fitted 200 items. The recipe is fine." in run_one_batch(made)  # 32 of them refuse 128 components
+    assert "fitted 200 items. The recipe is fine." in run_one_batch(
+        made
+    )  # 32 of them refuse 128 components
     with pytest.raises(DataError, match=r"core\.pca refuses 200 of the 200 items that train"):
         run_one_batch(make(learner={"name": "core.pca", "n_components": 300}, **tables))
 

@@ -46,7 +46,10 @@ def test_it_is_the_known_loss(name: str, theirs: dict[str, Any], ours: dict[str,
 def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked() -> None:
     torch.manual_seed(0)
     loss = create("loss", "core.partial_fc", embedding_size=3, classes=5, scale=4.0).double()
-    codes, labels = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 3, 4])
+    codes, labels = (
+        torch.randn(4, 3, dtype=torch.float64, requires_grad=True),
+        torch.tensor([0, 3, 3, 4]),
+    )
     assert torch.autograd.gradcheck(lambda x, _: loss(x, labels), (codes, loss.weight))
     with pytest.raises(ValueError, match="labels go from 0 to 5, and there are 5 classes"):
         loss(codes, torch.tensor([0, 1, 2, 5]))
@@ -55,7 +58,9 @@ def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked() -> 
 def test_shares_hold_each_row_once() -> None:
     for whole, world in ((7, 3), (1_000_000, 7), (4, 4)):
         shares = [Shard.of(whole, rank, world) for rank in range(world)]
-        assert [s.start for s in shares] == [0, *(s.stop for s in shares[:-1])] and shares[-1].stop == whole
+        assert [s.start for s in shares] == [0, *(s.stop for s in shares[:-1])] and shares[
+            -1
+        ].stop == whole
         assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
 
 
@@ -97,14 +102,18 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(
         (tmp_path / f"{name}.toml").write_text(to_toml(made))
     halves = [f"{name}@train.epochs=1" for name in ("cut", "half")]
     said = processes(2, "train_process.py", str(tmp_path), "two", *halves, "cut+")
-    assert [json.loads(line)["error"] for line in said.splitlines() if line.startswith("{")] == [""] * 4
+    assert [json.loads(line)["error"] for line in said.splitlines() if line.startswith("{")] == [
+        ""
+    ] * 4
     train(tmp_path / "alone", made)
     alone, two = state(tmp_path / "alone"), state(tmp_path / "two")
     assert two["modules/loss.weight/"].shape == (5, 16)
     assert apart(two, alone) < 2e-5
     assert apart(state(tmp_path / "cut"), two) == 0  # bit for bit
     files = sorted(path.name for path in (tmp_path / "two" / "checkpoints").glob("shard-*"))
-    assert files == [f"shard-0-{total}-{rank}of2.safetensors" for total in (3, 6) for rank in (0, 1)]
+    assert files == [
+        f"shard-0-{total}-{rank}of2.safetensors" for total in (3, 6) for rank in (0, 1)
+    ]
 
     for name in ("four", "one", "lost"):
         shutil.copytree(tmp_path / "half", tmp_path / name)

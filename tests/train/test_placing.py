@@ -46,13 +46,19 @@ def retrieval_losses():
 
 
 def kept(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
+    state: dict[str, torch.Tensor] = checkpoint.load(folder / "checkpoints" / "last.safetensors")[
+        "model"
+    ]
     return state
 
 
 def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one if one[name].is_floating_point())
+    return max(
+        float((one[name] - other[name]).abs().max())
+        for name in one
+        if one[name].is_floating_point()
+    )
 
 
 def test_on_a_cpu_large_blocks_are_kept_for_the_next_batch() -> None:
@@ -79,13 +85,19 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     faults = {
         way: int(
             subprocess.run(
-                [sys.executable, "-c", code, way], env=environment, capture_output=True, text=True, check=True
+                [sys.executable, "-c", code, way],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
             ).stdout
         )
         for way in ("placed", "as it comes")
     }
     if faults["as it comes"] < 100_000:
-        pytest.skip("the system here gives large blocks in few pages, or the C library keeps them by itself")
+        pytest.skip(
+            "the system here gives large blocks in few pages, or the C library keeps them by itself"
+        )
     assert faults["placed"] < faults["as it comes"] / 4, faults
 
 
@@ -103,13 +115,22 @@ def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path:
     assert 1e-7 < far(one, bf16) < 0.05
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler, and there is no g++")
-def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(make: Make, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not shutil.which("g++"), reason="torch.compile needs a C++ compiler, and there is no g++"
+)
+def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(
+    make: Make, tmp_path: Path
+) -> None:
     """The process keeps torch's compiler out where nothing is compiled: here it has the real one."""
     train(tmp_path / "plain", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
     script = Path(__file__).with_name("compile_process.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "plain" / "recipe.toml"), str(tmp_path / "compiled")],
+        [
+            sys.executable,
+            str(script),
+            str(tmp_path / "plain" / "recipe.toml"),
+            str(tmp_path / "compiled"),
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -151,7 +172,9 @@ def test_deterministic_algorithms_are_on_in_training_and_off_after(
     real = trainer.Trainer._train_batch
 
     def noted(self: Any, *given: Any) -> Any:
-        seen.append(torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark)
+        seen.append(
+            torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        )
         return real(self, *given)
 
     monkeypatch.setattr(trainer.Trainer, "_train_batch", noted)
@@ -205,7 +228,10 @@ def test_a_part_without_a_deterministic_algorithm_is_refused(make: Make, tmp_pat
     with pytest.raises(
         PluginError, match=r"The loss unrepeatable\.put failed: .*does not have a deterministic"
     ):
-        train(tmp_path / "same", make(**tables, train={"epochs": 1, "device": "cpu", "deterministic": True}))
+        train(
+            tmp_path / "same",
+            make(**tables, train={"epochs": 1, "device": "cpu", "deterministic": True}),
+        )
 
 
 def test_what_was_set_before_comes_back_after_a_fault(make: Make) -> None:

@@ -154,7 +154,9 @@ def _same(one: object, other: object, where: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_after_the_step_with_a_checkpoint(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE.replace("epochs = 2", "epochs = 2000"))
     command = [
         sys.executable,

@@ -30,7 +30,10 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("triplet_margin", {"smooth_loss": True}),
     ("triplet_margin", {"swap": True, "margin": 0.3}),
     ("triplet_margin", {"margin": 0.3, "reducer": {"name": "pml.sum"}}),
-    ("contrastive", {"reducer": {"name": "pml.mean"}, "distance": {"name": "pml.cosine_similarity"}}),
+    (
+        "contrastive",
+        {"reducer": {"name": "pml.mean"}, "distance": {"name": "pml.cosine_similarity"}},
+    ),
     ("multi_similarity", {"reducer": {"name": "pml.threshold", "low": 0.2, "high": 2.0}}),
 ]
 ITEMWISE = ["normalized_softmax", "soft_triple", "proxy_nca", "arc_face", "cos_face", "sub_center_arc_face", "sphere_face",
@@ -61,10 +64,14 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return nn.functional.normalize(middle[labels] + 1.2 * noise), labels
 
 
-def by_rows(loss: Any, kind: Rows, codes: Tensor, labels: Tensor, indices: Any, size: int) -> Tensor:
+def by_rows(
+    loss: Any, kind: Rows, codes: Tensor, labels: Tensor, indices: Any, size: int
+) -> Tensor:
     """The loss, from `size` rows at a time."""
     found = [
-        row_sums(loss, kind, codes[at : at + size], labels[at : at + size], (codes, labels), at, indices)
+        row_sums(
+            loss, kind, codes[at : at + size], labels[at : at + size], (codes, labels), at, indices
+        )
         for at in range(0, len(codes), size)
     ]
     total, count = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
@@ -89,12 +96,16 @@ def compare(loss: Any, kind: Rows, indices: Any, seed: int) -> float:
 
 
 @pytest.mark.parametrize("miner", MINERS, ids=lambda miner: miner[0] if miner else "all")
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{n}{i}" for i, (n, _) in enumerate(OPTIONS)])
+@pytest.mark.parametrize(
+    ("name", "options"), OPTIONS, ids=[f"{n}{i}" for i, (n, _) in enumerate(OPTIONS)]
+)
 def test_anchors_sums_make_the_whole_loss(name: str, options: dict[str, Any], miner: Any) -> None:
     loss = made(name, options)
     kind = rows_of(loss, miner is not None)
     if miner is not None and name == "sup_con":
-        assert kind is None  # it is 0 where no pair of the batch is negative, which rows cannot know
+        assert (
+            kind is None
+        )  # it is 0 where no pair of the batch is negative, which rows cannot know
         return
     assert kind == "anchors"
     slopes = []
@@ -123,7 +134,10 @@ def test_what_cannot_be_divided_is_computed_whole() -> None:
         made("lifted_structure"),
         made("proxy_anchor"),
         made("contrastive", regularised),
-        made("multi_similarity", {"reducer": {"name": "pml.class_weighted", "weights": [1.0] * CLASSES}}),
+        made(
+            "multi_similarity",
+            {"reducer": {"name": "pml.class_weighted", "weights": [1.0] * CLASSES}},
+        ),
         made("triplet_margin", drawn),
         upstream.ContrastiveLoss(),
         nn.Linear(2, 2),
@@ -147,6 +161,8 @@ def test_a_loss_that_says_rows_and_is_not_of_them_is_refused() -> None:
 
     codes, labels = batch(0)
     loss = Reduced()
-    with pytest.raises(PluginError, match=r"'pos_loss' as one number.*Take its attribute `rows` away"):
+    with pytest.raises(
+        PluginError, match=r"'pos_loss' as one number.*Take its attribute `rows` away"
+    ):
         row_sums(loss, "anchors", codes[:3], labels[:3], (codes, labels), 0, None)
     assert isinstance(loss.reducer, nn.Module) and type(loss.reducer).__name__ == "MultipleReducers"

@@ -106,7 +106,9 @@ def told(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
 
 
-def fit(made: Recipe, folder: Path, *names: str, tell: Any = lambda line: None, resume: bool = False) -> Any:
+def fit(
+    made: Recipe, folder: Path, *names: str, tell: Any = lambda line: None, resume: bool = False
+) -> Any:
     with tracking(names, made, tell):
         return train(folder, made, resume=resume)
 
@@ -118,10 +120,14 @@ def weights(folder: Path) -> dict[str, Any]:
 
 def same(one: Path, other: Path) -> bool:
     ours, theirs = weights(one), weights(other)
-    return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        bool((ours[name] == theirs[name]).all()) for name in ours
+    )
 
 
-def test_a_tracker_is_told_the_run_and_changes_nothing(make: Make, acme: str, tmp_path: Path) -> None:
+def test_a_tracker_is_told_the_run_and_changes_nothing(
+    make: Make, acme: str, tmp_path: Path
+) -> None:
     made = make(plugins=[*make().plugins, acme])
     lines: list[str] = []
     fit(made, tmp_path / "tracked", "acme.notes", tell=lines.append)
@@ -133,17 +139,27 @@ def test_a_tracker_is_told_the_run_and_changes_nothing(make: Make, acme: str, tm
     assert found[0] | {"thread": 0} == {
         "hook": "begin", "name": "test", "group": None, "key": None, "seed": 0, "thread": 0,
     }  # fmt: skip
-    kept = [json.loads(line) for line in (tmp_path / "tracked" / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        json.loads(line)
+        for line in (tmp_path / "tracked" / "metrics.jsonl").read_text().splitlines()
+    ]
     for line, record in zip(found[1:3], kept, strict=True):
         assert line["epoch"] == record["epoch"]
-        assert line["figures"].items() <= record.items() and "validation_map_at_r" in line["figures"]
+        assert (
+            line["figures"].items() <= record.items() and "validation_map_at_r" in line["figures"]
+        )
     best = json.loads((tmp_path / "tracked" / "summary.json").read_text())["validation"]
-    assert found[3]["epoch"] is None and found[3]["figures"]["best_validation_map_at_r"] == best["map_at_r"]
+    assert (
+        found[3]["epoch"] is None
+        and found[3]["figures"]["best_validation_map_at_r"] == best["map_at_r"]
+    )
     assert found[4]["how"] == "finished" and "acme.notes: a file" in lines
     assert not (tmp_path / "alone" / FILE).exists()
 
 
-def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(make: Make, acme: str, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(
+    make: Make, acme: str, tmp_path: Path
+) -> None:
     made = make(plugins=[*make().plugins, acme])
 
     def stop(line: str) -> None:
@@ -158,7 +174,9 @@ def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(make: Make, acme: st
     begins = [line["key"] for line in found if line["hook"] == "begin"]
     assert begins == [None, "key-test"] and found[-1]["how"] == "finished"
     assert {line["epoch"] for line in found if line["hook"] == "figures"} == {0, 1, None}
-    (tmp_path / "run" / FILE).write_text("{", encoding="utf-8")  # what is damaged is no key, and no fault
+    (tmp_path / "run" / FILE).write_text(
+        "{", encoding="utf-8"
+    )  # what is damaged is no key, and no fault
     assert load_run(tmp_path / "run").recipe.name == "test"
 
 
@@ -177,7 +195,9 @@ def test_no_tracker_stops_a_training(
         ("refused", "ConnectionError: nobody listens"), ("full", "No space left on device"),
         ("hangs", "has not taken everything within 0 seconds"), ("leaves", "wanted to end the process"),
     ):  # fmt: skip
-        assert any(f"The tracker acme.{name} " in line and why in line for line in warnings), warnings
+        assert any(f"The tracker acme.{name} " in line and why in line for line in warnings), (
+            warnings
+        )
     assert told(tmp_path)[-1] == {"hook": "end", "how": "finished", "thread": "tracker acme.notes"}
     assert (tmp_path / "run" / "summary.json").is_file()
     assert len(failures([tmp_path / "run"])) == 4
@@ -197,7 +217,9 @@ def test_what_is_no_tracker_is_refused_before_anything_is_written(
     made = make(plugins=[acme, *make().plugins])
     with pytest.raises(PluginError, match=r"no tracker 'acme\.note' .*Did you mean 'acme\.notes'"):
         fit(made, tmp_path / "run", "acme.note")
-    with pytest.raises(PluginError, match=r"'acme' offers several trackers: name one of acme\.full, "):
+    with pytest.raises(
+        PluginError, match=r"'acme' offers several trackers: name one of acme\.full, "
+    ):
         fit(made, tmp_path / "run", "acme")
     digits = Path(__file__).parents[2] / "models" / "digits" / "recipe.toml"
     done = cli("train", digits, "--output", tmp_path / "run", "--track", "tensorbored")
@@ -248,7 +270,9 @@ def test_mlflow_has_the_figures_and_goes_on_with_its_run(
     ]
     run = client.get_run(key)
     assert run.info.status == "FINISHED" and run.info.run_name == "test"
-    assert run.data.params["loss.name"] == "toolbox.deadly" and run.data.params["train.epochs"] == "2"
+    assert (
+        run.data.params["loss.name"] == "toolbox.deadly" and run.data.params["train.epochs"] == "2"
+    )
     assert client.get_experiment(run.info.experiment_id).name == "retrieval"
     assert not any("warning" in line for line in lines), lines
     with tracking(["mlflow"], make(train={"epochs": 3}), lines.append):
@@ -268,7 +292,11 @@ def test_wandb_has_the_figures_offline_under_one_id(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real("wandb", monkeypatch)
-    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "HOME": str(tmp_path)}.items():
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "HOME": str(tmp_path),
+    }.items():
         monkeypatch.setenv(name, value)
     lines: list[str] = []
     folder = tmp_path / "run"
@@ -319,19 +347,31 @@ def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_p
         table = {"name": name, **small, "loss": {"name": f"pml.{name}"}}
         paths[-1].write_text(tomli_w.dumps(table), encoding="utf-8")
     lines: list[str] = []
-    given: dict[str, Any] = {"seeds": 2, "pretrained": "none", "progress": False, "report": lines.append}
+    given: dict[str, Any] = {
+        "seeds": 2,
+        "pretrained": "none",
+        "progress": False,
+        "report": lines.append,
+    }
     names = ["acme.notes", "acme.refused"]
     found = compare(paths, tmp_path / "digits", track=names, **given)
     lines_of = told(tmp_path)
     begins = {line["name"]: line["group"] for line in lines_of if line["hook"] == "begin"}
-    trainings = [f"{name} seed {seed}" for name in ("triplet_margin", "contrastive") for seed in (0, 1)]
+    trainings = [
+        f"{name} seed {seed}" for name in ("triplet_margin", "contrastive") for seed in (0, 1)
+    ]
     assert begins == {"digits": None, **dict.fromkeys(trainings, "digits")}
     tables = {line["title"]: line["rows"] for line in lines_of if line["hook"] == "table"}
     assert tables == {"figures": figures(found), "differences": differences(found)}
-    final = [line["figures"] for line in lines_of if line["hook"] == "figures" and line["epoch"] is None]
+    final = [
+        line["figures"] for line in lines_of if line["hook"] == "figures" and line["epoch"] is None
+    ]
     tested = [each["test_map_at_r"] for each in final if "test_map_at_r" in each]
-    assert tested == [one["map_at_r"] for each in found.contestants if each.recipe for one in each.figures]
+    assert tested == [
+        one["map_at_r"] for each in found.contestants if each.recipe for one in each.figures
+    ]
     assert final[-1]["contrastive/map_at_r"] == pytest.approx(sum(tested[2:]) / 2)
     assert (
-        sum("The tracker acme.refused failed" in line for line in lines) == 2 and "4 of 4 runs" in lines[-1]
+        sum("The tracker acme.refused failed" in line for line in lines) == 2
+        and "4 of 4 runs" in lines[-1]
     )

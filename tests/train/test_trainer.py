@@ -19,7 +19,10 @@ def test_with_a_zero_rate_the_metric_stays_bit_identical_and_the_generator_moves
 ) -> None:
     still = {"backbone": 0.0, "head": 0.0, "combiner": 0.0, "loss": 0.0}
     made = make(
-        **STILL, generator=GENERATOR, combiner={"name": "toolbox.local"}, optimizer={"lr_factor": still}
+        **STILL,
+        generator=GENERATOR,
+        combiner={"name": "toolbox.local"},
+        optimizer={"lr_factor": still},
     )
     changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
     assert changed
@@ -51,8 +54,12 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
     losses = trainer.step.losses(inputs, labels)
     metric_side = [*run.model.parameters()]
     generator_side = [*run.objective.generator.parameters()]  # type: ignore[union-attr]
-    passing = torch.autograd.grad(losses.metric, generator_side, retain_graph=True, allow_unused=True)
-    assert any(g is not None and bool(g.any()) for g in passing)  # and is kept out of the generator below
+    passing = torch.autograd.grad(
+        losses.metric, generator_side, retain_graph=True, allow_unused=True
+    )
+    assert any(
+        g is not None and bool(g.any()) for g in passing
+    )  # and is kept out of the generator below
     expected_metric = torch.autograd.grad(losses.metric, metric_side, retain_graph=True)
     expected_generator = torch.autograd.grad(losses.generator, generator_side, retain_graph=True)
     checkpoint.restore_random_state(random)
@@ -85,7 +92,9 @@ def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(
     assert changed == {"model.head.0.weight", "model.head.0.bias"}
 
 
-def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make: Make, tmp_path: Path) -> None:
+def test_each_part_is_in_training_mode_where_it_trains_and_only_there(
+    make: Make, tmp_path: Path
+) -> None:
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.trainer import Trainer
@@ -105,12 +114,16 @@ def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make: Make
         trainer._enter_phase()
         trainer.step.set_modes()
         assert [module.training for module in modules] == [each == part for each in parts]  # type: ignore[union-attr]
-        grads = {name for name, group in trainer.step.parts.items() for p in group if p.requires_grad}
+        grads = {
+            name for name, group in trainer.step.parts.items() for p in group if p.requires_grad
+        }
         assert grads == {part}
 
 
 def test_a_generator_phase_leaves_the_metric_alone(make: Make, tmp_path: Path) -> None:
-    made = make(generator=GENERATOR, phase=[{"name": "generator", "epochs": 1, "train": ["generator"]}])
+    made = make(
+        generator=GENERATOR, phase=[{"name": "generator", "epochs": 1, "train": ["generator"]}]
+    )
     changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
     assert changed
     assert all(name.startswith("generator.") for name in changed)
@@ -118,18 +131,26 @@ def test_a_generator_phase_leaves_the_metric_alone(make: Make, tmp_path: Path) -
 
 def test_a_closed_form_generator_needs_no_optimiser(make: Make, tmp_path: Path) -> None:
     made = make(generator={"name": "toolbox.midpoint"}, miner={"name": "pml.triplet_margin"})
-    lines = [json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()
+    ]
     assert list(lines[0]["lr"]) == ["metric"]
     assert lines[0]["triplets"] > 0
     assert "generator_loss" not in lines[0]
 
 
-def test_a_losss_own_parameters_train_and_take_their_rates_factor(make: Make, tmp_path: Path) -> None:
+def test_a_losss_own_parameters_train_and_take_their_rates_factor(
+    make: Make, tmp_path: Path
+) -> None:
     loss = {"name": "toolbox.proxies"}
     moving = make(loss=loss, optimizer={"lr_factor": {"loss": 10.0}})
-    assert "loss.proxies" in moved(start(tmp_path, moving), weights(fit(tmp_path, moving, "moving")))
+    assert "loss.proxies" in moved(
+        start(tmp_path, moving), weights(fit(tmp_path, moving, "moving"))
+    )
     still = make(loss=loss, optimizer={"lr_factor": {"loss": 0.0}})
-    assert "loss.proxies" not in moved(start(tmp_path, still), weights(fit(tmp_path, still, "still")))
+    assert "loss.proxies" not in moved(
+        start(tmp_path, still), weights(fit(tmp_path, still, "still"))
+    )
 
 
 SGD = {"name": "SGD", "lr": 1e-2}
@@ -143,13 +164,19 @@ SGD = {"name": "SGD", "lr": 1e-2}
         ({"phase": [{"generator_lr": 2e-1}]}, (1, 1, 1, 20)),
         ({"phase": [{"lr": 1e-1, "generator_lr": 2e-1}]}, (10, 10, 10, 20)),
         ({"generator_optimizer": SGD, "phase": [{"lr": 1e-1}]}, (10, 10, 10, 1)),
-        ({"generator_optimizer": SGD, "phase": [{"lr": 1e-1, "generator_lr": 3e-2}]}, (10, 10, 10, 3)),
+        (
+            {"generator_optimizer": SGD, "phase": [{"lr": 1e-1, "generator_lr": 3e-2}]},
+            (10, 10, 10, 3),
+        ),
         (
             {"optimizer": SGD | {"lr_factor": {"head": 2.0, "combiner": 3.0, "generator": 4.0}}},
             (1, 2, 3, 4),
         ),
         (
-            {"optimizer": SGD | {"lr_factor": {"head": 2.0, "generator": 4.0}}, "phase": [{"lr": 1e-1}]},
+            {
+                "optimizer": SGD | {"lr_factor": {"head": 2.0, "generator": 4.0}},
+                "phase": [{"lr": 1e-1}],
+            },
             (10, 20, 10, 40),
         ),
         (
@@ -179,7 +206,9 @@ def test_rates_and_factors_reach_what_they_name(
         }
         made = make(**given)
         before, after = start(tmp_path, made), weights(fit(tmp_path, made, f"run{len(ways)}"))
-        ways.append({name: after[name].double() - before[name].double() for name in moved(before, after)})
+        ways.append(
+            {name: after[name].double() - before[name].double() for name in moved(before, after)}
+        )
     assert ways[0].keys() == ways[1].keys()
     for part, factor in zip(
         ("model.backbone", "model.head", "model.combiner", "generator"), times, strict=True
@@ -217,7 +246,9 @@ def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> N
     for items in (1, 2):
         made = make(generator=GENERATOR, sampler={"classes": 4, "items": items, "batches": 2})
         train(tmp_path / str(items), made, report=said.append)
-        noted = any("has no triplet that the generator could change" in line for line in run_one_batch(made))
+        noted = any(
+            "has no triplet that the generator could change" in line for line in run_one_batch(made)
+        )
         assert noted == (items == 1)
     warnings = [line for line in said if line.startswith("warning: no batch had a triplet")]
     assert len(warnings) == 2  # one an epoch of the first
@@ -225,7 +256,9 @@ def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> N
     assert all("[sampler] items of 2" in line["warnings"][0] for line in lines)
 
 
-@pytest.mark.parametrize(("synthetic", "real_weight"), [(True, 0.0), (True, 0.5), (False, 0.0), (False, 0.5)])
+@pytest.mark.parametrize(
+    ("synthetic", "real_weight"), [(True, 0.0), (True, 0.5), (False, 0.0), (False, 0.5)]
+)
 def test_without_triplets_the_real_samples_count_as_ever(
     make: Make, tmp_path: Path, synthetic: bool, real_weight: float
 ) -> None:

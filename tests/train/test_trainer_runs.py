@@ -38,7 +38,9 @@ def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path
         sampler={"classes": 4, "items": 4, "batches": 1},
         optimizer={"name": "SGD", "lr": 1e38, "options": {"weight_decay": 1e38}},
     )
-    with pytest.raises(DataError, match=r"at step 1 \(epoch 1\): weights of the \w+ became NaN or infinite"):
+    with pytest.raises(
+        DataError, match=r"at step 1 \(epoch 1\): weights of the \w+ became NaN or infinite"
+    ):
         fit(tmp_path, made)
     files = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert files == ["last.safetensors"]
@@ -48,14 +50,18 @@ def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path
     assert evaluate_run(load_run(tmp_path / "run")).figures["trained"]["recall_at_1"] > 0
 
 
-def test_a_generator_that_becomes_nan_stops_with_the_steps_number(make: Make, tmp_path: Path) -> None:
+def test_a_generator_that_becomes_nan_stops_with_the_steps_number(
+    make: Make, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
         fit(tmp_path, make(generator={"name": "toolbox.mover", "explode_at": 3}))
 
 
 def test_early_stopping_ends_after_patience_and_keeps_the_best(make: Make, tmp_path: Path) -> None:
     made = make(train={"epochs": 50, "patience": 2}, optimizer={"lr": 1e-9})
-    lines = [json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()
+    ]
     scores = [line["validation_map_at_r"] for line in lines]
     best = scores.index(max(scores))
     assert len(scores) == best + 3 < 50
@@ -72,14 +78,18 @@ def test_the_same_recipe_and_seed_give_the_same_numbers_and_another_seed_others(
 
 
 @pytest.mark.parametrize(
-    "options", [{"precision": "bf16"}, {"channels_last": True}, {"precision": "bf16", "channels_last": True}]
+    "options",
+    [{"precision": "bf16"}, {"channels_last": True}, {"precision": "bf16", "channels_last": True}],
 )
 def test_mixed_precision_and_channels_last_learn_the_same_task(
     make: Make, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     plain = fit(tmp_path, make(train={"epochs": 2}), "plain")
     other = fit(tmp_path, make(train={"epochs": 2, **options}), "other")
-    score = [json.loads((f / "summary.json").read_text())["validation"]["map_at_r"] for f in (plain, other)]
+    score = [
+        json.loads((f / "summary.json").read_text())["validation"]["map_at_r"]
+        for f in (plain, other)
+    ]
     assert abs(score[0] - score[1]) < 0.05
     assert weights(other)["model.head.0.weight"].dtype == torch.float32
 
@@ -93,7 +103,9 @@ def test_training_on_a_gpu_with_fp16(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 @pytest.mark.parametrize("options", [{"precision": "fp16"}, {"device": "cuda"}])
-def test_what_needs_a_gpu_is_refused_without_one(make: Make, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_needs_a_gpu_is_refused_without_one(
+    make: Make, tmp_path: Path, options: dict[str, Any]
+) -> None:
     with pytest.raises(RecipeError, match=r"GPU"):
         fit(tmp_path, make(train=options))
     assert not (tmp_path / "run").exists()

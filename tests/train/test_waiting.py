@@ -132,7 +132,9 @@ def test_nan_that_is_seen_later_names_its_step_and_leaves_the_last_good_checkpoi
     assert all(torch.isfinite(v).all() for v in kept["model"].values())
 
 
-def test_what_a_generator_made_is_seen_later_too(make: Make, tmp_path: Path, elsewhere: None) -> None:
+def test_what_a_generator_made_is_seen_later_too(
+    make: Make, tmp_path: Path, elsewhere: None
+) -> None:
     with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
         train(tmp_path / "run", make(generator={"name": "toolbox.mover", "explode_at": 3}))
 

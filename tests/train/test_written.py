@@ -24,7 +24,9 @@ def fit(tmp_path: Path, made: Any) -> Path:
 
 def test_the_runs_hooks_are_called(make: Make, tmp_path: Path) -> None:
     """retrieval_run_start, retrieval_epoch_end and retrieval_run_end, with what their documentation says."""
-    lines = [json.loads(x) for x in (fit(tmp_path, make()) / "hooks.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(x) for x in (fit(tmp_path, make()) / "hooks.jsonl").read_text().splitlines()
+    ]
     assert [line["hook"] for line in lines] == ["start", "epoch", "epoch", "end"]
     assert [line["epoch"] for line in lines[1:3]] == [0, 1]
     assert {"loss", "validation_map_at_r"} <= lines[1]["metrics"].keys()

@@ -121,7 +121,9 @@ def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
     query, gallery = splits.query, splits.gallery
     if not len(query):
         raise DataError(f"{run.path} has no test items: its [split] keeps none.")
-    device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu"
+    )
     encoded = ItemCodes(run, device)
     codes = encoded(query)
     gallery_codes = None if gallery is None else encoded(gallery)
@@ -174,14 +176,21 @@ def _searched(
         relevant = graded_values(search, relevance, {}, lambda count: None)[1]
     asked = np.flatnonzero(relevant > 0)
     if not len(asked):
-        what = "another one of its class" if relevance is None else "a relevant one ([evaluate] levels, tags)"
+        what = (
+            "another one of its class"
+            if relevance is None
+            else "a relevant one ([evaluate] levels, tags)"
+        )
         seen = "" if hidden is None else " of those that it may see ([evaluate] exclude)"
         raise DataError(f"{run.path}: no test item has {what} to be found{seen}.")
     chosen = np.sort(random.permutation(asked)[:queries])
     deepest = int(relevant[chosen].max())
     names = [f"recall_at_{k}" for k in RECALLS]
     names += ["r_precision", "map_at_r"] if deepest <= DEPTH else []
-    k = min(len(searched), max(*RECALLS, SHOWN, deepest if deepest <= DEPTH and relevance is None else 1))
+    k = min(
+        len(searched),
+        max(*RECALLS, SHOWN, deepest if deepest <= DEPTH and relevance is None else 1),
+    )
     rows, apart = search.nearest(k, chosen)
     if relevance is not None:
         metrics = {name: metric(name) for name in [*names, f"ndcg_at_{SHOWN}"]}
@@ -190,7 +199,9 @@ def _searched(
         grades, match = _grades(relevance, chosen, rows), relevance.match
     else:
         matches = (item_class[rows] == query_class[chosen, None]) & (rows >= 0)
-        figures = {n: np.asarray(metric(n)(matches, relevant[chosen]), dtype=np.float64) for n in names}
+        figures = {
+            n: np.asarray(metric(n)(matches, relevant[chosen]), dtype=np.float64) for n in names
+        }
         grades, match = matches.astype(np.float64), 1.0
     return Searched(
         query=items[chosen],
@@ -214,7 +225,9 @@ def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
     return np.where(rows >= 0, found, 0.0)
 
 
-def interval(values: Floats, classes: Items, random: np.random.Generator) -> tuple[float, float, float]:
+def interval(
+    values: Floats, classes: Items, random: np.random.Generator
+) -> tuple[float, float, float]:
     """Return a mean and its 95 % interval by the bootstrap: whole classes are drawn again, since items of one class go together.
 
     Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007. With one class the interval is the mean itself.
@@ -227,7 +240,9 @@ def interval(values: Floats, classes: Items, random: np.random.Generator) -> tup
     return float(values.mean()), float(low), float(high)
 
 
-def _pairs(run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.random.Generator) -> Pairs:
+def _pairs(
+    run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.random.Generator
+) -> Pairs:
     """Measure every pair of a sample: whole classes (up to 50 items of each), so that there are pairs of one class.
 
     Pairs of which neither may see the other, by `[evaluate] exclude`, are left out: no search compares them.
@@ -242,7 +257,8 @@ def _pairs(run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.
     part = codes[rows]
     with torch.inference_mode():
         blocks = [
-            run.model.distances(part[i : i + 64], part).double().numpy() for i in range(0, len(part), 64)
+            run.model.distances(part[i : i + 64], part).double().numpy()
+            for i in range(0, len(part), 64)
         ]
     matrix: Any = np.concatenate(blocks)
     matrix = np.maximum((matrix + matrix.T) / 2, 0.0)
@@ -302,7 +318,11 @@ def hardest(
         places = np.flatnonzero(which)
         order = places[np.argsort(sign * pairs.distance[places], kind="stable")][:most]
         return [
-            (int(pairs.items[pairs.first[i]]), int(pairs.items[pairs.second[i]]), float(pairs.distance[i]))
+            (
+                int(pairs.items[pairs.first[i]]),
+                int(pairs.items[pairs.second[i]]),
+                float(pairs.distance[i]),
+            )
             for i in order
         ]
 
@@ -318,5 +338,10 @@ def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
     places = [("equal error rate", int(np.argmin(np.abs(roc.far + roc.tar - 1)[1:])) + 1)]
     for rate in (0.1, 0.01, 0.001):
         if different * rate >= 1:
-            places.append((f"FAR of {100 * rate:g} % at most", int(np.flatnonzero(roc.far <= rate)[-1])))
-    return [(name, float(roc.threshold[i]), float(roc.far[i]), float(1 - roc.tar[i])) for name, i in places]
+            places.append(
+                (f"FAR of {100 * rate:g} % at most", int(np.flatnonzero(roc.far <= rate)[-1]))
+            )
+    return [
+        (name, float(roc.threshold[i]), float(roc.far[i]), float(1 - roc.tar[i]))
+        for name, i in places
+    ]

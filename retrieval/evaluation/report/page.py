@@ -70,7 +70,11 @@ class Section:
                 shared = []
                 if 0 < grade < found.match:  # the coarsest level has grade 1
                     shared = [f"same {found.run.recipe.evaluate.levels[-int(grade)]}"]
-                yield item, "right" if grade >= found.match else "wrong", [*shared, f"{distance:.3g}"]
+                yield (
+                    item,
+                    "right" if grade >= found.match else "wrong",
+                    [*shared, f"{distance:.3g}"],
+                )
 
     def curve(self) -> dict[str, list[float]]:
         """Return 200 points of the rates by threshold, for the page's slider."""
@@ -115,7 +119,9 @@ def page(sections: Sequence[Section]) -> str:
         thresholds=thresholds,
         zip=zip,
     )
-    figures = list(dict.fromkeys(name for section in sections for name in section.measured.intervals))
+    figures = list(
+        dict.fromkeys(name for section in sections for name in section.measured.intervals)
+    )
     rows = [
         [section.name, *(_interval(section.measured.intervals.get(figure)) for figure in figures)]
         for section in sections
@@ -124,7 +130,9 @@ def page(sections: Sequence[Section]) -> str:
         runs=sections,
         head=["run", *map(metric_title, figures)],
         rows=rows,
-        recalls=pictures.recalls({section.name: section.measured.intervals for section in sections}),
+        recalls=pictures.recalls(
+            {section.name: section.measured.intervals for section in sections}
+        ),
         style=style,
         script=script,
     )

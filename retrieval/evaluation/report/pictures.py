@@ -95,7 +95,9 @@ def distances(found: Measured) -> bytes:
     bins = np.linspace(0.0, float(pairs.distance.max(initial=0.0)) or 1.0, 50).tolist()
     for which, name, hatch in ((pairs.same, "one class", ""), (~pairs.same, "two classes", "//")):
         if which.any():
-            axis.hist(pairs.distance[which], bins, density=True, alpha=0.55, label=name, hatch=hatch)
+            axis.hist(
+                pairs.distance[which], bins, density=True, alpha=0.55, label=name, hatch=hatch
+            )
     axis.set(xlabel="distance", ylabel="density of pairs")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, loc="upper right")
@@ -156,7 +158,9 @@ def places(found: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
         from sklearn.manifold import TSNE
 
         perplexity = min(30.0, (len(pairs.items) - 1) / 3)
-        tsne = TSNE(metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1)
+        tsne = TSNE(
+            metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1
+        )
         plane, name = tsne.fit_transform(pairs.matrix), "t-SNE by the learned distance"
     elif method == "umap" and len(pairs.items) >= 5:
         plane, name = _umap(pairs.matrix), "UMAP by the learned distance"

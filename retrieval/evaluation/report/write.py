@@ -73,7 +73,9 @@ def report(
     with Meter("reporting", len(opened), "runs") as meter:
         for run, name in zip(opened, _names(runs), strict=True):
             pictures = Thumbnails(run.dataset, thumbnails // len(opened))
-            sections.append(Section(name, measure(run, queries, sample), pictures, method, panels(run)))
+            sections.append(
+                Section(name, measure(run, queries, sample), pictures, method, panels(run))
+            )
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_text(target, page(sections), DataError)
@@ -100,7 +102,9 @@ def _opened(runs: Sequence[StrPath]) -> list[Run]:
 def _names(runs: Sequence[StrPath]) -> list[str]:
     """Return each folder's name, or the whole path where two have one name."""
     short = [Path(run).resolve().name for run in runs]
-    return [str(run) if short.count(name) > 1 else name for run, name in zip(runs, short, strict=True)]
+    return [
+        str(run) if short.count(name) > 1 else name for run, name in zip(runs, short, strict=True)
+    ]
 
 
 def panels(run: Run) -> dict[str, bytes]:
@@ -126,7 +130,9 @@ def panels(run: Run) -> dict[str, bytes]:
                 f"A plugin's retrieval_report_panels gave {type(each).__name__}, not drawings by title."
             )
         for name, picture in each.items():
-            drawn = isinstance(picture, bytes) and picture.startswith((b"<svg", b"<?xml", b"\x89PNG"))
+            drawn = isinstance(picture, bytes) and picture.startswith(
+                (b"<svg", b"<?xml", b"\x89PNG")
+            )
             if not drawn or len(picture) > LARGEST_PANEL:
                 raise PluginError(
                     f"A plugin's panel '{name}' is no SVG or PNG of at most {LARGEST_PANEL >> 20} MB, as bytes."

@@ -120,7 +120,11 @@ def embed_sources(
     for name, value in (("batch", batch), ("part", part), ("cpus", cpus)):
         if value is not None:
             at_least_one(name, value)
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, variant=variant, device=device)
+    opened = (
+        bundle
+        if isinstance(bundle, Bundle)
+        else Bundle.open(bundle, variant=variant, device=device)
+    )
     folder = Path(output).absolute()
     limits = limits or Limits()
     widths = widths_of(opened, features=features_of(opened) if features else None)
@@ -202,8 +206,12 @@ def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) ->
     before = Plan.read(folder)
     other = "Name another folder, or delete this one."
     if (before.bundle, before.variant) != (wanted.bundle, wanted.variant):
-        variant = f", variant {before.variant or 'none'}" if before.variant != wanted.variant else ""
-        raise DataError(f"{folder} holds vectors of another bundle ({before.bundle[:12]}…{variant}). {other}")
+        variant = (
+            f", variant {before.variant or 'none'}" if before.variant != wanted.variant else ""
+        )
+        raise DataError(
+            f"{folder} holds vectors of another bundle ({before.bundle[:12]}…{variant}). {other}"
+        )
     if (before.sources, before.items) != (wanted.sources, wanted.items):
         raise DataError(
             f"{folder} holds the embedding of other sources ({before.items:,} items; now there are "
@@ -216,7 +224,9 @@ def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) ->
         "widths": "--features",
         "limits": "--max-pixels or --max-bytes",
     }
-    differing = [option for name, option in options.items() if getattr(before, name) != getattr(wanted, name)]
+    differing = [
+        option for name, option in options.items() if getattr(before, name) != getattr(wanted, name)
+    ]
     if differing:
         raise DataError(
             f"{folder} was begun with other values of {', '.join(differing)}: leave them as they were. {other}"
@@ -246,7 +256,9 @@ def _part(sources: Sources, plan: Plan, number: int) -> Part:
     if sources.features is None:
         return Part(number, items)
     rows = np.array([item.row for item in items], np.int64)
-    return Part(number, [replace(item, row=at) for at, item in enumerate(items)], sources.features[rows])
+    return Part(
+        number, [replace(item, row=at) for at, item in enumerate(items)], sources.features[rows]
+    )
 
 
 def _fill(

@@ -101,7 +101,9 @@ class ShippedBundle:
         with tempfile.TemporaryDirectory() as folder:
             for name, content in self.files.items():
                 (Path(folder) / name).write_bytes(content)
-            return Bundle.open(folder, variant=self.variant, device=self.device, threads=self.threads)
+            return Bundle.open(
+                folder, variant=self.variant, device=self.device, threads=self.threads
+            )
 
 
 def opened(bundle: Bundle | ShippedBundle) -> Bundle:
@@ -143,8 +145,15 @@ def embedder(
         return EmbeddedPart(
             part.number,
             [replace(entry, arrays={}) for entry in entries],
-            {name: np.stack([arrays[name] for arrays in usable]) for name in (usable[0] if usable else ())},
-            {row: look(part.items[row]) for row, entry in enumerate(entries) if entry.fault is not None},
+            {
+                name: np.stack([arrays[name] for arrays in usable])
+                for name in (usable[0] if usable else ())
+            },
+            {
+                row: look(part.items[row])
+                for row, entry in enumerate(entries)
+                if entry.fault is not None
+            },
             socket.gethostname(),
         )
 
@@ -155,7 +164,9 @@ def look(item: Source) -> str:
     """Return what changes when the item's file does, as this machine sees it now; "" of an address."""
     if item.path is not None:
         return item.stamp()
-    return "" if item.origin is None or item.origin.location.remote else item.origin.location.stamp()
+    return (
+        "" if item.origin is None or item.origin.location.remote else item.origin.location.stamp()
+    )
 
 
 def measurer(bundle: Bundle | ShippedBundle) -> Callable[[None], int]:
@@ -241,7 +252,9 @@ def _table(
         "source": column(
             pa.binary(), lambda item, _: address(item.origin.address if item.origin else None, item)
         ),
-        "stamp": column(pa.string(), lambda item, entry: entry.stamp if item.row is None else item.stamp()),
+        "stamp": column(
+            pa.string(), lambda item, entry: entry.stamp if item.row is None else item.stamp()
+        ),
         "bytes": column(pa.int64(), lambda _, entry: entry.bytes),
         "width": column(pa.int64(), lambda _, entry: entry.width),
         "height": column(pa.int64(), lambda _, entry: entry.height),
@@ -262,6 +275,8 @@ def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]]
             note = json.loads((file.schema_arrow.metadata or {})[_NOTE])
             bad: list[dict[str, str]] = note["bad"]
             whole = file.metadata.num_rows + len(bad) == len(plan.rows(number))
-            return bad if whole and (note["plan"], note["part"]) == (_identity(plan), number) else None
+            return (
+                bad if whole and (note["plan"], note["part"]) == (_identity(plan), number) else None
+            )
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
         return None

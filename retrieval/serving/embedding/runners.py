@@ -35,7 +35,9 @@ _FETCH_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 
 
-def here(setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T], workers: int = 2) -> Iterator[R]:
+def here(
+    setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T], workers: int = 2
+) -> Iterator[R]:
     """Do tasks in threads of this process; see `Runner`.
 
     By default two at a time: one is decoded to its end while the next begins.
@@ -57,7 +59,9 @@ class Cluster:
         nodes = self._nodes()
         self.gpu = device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
         if device == "cuda" and not self.gpu:
-            raise DataError("No node of the cluster has a GPU. Leave out --device cuda, or add one.")
+            raise DataError(
+                "No node of the cluster has a GPU. Leave out --device cuda, or add one."
+            )
         fitting = [node for node in nodes if not self.gpu or node.get("GPU", 0) >= 1]
         shares = [int(node.get("CPU", 0) // (node["GPU"] if self.gpu else 1)) for node in fitting]
         self.cpus = cpus or max(1, min([_CPUS, *(share for share in shares if share >= 1)]))
@@ -96,7 +100,9 @@ class Cluster:
         finally:
             ray.shutdown()
 
-    def __call__(self, setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T]) -> Iterator[R]:
+    def __call__(
+        self, setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T]
+    ) -> Iterator[R]:
         """Do tasks on all nodes; see `Runner`.
 
         Ray starts a process for each worker and keeps it for the next task. What was lost with a
@@ -108,7 +114,12 @@ class Cluster:
         """
         # max_calls: a worker with a GPU, too, keeps what `setup` returned. Retries are counted here:
         # Ray's own never end where memory runs out.
-        options = {"num_cpus": self.cpus, "num_gpus": int(self.gpu), "max_retries": 0, "max_calls": 0}
+        options = {
+            "num_cpus": self.cpus,
+            "num_gpus": int(self.gpu),
+            "max_retries": 0,
+            "max_calls": 0,
+        }
         remote = self.ray.remote(**options)(_do)
         shared = [self.ray.put((setup, arguments))]
         version = installed_version()

@@ -50,7 +50,9 @@ class CsvTable:
         DataError: the file cannot be read, is no CSV in UTF-8, or its header is wrong.
     """
 
-    def __init__(self, name: str, required: Sequence[str], open_file: Callable[[], BinaryIO]) -> None:
+    def __init__(
+        self, name: str, required: Sequence[str], open_file: Callable[[], BinaryIO]
+    ) -> None:
         self.columns: list[str] = []
         self.rows: list[tuple[int, Row]] = []
         self.problems: list[tuple[int, str]] = []
@@ -64,9 +66,13 @@ class CsvTable:
         except OSError as error:
             raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
         except UnicodeDecodeError as error:
-            raise DataError(f"{name} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+            raise DataError(
+                f"{name} is not UTF-8 text (byte {error.start}). Save it as UTF-8."
+            ) from error
         except csv.Error as error:
-            raise DataError(f"{name} is not valid CSV, near line {reader.line_num}: {error}.") from error
+            raise DataError(
+                f"{name} is not valid CSV, near line {reader.line_num}: {error}."
+            ) from error
 
     def _take(self, line: int, values: list[str]) -> None:
         if len(values) == len(self.columns):
@@ -74,7 +80,9 @@ class CsvTable:
             return
         comma = "ends with a comma, so that it " if not values[-1].strip() else ""
         count = f"{len(values)} value{'s' if len(values) > 1 else ''}"
-        self.problems.append((line, f"it {comma}has {count}; the header names {len(self.columns)} columns."))
+        self.problems.append(
+            (line, f"it {comma}has {count}; the header names {len(self.columns)} columns.")
+        )
 
     def files(self, root: Path | None) -> None:
         """Give paths the slashes of this machine, and take out rows whose path is no file of this machine.
@@ -102,7 +110,9 @@ class CsvTable:
 def _elsewhere(path: str) -> str:
     """Return why a path is no file of this machine, as a sentence; "" where it may be one."""
     if _ADDRESS.match(path):
-        return "path is an address, and images are read from files. Download them and name the files."
+        return (
+            "path is an address, and images are read from files. Download them and name the files."
+        )
     if os.name != "nt" and _DRIVE.match(path):
         return "path begins with a Windows drive, which this machine lacks. Write paths relative to the CSV file."
     return ""
@@ -125,7 +135,8 @@ def _lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
 def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]:
     """Return the names of the columns, or refuse all that is wrong with them."""
     names = [
-        text.lower() if text.lower() in KNOWN and text.lower() not in written else text for text in written
+        text.lower() if text.lower() in KNOWN and text.lower() not in written else text
+        for text in written
     ]
     problems = []
     there = ", ".join(text for text in written if text) or "none"
@@ -135,7 +146,8 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
             rename = f" Rename '{close[0]}'." if close else ""
             problems.append(f"the header has no column '{each}' (it has: {there}).{rename}")
     problems += [
-        f"the header names '{each}' twice." for each in sorted({n for n in names if n and names.count(n) > 1})
+        f"the header names '{each}' twice."
+        for each in sorted({n for n in names if n and names.count(n) > 1})
     ]
     if written and not all(written):
         where = "first" if not written[0] else "last" if not written[-1] else "middle"

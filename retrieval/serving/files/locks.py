@@ -48,7 +48,9 @@ def hold(
     except OSError as fault:
         raise error(f"{place} cannot be locked: {_reason(fault)}.") from fault
     if lock is None:
-        raise error(f"Another process is {doing}: {holder or 'it'} holds {path}. Wait for it, or stop it.")
+        raise error(
+            f"Another process is {doing}: {holder or 'it'} holds {path}. Wait for it, or stop it."
+        )
     try:
         yield
     finally:

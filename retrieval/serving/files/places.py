@@ -18,7 +18,10 @@ _MAKE = {
     "index": "Make one with 'retrieval index create' (in Python retrieval.build_index).",
 }
 _INSTEAD = {
-    ("run", "bundle"): "Make its bundle with: retrieval export {0} (in Python retrieval.export_run)",
+    (
+        "run",
+        "bundle",
+    ): "Make its bundle with: retrieval export {0} (in Python retrieval.export_run)",
     ("run", "index"): "Make its bundle with 'retrieval export {0}', then index images with that.",
     (
         "bundle",

@@ -122,17 +122,24 @@ def at_one_moment(path: Path, load: Callable[[Snapshot], T], error: type[Retriev
         except (FileNotFoundError, NotADirectoryError):
             raise Unusable("there is no such folder") from None
         except (OSError, ValueError) as fault:
-            raise Unusable(f"it cannot be read ({getattr(fault, 'strerror', None) or fault})") from None
+            raise Unusable(
+                f"it cannot be read ({getattr(fault, 'strerror', None) or fault})"
+            ) from None
         try:
             return load(folder)
         except RetrievalError:
             if folder.is_current():
                 raise
-    raise error(f"{path} is replaced again and again while it is read. Try again when that has ended.")
+    raise error(
+        f"{path} is replaced again and again while it is read. Try again when that has ended."
+    )
 
 
 def read_all(
-    folder: Snapshot, expected: Mapping[str, tuple[str, int | None]], what: str, error: type[RetrievalError]
+    folder: Snapshot,
+    expected: Mapping[str, tuple[str, int | None]],
+    what: str,
+    error: type[RetrievalError],
 ) -> tuple[dict[str, bytes], list[str]]:
     """Read files that have the expected SHA-256.
 
@@ -218,5 +225,7 @@ def _reading(name: str) -> Iterator[None]:
     except OSError as fault:
         reason = fault.strerror or str(fault)
         raise Unusable(
-            reason.removeprefix("it ") if reason.startswith("it is") else f"cannot be read ({reason})"
+            reason.removeprefix("it ")
+            if reason.startswith("it is")
+            else f"cannot be read ({reason})"
         ) from None

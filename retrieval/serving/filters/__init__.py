@@ -13,7 +13,17 @@ from typing import Any
 from retrieval.errors import DataError
 from retrieval.serving.filters.deciding import matches, metadata_text, to_sql
 from retrieval.serving.filters.json_form import filter_from_json, filter_to_json
-from retrieval.serving.filters.tree import And, Compare, Exists, Filter, In, Not, Or, fields, filter_to_text
+from retrieval.serving.filters.tree import (
+    And,
+    Compare,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    fields,
+    filter_to_text,
+)
 
 __all__ = [
     "And",

@@ -59,7 +59,9 @@ def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, A
         return value is not _ABSENT
     elements = value if isinstance(value, list | tuple) else [value]
     if isinstance(filter, In):
-        return any(_holds("=", element, operand) for element in elements for operand in filter.values)
+        return any(
+            _holds("=", element, operand) for element in elements for operand in filter.values
+        )
     if filter.op == "!=":
         return not all(_holds("=", element, filter.value) for element in elements)
     return any(_holds(filter.op, element, filter.value) for element in elements)
@@ -115,7 +117,9 @@ def _part(filter: Filter, order: int) -> _Part:
         return _Part(part.need + 1, order, f"(not {part.sql})", part.values)
     if isinstance(filter, And | Or):
         joint = type(filter).__name__.lower()
-        return _joined([_part(part, n) for n, part in enumerate(filter.parts)], joint)._replace(order=order)
+        return _joined([_part(part, n) for n, part in enumerate(filter.parts)], joint)._replace(
+            order=order
+        )
     sql, values = _column(filter) if isinstance(filter.field, str) else _entry(filter)
     return _Part(0, order, f"({sql})", values)
 
@@ -164,13 +168,20 @@ def _entry(filter: Compare | In | Exists) -> Sql:
         sql, values = _equals(filter.values if isinstance(filter, In) else (filter.value,))
     else:
         mark, parameter = _bound(filter.value)
-        sql, values = f"{_OF_TYPE[type_of(filter.value)]} and value {filter.op} {mark}", (parameter,)
+        sql, values = (
+            f"{_OF_TYPE[type_of(filter.value)]} and value {filter.op} {mark}",
+            (parameter,),
+        )
     elements = "exists (select 1 from json_each(items.metadata, ?) where {})"
     kind = "json_type(items.metadata, ?)"
     if negated:
         return f"{kind} is 'object' or {elements.format(f'not ({sql})')}", (path, path, *values)
     # `case` keeps the order: the second question is asked of few items
-    return f"case when {elements.format(sql)} then {kind} is not 'object' else 0 end", (path, *values, path)
+    return f"case when {elements.format(sql)} then {kind} is not 'object' else 0 end", (
+        path,
+        *values,
+        path,
+    )
 
 
 def _equals(operands: tuple[Value, ...]) -> Sql:
@@ -205,7 +216,9 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
             finite, a NUL character or a lone surrogate.
     """
     if not isinstance(metadata, Mapping):
-        raise DataError(f"Metadata are an object with named entries, not a {type(metadata).__name__}.")
+        raise DataError(
+            f"Metadata are an object with named entries, not a {type(metadata).__name__}."
+        )
     return json.dumps(_plain(metadata, "metadata", 1), ensure_ascii=False)
 
 
@@ -228,7 +241,9 @@ def _plain(value: Any, where: str, depth: int) -> Any:
         )
     for name in value:
         if not isinstance(name, str):
-            raise DataError(f"{where} has an entry whose name is not text, but a {type(name).__name__}.")
+            raise DataError(
+                f"{where} has an entry whose name is not text, but a {type(name).__name__}."
+            )
         _text(name, f"A name in {where}")
     return {name: _plain(entry, f"{where}.{name[:40]}", depth + 1) for name, entry in value.items()}
 

@@ -65,9 +65,13 @@ def filter_to_json(filter: Filter) -> dict[str, Any]:
 
 def _filter(value: object, where: str, depth: int) -> Filter:
     if not isinstance(value, Mapping):
-        raise DataError(f'{where} must be an object such as {{"label": "shoe"}}, not {shown(value)}.')
+        raise DataError(
+            f'{where} must be an object such as {{"label": "shoe"}}, not {shown(value)}.'
+        )
     if depth > _DEPTH:
-        raise DataError(f"The filter nests objects and lists more than {_DEPTH} deep. Write it flatter.")
+        raise DataError(
+            f"The filter nests objects and lists more than {_DEPTH} deep. Write it flatter."
+        )
     if not value:
         raise DataError(f"{where} is an empty object. Leave the filter out to get all items.")
     check_count("conditions", len(value), MOST_CONDITIONS)
@@ -81,7 +85,9 @@ def _entry(key: object, value: object, where: str, depth: int) -> Filter:
         if not isinstance(value, list | tuple) or not value:
             raise DataError(f'{where}: "{key}" takes a list of filters, not {shown(value)}.')
         check_count("conditions", len(value), MOST_CONDITIONS)
-        parts = [_filter(part, f'Part {n} of "{key}"', depth + 2) for n, part in enumerate(value, 1)]
+        parts = [
+            _filter(part, f'Part {n} of "{key}"', depth + 2) for n, part in enumerate(value, 1)
+        ]
         return _joined(And if key == "and" else Or, parts)
     if key == "not":
         return Not(_filter(value, 'What "not" takes', depth + 1))
@@ -96,7 +102,9 @@ def _entry(key: object, value: object, where: str, depth: int) -> Filter:
     if not isinstance(value, Mapping):
         value = {"=": value}
     if not value:
-        raise DataError(f'{where}: {shown(key)} has an empty object. Write a value or, for one, {{"<": 20}}.')
+        raise DataError(
+            f'{where}: {shown(key)} has an empty object. Write a value or, for one, {{"<": 20}}.'
+        )
     check_count("conditions", len(value), MOST_CONDITIONS)
     try:
         return _joined(And, [_condition(field, op, operand) for op, operand in value.items()])

@@ -93,9 +93,13 @@ class _Misplaced(Exception):
 def parse(text: str) -> Filter:
     """Return the filter that a text means; see `retrieval.serving.filters.parse_filter`."""
     if len(text) > MOST_CHARACTERS:
-        raise DataError(f"A filter's text has at most {MOST_CHARACTERS:,} characters, not {len(text):,}.")
+        raise DataError(
+            f"A filter's text has at most {MOST_CHARACTERS:,} characters, not {len(text):,}."
+        )
     if not text.strip():
-        raise DataError(f"The filter is empty. Write {_CONDITION}, or leave it out to get all items.")
+        raise DataError(
+            f"The filter is empty. Write {_CONDITION}, or leave it out to get all items."
+        )
     try:
         return _parser().parse(text)  # type: ignore[return-value]  # the transformer makes no tree
     except _Misplaced as fault:
@@ -138,7 +142,9 @@ class _Maker(Transformer[Token, Any]):
     def one_of(self, field: Field, keyword: Token, *values: tuple[Token, Any]) -> Filter:
         return _at(keyword, lambda: In(field, tuple(value for _, value in values)))
 
-    def none_of(self, field: Field, negation: Token, keyword: Token, *values: tuple[Token, Any]) -> Filter:
+    def none_of(
+        self, field: Field, negation: Token, keyword: Token, *values: tuple[Token, Any]
+    ) -> Filter:
         return _at(negation, lambda: Not(In(field, tuple(value for _, value in values))))
 
     def negated(self, keyword: Token, part: Filter) -> Filter:
@@ -193,7 +199,9 @@ def _hint(there: str, tokens: set[str], before: str) -> str:
     for sign in (before[-1:] + there if before[-1:] in ("=", "<") else "", there.lower()):
         if sign in _HINTS:
             return f" {_HINTS[sign]}"
-    return did_you_mean(there[:40], [name.lower() for name in ("AND", "OR", "IN") if name in tokens])
+    return did_you_mean(
+        there[:40], [name.lower() for name in ("AND", "OR", "IN") if name in tokens]
+    )
 
 
 def _readable(text: str) -> str:

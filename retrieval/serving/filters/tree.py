@@ -66,7 +66,9 @@ class _Condition(_Node):
 
     def _take(self, operands: Sequence[Value], **attributes: Any) -> None:
         types = tuple(map(type_of, operands))
-        self._set(Size(0, 1, len(operands)), field=_checked_field(self.field), _types=types, **attributes)
+        self._set(
+            Size(0, 1, len(operands)), field=_checked_field(self.field), _types=types, **attributes
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ class Compare(_Condition):
             raise DataError(f"{shown(self.op)} is not a comparison; there are {', '.join(OPS)}.")
         value = _checked_value(self.value)
         if self.op not in ("=", "!=") and type_of(value) not in ("number", "text"):
-            raise DataError(f"Only numbers and text have an order: {self.op} does not go with {word(value)}.")
+            raise DataError(
+                f"Only numbers and text have an order: {self.op} does not go with {word(value)}."
+            )
         self._take((value,), value=value)
 
 
@@ -133,7 +137,9 @@ class _Junction(_Node):
     def __post_init__(self) -> None:
         joint = type(self).__name__.lower()
         if not isinstance(self.parts, list | tuple) or len(self.parts) < 2:
-            raise DataError(f"`{joint}` takes a list of two or more filters, not {shown(self.parts)}.")
+            raise DataError(
+                f"`{joint}` takes a list of two or more filters, not {shown(self.parts)}."
+            )
         check_count("conditions", len(self.parts), MOST_CONDITIONS)
         for part in self.parts:
             if not isinstance(part, Filter):
@@ -214,7 +220,9 @@ def field_of(names: tuple[str, ...]) -> Field:
         return _checked_path(tuple(rest))
     if first in ("id", "label"):
         if rest:
-            raise DataError(f"`{first}` has no parts; an entry of the metadata is metadata.{first}.")
+            raise DataError(
+                f"`{first}` has no parts; an entry of the metadata is metadata.{first}."
+            )
         return "id" if first == "id" else "label"
     return _checked_path(names)
 
@@ -257,7 +265,11 @@ def _literal(value: Value) -> str:
 def _checked_field(field: Any) -> Field:
     if isinstance(field, str) and field in ("id", "label"):
         return "id" if field == "id" else "label"
-    if not isinstance(field, list | tuple) or not field or not all(isinstance(name, str) for name in field):
+    if (
+        not isinstance(field, list | tuple)
+        or not field
+        or not all(isinstance(name, str) for name in field)
+    ):
         raise DataError(
             f"A field is 'id', 'label' or a tuple of names such as ('maker', 'country'), not {shown(field)}."
         )
@@ -266,10 +278,14 @@ def _checked_field(field: Any) -> Field:
 
 def _checked_path(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(names) > _MOST_NAMES:
-        raise DataError(f"A field has at most {_MOST_NAMES} names one within the other, not {len(names):,}.")
+        raise DataError(
+            f"A field has at most {_MOST_NAMES} names one within the other, not {len(names):,}."
+        )
     for name in names:
         if not name or len(name) > _LONGEST_NAME:
-            raise DataError(f"A field's name has 1 to {_LONGEST_NAME} characters, not {len(name):,}.")
+            raise DataError(
+                f"A field's name has 1 to {_LONGEST_NAME} characters, not {len(name):,}."
+            )
         if _UNFIT.search(name) or has_surrogate(name):
             raise DataError(
                 f"The field {shown(name)} cannot be filtered by: double quotes, backslashes, control "

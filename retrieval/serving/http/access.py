@@ -63,13 +63,16 @@ class Caller(NamedTuple):
             return
         if not self.keyed:
             raise RequestError(
-                403, "This server is read-only. Its operator can allow changes with keys, or with --open."
+                403,
+                "This server is read-only. Its operator can allow changes with keys, or with --open.",
             )
         if not self.name:
             raise _unauthorised(
                 f"A key is needed for {_DOES[role]}. Send one in the header: Authorization: Bearer KEY."
             )
-        sentence = f"This key has the role {self.role}; {_DOES[role]} takes a key with the role {role}."
+        sentence = (
+            f"This key has the role {self.role}; {_DOES[role]} takes a key with the role {role}."
+        )
         scope = f'Bearer realm="retrieval", error="insufficient_scope", scope="{role}"'
         raise RequestError(403, sentence, headers={"WWW-Authenticate": scope})
 
@@ -100,13 +103,15 @@ class Access:
             raise RequestError(400, "The request has no Host.", headers=_CLOSE)
         health_port = self._settings.health_port
         if health_port is not None and scope["server"][1] == health_port:
-            if path not in HEALTH:  # for monitors, by whatever name they know the machine: it shows no item
-                raise RequestError(404, f"This port answers {', '.join(HEALTH)} only.", headers=_CLOSE)
+            if (
+                path not in HEALTH
+            ):  # for monitors, by whatever name they know the machine: it shows no item
+                raise RequestError(
+                    404, f"This port answers {', '.join(HEALTH)} only.", headers=_CLOSE
+                )
             return caller
         if host and not self._is_served(host):
-            sentence = (
-                "The server does not answer for this host name. Its operator can add names with --allow-host."
-            )
+            sentence = "The server does not answer for this host name. Its operator can add names with --allow-host."
             raise RequestError(421, sentence, headers=_CLOSE)
         if method not in ("GET", "HEAD"):
             self._refuse_other_sites(host, dict(scope["headers"]))
@@ -124,7 +129,9 @@ class Access:
         foreign = headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
         if origin is not None and not foreign:
             site = origin.decode("latin-1").partition("://")[2]
-            foreign = site.lower() != host.lower() and _name(site) not in (self._settings.hosts or ())
+            foreign = site.lower() != host.lower() and _name(site) not in (
+                self._settings.hosts or ()
+            )
         if foreign:
             raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
 
@@ -162,4 +169,6 @@ def _holder(source: KeySource, address: str, authorization: list[bytes]) -> Call
 
 
 def _unauthorised(sentence: str, error: str = "") -> RequestError:
-    return RequestError(401, sentence, headers={"WWW-Authenticate": f'Bearer realm="retrieval"{error}'})
+    return RequestError(
+        401, sentence, headers={"WWW-Authenticate": f'Bearer realm="retrieval"{error}'}
+    )

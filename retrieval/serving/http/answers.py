@@ -85,7 +85,9 @@ def hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> 
     }
 
 
-def item_json(served: Served, item: Item, prefix: str, names: list[str] | None = None) -> dict[str, Any]:
+def item_json(
+    served: Served, item: Item, prefix: str, names: list[str] | None = None
+) -> dict[str, Any]:
     """Return an item; `names` are those of the metadata that it gives, None for all."""
     return {
         "id": item.id,
@@ -112,7 +114,11 @@ def explanation(query: Query, index: Index) -> dict[str, Any]:
             "candidates": query.options.candidates,
             "filtered": query.where is not None,
             "generation": index.generation.number,
-            **{name: stats.details[name] for name in ("rows", "deleted", "covered") if name in stats.details},
+            **{
+                name: stats.details[name]
+                for name in ("rows", "deleted", "covered")
+                if name in stats.details
+            },
         },
     }
 
@@ -133,7 +139,8 @@ def description(name: str, index: Index) -> dict[str, Any]:
         "format": 3,
         "generation": index.generation.number,
         "generations": [
-            {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
+            {"number": one.number, "state": one.state, "bundle": one.bundle}
+            for one in stats.generations
         ],
         "bytes": stats.bytes,
         "deleted": stats.details.get("deleted"),

@@ -30,7 +30,13 @@ from retrieval.serving.http.problems import RequestError, new_request_id, proble
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.routes import Routes
 from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import DRAIN_SECONDS, GRACE_SECONDS, HEALTH, Settings, plain_address
+from retrieval.serving.http.settings import (
+    DRAIN_SECONDS,
+    GRACE_SECONDS,
+    HEALTH,
+    Settings,
+    plain_address,
+)
 from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import Index
 from retrieval.serving.stages import Trail, current, following
@@ -46,7 +52,10 @@ _PAGE = {
         for name in ("page.js", "page-part.js", "page-edit.js")
     },
 }
-_SENTENCES = {404: "There is nothing at this address.", 405: "This method is not possible at this address."}
+_SENTENCES = {
+    404: "There is nothing at this address.",
+    405: "This method is not possible at this address.",
+}
 # The page loads nothing from anywhere else, and nothing of it runs inside or is read by another page.
 _HEADERS = [
     (
@@ -103,7 +112,9 @@ class Application:
         self._router = Router(self.routes, redirect_slashes=False, lifespan=self._lifespan)
         self._observed: Any = self._observe if traces is None else traces.around(self._observe)
         if settings.proxies:
-            self._observed = ProxyHeadersMiddleware(self._observed, trusted_hosts=list(settings.proxies))
+            self._observed = ProxyHeadersMiddleware(
+                self._observed, trusted_hosts=list(settings.proxies)
+            )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request, or run from the server's start to its end."""
@@ -239,7 +250,9 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
-        watching: list[Awaitable[None]] = [readiness.watch() for readiness in self.readiness.values()]
+        watching: list[Awaitable[None]] = [
+            readiness.watch() for readiness in self.readiness.values()
+        ]
         if self._keys is not None:
             watching.append(self._watch_keys(self._keys))
         tasks = [asyncio.ensure_future(watch) for watch in watching]
@@ -294,6 +307,11 @@ def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:
     if match is None:
         return ""
     version, trace, span, _, more = match.groups()
-    if version == b"ff" or (version == b"00" and more) or not trace.strip(b"0") or not span.strip(b"0"):
+    if (
+        version == b"ff"
+        or (version == b"00" and more)
+        or not trace.strip(b"0")
+        or not span.strip(b"0")
+    ):
         return ""
     return trace.decode()

@@ -32,7 +32,9 @@ MAX_IDS = 100
 
 _MAX_TEXT = 1000
 _MAX_FILTER = 4000
-_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_FLAGS = (
+    os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+)
 _REFUSED = "The server cannot record changes now, and so makes none. Its log says why. Try again in a moment."
 
 
@@ -90,7 +92,9 @@ class Audit:
             self._file = self._open()
         except OSError as error:
             reason = error.strerror or error
-            raise RetrievalError(f"The record of changes {path} cannot be written to: {reason}.") from None
+            raise RetrievalError(
+                f"The record of changes {path} cannot be written to: {reason}."
+            ) from None
 
     @contextmanager
     def recording(self, change: Change) -> Iterator[None]:
@@ -105,7 +109,11 @@ class Audit:
         try:
             yield
         except BaseException as error:
-            reason = str(error)[:_MAX_TEXT] if isinstance(error, RetrievalError) else type(error).__name__
+            reason = (
+                str(error)[:_MAX_TEXT]
+                if isinstance(error, RetrievalError)
+                else type(error).__name__
+            )
             self._write({**line, "outcome": "failed", "reason": reason})
             raise
         # where the disk refuses this line, the change is made all the same, and its client is told so

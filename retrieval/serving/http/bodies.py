@@ -70,7 +70,9 @@ class BodyMemory:
                         held += len(chunk)
                         chunks.append(chunk)
             if received > limit:
-                raise RequestError(413, f"The request is too large; the limit is {limits[kind]:,} bytes.")
+                raise RequestError(
+                    413, f"The request is too large; the limit is {limits[kind]:,} bytes."
+                )
         except BaseException as error:
             self._release(held)
             if isinstance(error, TimeoutError):

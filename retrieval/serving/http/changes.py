@@ -63,7 +63,9 @@ def embedded(
     return items
 
 
-def _arrays(bundle: Bundle, widths: Mapping[str, int], inputs: NDArray[Any]) -> list[dict[str, Floats]]:
+def _arrays(
+    bundle: Bundle, widths: Mapping[str, int], inputs: NDArray[Any]
+) -> list[dict[str, Floats]]:
     """Return the arrays that the index keeps of each image or each row of features."""
     with stage("encode", len(inputs)):
         features = bundle.features(inputs) if FEATURES in widths else None
@@ -84,7 +86,9 @@ def _of_vectors(
     if wrong := next((item for item in items if len(item.vector or ()) != width), None):
         what = "features" if takes_features else "numbers"
         length = len(wrong.vector or ())
-        raise DataError(f"A vector of this index has {width} {what}, not {length} (item {wrong.id[:80]!a}).")
+        raise DataError(
+            f"A vector of this index has {width} {what}, not {length} (item {wrong.id[:80]!a})."
+        )
     vectors = np.array([item.vector for item in items], np.float64)
     if takes_features:
         return _arrays(bundle, widths, vectors)
@@ -96,7 +100,9 @@ def _of_vectors(
         return [{VECTOR: row} for row in vectors.astype(np.float32)]
 
 
-def write(index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Mapping[str, Item]) -> int:
+def write(
+    index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Mapping[str, Item]
+) -> int:
     """Write items in one transaction; return how many were there. For the thread that writes.
 
     Those that are not among the embedded `items` are there already, and change in what they name.
@@ -108,7 +114,9 @@ def write(index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Map
     stored = index.get([new.id for new in changes], arrays=True) if changes else {}
     if missing := [new.id for new in changes if new.id not in stored]:
         more = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
-        raise DataError(f"There is no item {missing[0][:80]!a}, so that it needs an image or a vector{more}.")
+        raise DataError(
+            f"There is no item {missing[0][:80]!a}, so that it needs an image or a vector{more}."
+        )
     size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
     if len(changes) > 1 and size > _COPIED_BYTES:
         raise DataError(

@@ -62,7 +62,9 @@ class Key(BaseModel):
     salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     created: Annotated[str, Field(max_length=40)] = ""
-    indexes: Annotated[tuple[_Index, ...], Field(strict=False, min_length=1, max_length=100)] | None = None
+    indexes: (
+        Annotated[tuple[_Index, ...], Field(strict=False, min_length=1, max_length=100)] | None
+    ) = None
 
     def line(self) -> str:
         """Return the key's line of the file."""
@@ -88,8 +90,17 @@ def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Ke
         RetrievalError: the name has characters that no key's name may have.
     """
     secret, salt, id = secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_hex(6)
-    key: dict[str, object] = {"name": name, "role": role, "id": id, "salt": salt, "hash": _hash(salt, secret)}
-    key |= {"created": datetime.now(UTC).isoformat(timespec="seconds"), "indexes": tuple(indexes) or None}
+    key: dict[str, object] = {
+        "name": name,
+        "role": role,
+        "id": id,
+        "salt": salt,
+        "hash": _hash(salt, secret),
+    }
+    key |= {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "indexes": tuple(indexes) or None,
+    }
     try:
         return f"rk_{id}_{secret}", Key.model_validate(key)
     except ValidationError as error:
@@ -106,9 +117,7 @@ def _problems(error: ValidationError) -> str:
     for fault in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
         member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
         if member == "name" and fault["type"] == "string_pattern_mismatch":
-            message = (
-                "it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter or digit"
-            )
+            message = "it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter or digit"
         problems.append(f"{member}: {message}")
     return "; ".join(problems)
 
@@ -133,7 +142,9 @@ def parse_keys(text: bytes, where: str) -> Keys:
             f"{where} is too large for a file of keys: the limit is {MAX_FILE_BYTES:,} bytes."
         )
     if not text.strip():
-        raise RetrievalError(f"{where} is empty. Make a key with: retrieval keys add NAME --output FILE")
+        raise RetrievalError(
+            f"{where} is empty. Make a key with: retrieval keys add NAME --output FILE"
+        )
     lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if _is_key(line)]
     if len(lines) > MAX_KEYS:
         raise RetrievalError(f"{where} has {len(lines):,} keys; the limit is {MAX_KEYS:,}.")
@@ -191,8 +202,12 @@ def remove_key(path: Path, name: str) -> None:
         text = _read(path)
         names = sorted(key.name for key in parse_keys(text, str(path)))
         if name not in names:
-            raise RetrievalError(f"{path} has no key {name}. It has: {', '.join(names[:20]) or 'none'}.")
-        kept = [line for line in text.split(b"\n") if not _is_key(line) or _parsed(line).name != name]
+            raise RetrievalError(
+                f"{path} has no key {name}. It has: {', '.join(names[:20]) or 'none'}."
+            )
+        kept = [
+            line for line in text.split(b"\n") if not _is_key(line) or _parsed(line).name != name
+        ]
         rest = b"\n".join(kept)
         _write(path, rest if rest.strip() else _HEAD)
 

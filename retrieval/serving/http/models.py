@@ -19,10 +19,10 @@ SEARCH_TYPES = (
     'Send multipart/form-data with a field "image", the image itself as image/… or application/octet-stream, '
     'or application/json with {"vector": [...]}.'
 )
-BATCH_TYPES = (
-    'Send multipart/form-data with files in the field "image", or application/json with {"queries": [...]}.'
+BATCH_TYPES = 'Send multipart/form-data with files in the field "image", or application/json with {"queries": [...]}.'
+PUT_TYPES = (
+    'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
 )
-PUT_TYPES = 'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
 PATCH_TYPES = 'Send application/json with {"label": "shoe", "metadata": {"price": 20}}.'
 ADD_TYPES = (
     'Send multipart/form-data with files in the field "image" and their JSON in the field "items", '
@@ -40,7 +40,9 @@ OPTIONS = ("k", "filter", "candidates", "fields", "explain")
 Vector = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)]
 ItemId = Annotated[str, Field(min_length=1, max_length=1000)]
 FilterForm = Annotated[str | dict[str, JsonValue] | None, Field(description="text or an object")]
-Names = Annotated[list[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")]
+Names = Annotated[
+    list[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")
+]
 Keep = Literal["copy", "thumbnail", "nothing"]
 
 _VECTOR = "a list of finite numbers"
@@ -104,7 +106,11 @@ class GivenBody(JsonBody):
 
     def given(self) -> Given:
         """Return the vector, or the id of the item, to search with."""
-        return Given(id=self.id) if self.vector is None else Given(vector=np.array(self.vector, np.float64))
+        return (
+            Given(id=self.id)
+            if self.vector is None
+            else Given(vector=np.array(self.vector, np.float64))
+        )
 
 
 class SearchBody(Options, GivenBody):
@@ -131,7 +137,9 @@ class ListParameters(JsonBody):
     """Which items to list, and how many a page."""
 
     cursor: str | None = None
-    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="a whole number from 1 to 1000")] = 100
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="a whole number from 1 to 1000")] = (
+        100
+    )
     filter: FilterForm = None
     fields: Names = None
 
@@ -165,9 +173,7 @@ class ItemBody(ItemChangeBody):
 class NamedItemBody(ItemChangeBody):
     """What one of several items is to be. Without a vector the item is there, and what is not named stays."""
 
-    shape = (
-        'An item must be {"id": "its id", "vector": [numbers], "label": "shoe", "metadata": {"price": 20}}.'
-    )
+    shape = 'An item must be {"id": "its id", "vector": [numbers], "label": "shoe", "metadata": {"price": 20}}.'
 
     id: Annotated[ItemId, Field(description="text of 1 to 1,000 characters")]
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
@@ -184,7 +190,9 @@ class ItemsBody(JsonBody):
 class DeleteBody(JsonBody):
     """Which items to delete: one of the three."""
 
-    shape = 'JSON must be one of {"ids": ["an id"]}, {"filter": {"label": "shoe"}} and {"all": true}.'
+    shape = (
+        'JSON must be one of {"ids": ["an id"]}, {"filter": {"label": "shoe"}} and {"all": true}.'
+    )
     one_of = ("ids", "filter", "all")
 
     ids: Annotated[
@@ -202,7 +210,11 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     """Return the sentence for one fault that pydantic found."""
     where = ""
     if len(place) > 1 and place[0] in _ENTRIES:
-        where, model, place = f'"{place[0]}", entry {place[1]}: ', _ENTRIES[str(place[0])], place[2:]
+        where, model, place = (
+            f'"{place[0]}", entry {place[1]}: ',
+            _ENTRIES[str(place[0])],
+            place[2:],
+        )
     field = model.model_fields.get(str(place[0])) if place else None
     whole = kind in ("extra_forbidden", "missing") and len(place) == 1
     if field is None or whole:
@@ -328,7 +340,9 @@ def batch_of(body: Body, most: int, max_bytes: int) -> Query:
         return _query([Given(image) for image in form.images], Options.of_texts(form.fields))
     batch = BatchBody.of(loads(body.content))
     if len(batch.queries) > most:
-        raise RequestError(400, f"The request has {len(batch.queries):,} queries; {most:,} are the most.")
+        raise RequestError(
+            400, f"The request has {len(batch.queries):,} queries; {most:,} are the most."
+        )
     return _query([query.given() for query in batch.queries], batch)
 
 
@@ -384,7 +398,12 @@ def several_items(body: Body, most: int, max_bytes: int) -> list[NewItem]:
         raise RequestError(400, "The request names an id twice.")
     return [
         NewItem(
-            item.id, item.label, item.metadata, image, item.vector, named=frozenset(item.model_fields_set)
+            item.id,
+            item.label,
+            item.metadata,
+            image,
+            item.vector,
+            named=frozenset(item.model_fields_set),
         )
         for item, image in zip(items, images, strict=True)
     ]

@@ -16,7 +16,13 @@ from importlib.metadata import entry_points
 from logging.handlers import QueueHandler, QueueListener
 from typing import TYPE_CHECKING, Any, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -133,7 +139,11 @@ def start_log(form: Literal["text", "json"], several: bool = False) -> QueueList
     waiting: queue.Queue[Any] = queue.Queue(_WAITING_LINES)
     handler = _Lines(waiting, form, several)
     handler.addFilter(_RateLimit())
-    for name, level in ((LOG, logging.INFO), ("uvicorn.error", logging.ERROR), ("asyncio", logging.ERROR)):
+    for name, level in (
+        (LOG, logging.INFO),
+        ("uvicorn.error", logging.ERROR),
+        ("asyncio", logging.ERROR),
+    ):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
@@ -158,14 +168,19 @@ class Metrics:
             return Counter(f"retrieval_{name}", text, labels, registry=self._registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"retrieval_{name}", text, labels, buckets=buckets, registry=self._registry)
+            return Histogram(
+                f"retrieval_{name}", text, labels, buckets=buckets, registry=self._registry
+            )
 
         self._requests = counter("requests", "Requests answered.", "method", "route", "status")
         self._refused = counter(
             "refused", "Requests refused, by why; by their status where it says enough.", "reason"
         )
         self._duration = histogram(
-            "request_seconds", "From a request's header to the end of its answer.", _SECONDS, "route"
+            "request_seconds",
+            "From a request's header to the end of its answer.",
+            _SECONDS,
+            "route",
         )
         stages = histogram(
             "stage_seconds", "Of these, by stage, without the stages inside it.", _SECONDS, "stage"
@@ -216,12 +231,16 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Give each metric as it is now."""
-        lengths = GaugeMetricFamily("retrieval_queue_length", "What waits for its turn.", labels=["queue"])
+        lengths = GaugeMetricFamily(
+            "retrieval_queue_length", "What waits for its turn.", labels=["queue"]
+        )
         for name in ("searches", "images", "pictures", "changes"):
             lengths.add_metric([name], getattr(self._workers, name).waiting)
         yield lengths
         pids = self._workers.decoders.pids
-        yield GaugeMetricFamily("retrieval_decode_processes", "Processes that decode.", value=len(pids))
+        yield GaugeMetricFamily(
+            "retrieval_decode_processes", "Processes that decode.", value=len(pids)
+        )
         several = len(self._indexes) > 1
         for name, text in _INDEX_METRICS.items():
             labels = ["index"] if several else []
@@ -277,7 +296,9 @@ class Traces:
         """Return an ASGI application in OpenTelemetry's own instrumentation."""
         from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 
-        return OpenTelemetryMiddleware(app, tracer_provider=self._provider, exclude_spans=["receive", "send"])
+        return OpenTelemetryMiddleware(
+            app, tracer_provider=self._provider, exclude_spans=["receive", "send"]
+        )
 
     def begin(self, trail: Trail, method: str, route: str) -> None:
         """Name the span of a request whose answer begins."""
@@ -314,7 +335,11 @@ def traces_of_environment() -> Traces | None:
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
     endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     variable = "OTEL_TRACES_EXPORTER" if name else next(filter(os.environ.get, endpoints), None)
-    if variable is None or name == "none" or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    if (
+        variable is None
+        or name == "none"
+        or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    ):
         return None
     name = name or "otlp"
     install = f"Install it with: pip install 'embedding-retrieval[otel]', or unset {variable}."
@@ -323,7 +348,9 @@ def traces_of_environment() -> Traces | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise MissingDependency(f"{variable} asks for traces, which need {error.name}. {install}") from None
+        raise MissingDependency(
+            f"{variable} asks for traces, which need {error.name}. {install}"
+        ) from None
     exporters = {point.name: point for point in entry_points(group="opentelemetry_traces_exporter")}
     names = (name, f"{name}_proto_http", f"{name}_proto_grpc")
     point = next((exporters[name] for name in names if name in exporters), None)

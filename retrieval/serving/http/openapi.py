@@ -31,7 +31,11 @@ _SEVERAL = {"type": "array", "items": _BINARY, "minItems": 1}
 _ID = {"type": "string", "minLength": 1, "maxLength": 1000}
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
 _FIELDS = {"type": "string", "description": "names divided by commas, or a JSON list"}
-_FILTER = {"type": "string", "description": "text, or JSON that begins with a brace", "minLength": 1}
+_FILTER = {
+    "type": "string",
+    "description": "text, or JSON that begins with a brace",
+    "minLength": 1,
+}
 _VECTOR = {"vector": {"type": "boolean", "default": False}}
 _JSON = "application/json"
 _FORM = "multipart/form-data"
@@ -55,7 +59,12 @@ def _ref(model: type) -> dict[str, Any]:
 
 
 def _form(*required: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(required),
+        "additionalProperties": False,
+    }
 
 
 class Operation(NamedTuple):
@@ -117,7 +126,10 @@ _ONE = {
     "application/octet-stream": _BINARY,
     "image/*": _BINARY,
 }
-_ITEMS = {"type": "string", "description": "a JSON list that says what each image is, in their order"}
+_ITEMS = {
+    "type": "string",
+    "description": "a JSON list that says what each image is, in their order",
+}
 OPERATIONS = (
     Operation("post", "/search", "search", "Search with an image, a vector or an item of the index.",
               answers.SearchAnswer, _OPTIONS, {**_ONE, _JSON: _ref(models.SearchBody)}),
@@ -155,7 +167,9 @@ def document() -> dict[str, Any]:
     )
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        paths.setdefault(f"/v1{operation.path}", {})[operation.method] = _described(operation, named=False)
+        paths.setdefault(f"/v1{operation.path}", {})[operation.method] = _described(
+            operation, named=False
+        )
         if operation.of_index:
             there = paths.setdefault(f"/v1/indexes/{{index}}{operation.path}", {})
             there[operation.method] = _described(operation, named=True)
@@ -172,7 +186,9 @@ def _described(operation: Operation, *, named: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": operation.id + ("Of" if named else ""),
         "summary": operation.summary,
-        "security": [] if is_free(method, path) else [{"key": [needed_role(method, path, keyed=True)]}, {}],
+        "security": []
+        if is_free(method, path)
+        else [{"key": [needed_role(method, path, keyed=True)]}, {}],
         "parameters": _parameters(operation, named=named),
         "responses": _responses(operation),
     }
@@ -202,7 +218,9 @@ def _responses(operation: Operation) -> dict[str, Any]:
         responses["304"] = {"description": "It is what the request's If-None-Match names."}
     else:
         content = {
-            _JSON: {"schema": {"type": "object"} if operation.answer is dict else _ref(operation.answer)}
+            _JSON: {
+                "schema": {"type": "object"} if operation.answer is dict else _ref(operation.answer)
+            }
         }
     responses[str(operation.status)] = {"description": "Done.", "content": content}
     failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}

@@ -53,7 +53,11 @@ class Protocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            kept = [f for f in self.headers if f[0] not in (b"upgrade", b"connection", b"http2-settings")]
+            kept = [
+                f
+                for f in self.headers
+                if f[0] not in (b"upgrade", b"connection", b"http2-settings")
+            ]
             if len(kept) == len(self.headers):  # CONNECT, or the preface of HTTP/2
                 self._refuse(400, "The server is no proxy, and speaks HTTP/1.1.")
                 return
@@ -128,12 +132,18 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, status: int, sentence: str) -> None:
         """Answer with a problem document, unless another answer is under way, and close."""
         answered = self._answered
-        begun = answered is not None and answered.response_started and not answered.response_complete
+        begun = (
+            answered is not None and answered.response_started and not answered.response_complete
+        )
         self._disconnect()
         if not begun and not self.transport.is_closing():
             name = new_request_id()
             body = problem_json(status, sentence, name)
-            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {MEDIA_TYPE}\r\n"
-            head += f"x-request-id: {name}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {MEDIA_TYPE}\r\n"
+            )
+            head += (
+                f"x-request-id: {name}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
             self.transport.write(head.encode() + body)
         self.transport.close()

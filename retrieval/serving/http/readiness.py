@@ -36,7 +36,11 @@ class Readiness:
         self._served = served
         self._logged_change = False
         folder = served.index.path
-        writable = isinstance(folder, Path) and served.settings.changeable and disk_fault(folder, 0) is None
+        writable = (
+            isinstance(folder, Path)
+            and served.settings.changeable
+            and disk_fault(folder, 0) is None
+        )
         self._folder = folder if isinstance(folder, Path) and writable else None
         self._faults: dict[str, str | None] = {"search": _NEW}
         self._items, self._bundle = 0, ""
@@ -95,7 +99,9 @@ class Readiness:
             return UNREACHABLE
         except Exception as error:
             report(error)
-            return f"A search of the server's own failed ({type(error).__name__}); the log says why."
+            return (
+                f"A search of the server's own failed ({type(error).__name__}); the log says why."
+            )
 
     async def _files(self) -> str | None:
         """Return why the files on the disk are not what is served; another whole index is served from now on."""
@@ -104,7 +110,8 @@ class Readiness:
             log.warning("%s", changed)  # its path is for the log only
         self._logged_change = changed is not None
         return (
-            changed and "The files of the index are no longer those that are served. Start the server again."
+            changed
+            and "The files of the index are no longer those that are served. Start the server again."
         )
 
     async def _disk(self) -> str | None:
@@ -154,7 +161,9 @@ def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
     """
     try:
         if not os.access(folder, os.W_OK):
-            return "The disk of the index is read-only, or its folder may not be written to any more."
+            return (
+                "The disk of the index is read-only, or its folder may not be written to any more."
+            )
         if not hasattr(os, "statvfs"):
             return None
         disk = os.statvfs(folder)

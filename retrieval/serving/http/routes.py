@@ -79,7 +79,9 @@ class Routes:
     async def search_batch(self, request: Request) -> Response:
         """Answer several searches."""
         parameters_of(request)
-        read = partial(models.batch_of, most=self._settings.batch, max_bytes=self._settings.max_bytes)
+        read = partial(
+            models.batch_of, most=self._settings.batch, max_bytes=self._settings.max_bytes
+        )
         return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, several=True)
 
     async def _search(
@@ -96,7 +98,12 @@ class Routes:
 
             def finish(hits_by_query: list[list[Hit]], index: Index) -> bytes:
                 results = [
-                    {"results": [answers.hit_json(hit, served, prefix, query.options.fields) for hit in hits]}
+                    {
+                        "results": [
+                            answers.hit_json(hit, served, prefix, query.options.fields)
+                            for hit in hits
+                        ]
+                    }
                     for hits in hits_by_query
                 ]
                 content: dict[str, Any] = {"answers": results} if several else results[0]
@@ -135,7 +142,9 @@ class Routes:
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata."""
-        return await self._put_one(request, _JSON, models.PATCH_TYPES, "change", models.changed_item)
+        return await self._put_one(
+            request, _JSON, models.PATCH_TYPES, "change", models.changed_item
+        )
 
     async def _put_one(
         self,
@@ -172,15 +181,22 @@ class Routes:
     async def list_items(self, request: Request) -> Response:
         """Give a page of items, in the order of their ids."""
         served, prefix = self._served(request), _prefix_of(request)
-        page = models.ListParameters.of_texts(parameters_of(request, *models.ListParameters.model_fields))
+        page = models.ListParameters.of_texts(
+            parameters_of(request, *models.ListParameters.model_fields)
+        )
         where = models.filter_of(page.filter)
         after = answers.after_cursor(page.cursor, where)
 
         def work(index: Index) -> dict[str, Any]:
             items = index.scan(where, after=after, limit=page.limit + 1)
-            shown = [answers.item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
+            shown = [
+                answers.item_json(served, item, prefix, page.fields) for item in items[: page.limit]
+            ]
             more = len(items) > page.limit
-            return {"items": shown, "cursor": answers.cursor_after(shown[-1]["id"], where) if more else None}
+            return {
+                "items": shown,
+                "cursor": answers.cursor_after(shown[-1]["id"], where) if more else None,
+            }
 
         async with self._deadline(request):
             return answer(await served.read(work))
@@ -242,7 +258,9 @@ class Routes:
             },
         }
         async with self._deadline(request):
-            return answer(await served.read(lambda index: answers.description(served.name, index) | own))
+            return answer(
+                await served.read(lambda index: answers.description(served.name, index) | own)
+            )
 
     async def snapshot(self, request: Request) -> Response:
         """Write a copy of one moment below the operator's folder; answers when it is whole."""
@@ -251,7 +269,9 @@ class Routes:
         if folder is None:
             sentence = "This server writes no snapshots. Its operator can name a folder: --snapshots FOLDER."
             raise RequestError(403, sentence)
-        name = f"{served.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{secrets.token_hex(4)}"
+        name = (
+            f"{served.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{secrets.token_hex(4)}"
+        )
         await served.snapshot(folder / name, _change(request, served, "snapshot"))
         return answer({"snapshot": name}, 201)
 
@@ -281,10 +301,10 @@ class Routes:
             return self.indexes[name]
         sentence = "This server has no index of this name."
         if name is None:
-            sentence = (
-                "This server has several indexes: name one in the address, as in /v1/indexes/NAME/search."
-            )
-        raise RequestError(404, sentence, members={"indexes": sorted(filter(caller.may_use, self.indexes))})
+            sentence = "This server has several indexes: name one in the address, as in /v1/indexes/NAME/search."
+        raise RequestError(
+            404, sentence, members={"indexes": sorted(filter(caller.may_use, self.indexes))}
+        )
 
     @asynccontextmanager
     async def _parsed(
@@ -317,9 +337,7 @@ class Routes:
             async with asyncio.timeout(self._settings.deadline):
                 yield
         except TimeoutError:
-            sentence = (
-                f"There was no answer within {self._settings.deadline:g} seconds. Try again in a moment."
-            )
+            sentence = f"There was no answer within {self._settings.deadline:g} seconds. Try again in a moment."
             if request.method not in ("GET", "HEAD") and "/search" not in request.url.path:
                 sentence += " What was to be written may have been written or not: sent again, it changes nothing more."
             raise RequestError(503, sentence, "deadline") from None
@@ -354,10 +372,14 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
         return {}
     pairs = request.query_params.multi_items()
     if pairs and not known:
-        raise RequestError(400, "The address takes no query string (?…); fields go into the request's body.")
+        raise RequestError(
+            400, "The address takes no query string (?…); fields go into the request's body."
+        )
     parameters = dict(pairs)
     if unknown := [name for name in parameters if name not in known]:
-        sentence = f"The address takes no parameter {unknown[0][:40]!a}. It takes: {', '.join(known)}."
+        sentence = (
+            f"The address takes no parameter {unknown[0][:40]!a}. It takes: {', '.join(known)}."
+        )
         raise RequestError(400, sentence)
     if len(parameters) < len(pairs):
         raise RequestError(400, "The address gives a parameter twice.")
@@ -393,7 +415,11 @@ def _prefix_of(request: Request) -> str:
 
 
 def _change(
-    request: Request, served: Served, what: str, ids: Sequence[str] = (), where: Filter | None = None
+    request: Request,
+    served: Served,
+    what: str,
+    ids: Sequence[str] = (),
+    where: Filter | None = None,
 ) -> Change:
     id = request.scope["retrieval.request_id"]
     return Change(what, served.name, _caller_of(request), id, ids, where)

@@ -28,11 +28,20 @@ from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.stages import stage
 from retrieval.serving.store import contract
-from retrieval.serving.store.contract import CODE, VECTOR, Item, StoreUnavailable, Superseded, TooSlow
+from retrieval.serving.store.contract import (
+    CODE,
+    VECTOR,
+    Item,
+    StoreUnavailable,
+    Superseded,
+    TooSlow,
+)
 
 log = logging.getLogger("retrieval.serving.http")
 
-DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says why."
+DAMAGED = (
+    "The index cannot be searched: it is damaged, or its disk fails. The server's log says why."
+)
 _UNREADABLE = "The item cannot be read. The server's log says why."
 _NOT_WRITTEN = (
     "The index cannot be written to now: another process writes to it, it is read-only, or its disk refuses. "
@@ -116,7 +125,9 @@ class Served:
 
     # Searching
 
-    async def search(self, query: Query, finish: Callable[[list[list[Hit]], Index], bytes]) -> bytes:
+    async def search(
+        self, query: Query, finish: Callable[[list[list[Hit]], Index], bytes]
+    ) -> bytes:
         """Return what `finish` makes of the hits of each query, in the thread that searched.
 
         Raises:
@@ -136,7 +147,9 @@ class Served:
                 return await self.workers.images.run(work)
             decoded = await self.workers.pixels(bundle, images)
             pixels = np.stack([image.pixels for image in decoded]) if decoded else None
-            return await self.workers.searches.run(partial(self._searched, query, bundle, pixels, finish))
+            return await self.workers.searches.run(
+                partial(self._searched, query, bundle, pixels, finish)
+            )
 
         return await self._again(ask, DAMAGED)
 
@@ -236,7 +249,9 @@ class Served:
             change.count = index.delete(change.ids, where=change.where)
             return change.count
 
-        return await self._again(lambda: self._change(work, change, self.workers.changes), _NOT_WRITTEN)
+        return await self._again(
+            lambda: self._change(work, change, self.workers.changes), _NOT_WRITTEN
+        )
 
     async def snapshot(self, target: Path, change: Change) -> None:
         """Write a copy of one moment; RequestError 503: too many snapshots wait, or this one cannot be written."""
@@ -251,7 +266,10 @@ class Served:
         """Change the index in its turn, with its lines in the record."""
 
         def recorded() -> T:
-            with self.use() as index, self._audit.recording(change) if self._audit else nullcontext():
+            with (
+                self.use() as index,
+                self._audit.recording(change) if self._audit else nullcontext(),
+            ):
                 return work(index)
 
         return await turns.run(recorded)
@@ -279,7 +297,9 @@ class Served:
                 if item is None:
                     raise no_item()
                 if item.keep == "thumbnail" and not small:
-                    with suppress(RequestError):  # the kept thumbnail is what is left of a file that is gone
+                    with suppress(
+                        RequestError
+                    ):  # the kept thumbnail is what is left of a file that is gone
                         return self._file(item)
                 kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
                 return kept if kept is not None else self._file(item)
@@ -293,7 +313,8 @@ class Served:
         """Return the file that an item was indexed from, if it lies in a folder that may be shown."""
         if item.path is None:
             raise RequestError(
-                404, f"Item {item.id} was indexed from features, or the index keeps nothing of its image."
+                404,
+                f"Item {item.id} was indexed from features, or the index keeps nothing of its image.",
             )
         path, image = Path(os.path.realpath(item.path)), f"The image of item {item.id}"
         if not any(path.is_relative_to(folder) for folder in self._folders):
@@ -318,7 +339,9 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[
     """
     options, answers = query.options, [list[Hit]() for _ in query.given]
     for by_id in (False, True):
-        places = [place for place, given in enumerate(query.given) if (given.id is not None) == by_id]
+        places = [
+            place for place, given in enumerate(query.given) if (given.id is not None) == by_id
+        ]
         if not places:
             continue
         queries = [query.given[place] for place in places]

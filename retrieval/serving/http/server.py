@@ -87,7 +87,9 @@ def serve(
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(host, port, "--port"))]
         if settings.health_port is not None:
-            listeners.append(stack.enter_context(listen(host, settings.health_port, "--health-port")))
+            listeners.append(
+                stack.enter_context(listen(host, settings.health_port, "--health-port"))
+            )
             health_port = listeners[1].getsockname()[1]
             parts = replace(parts, settings=replace(settings, health_port=health_port))
         if settings.processes > 1:
@@ -110,7 +112,9 @@ class Serving:
             to `v1/search` below it, and are answered in JSON.
     """
 
-    def __init__(self, parts: Parts, host: str, listeners: list[socket.socket], beside: bool) -> None:
+    def __init__(
+        self, parts: Parts, host: str, listeners: list[socket.socket], beside: bool
+    ) -> None:
         import uvicorn
 
         from retrieval.serving.http.monitoring import start_log
@@ -123,10 +127,14 @@ class Serving:
         self._server = uvicorn.Server(_config(self._app))
         self._thread = threading.Thread(target=self.run, name="serve", daemon=True)
         items = sum(len(served.index) for served in self._app.served.values())
-        self.url = announce(host, listeners, items, "close() stops it" if beside else "Ctrl-C stops")
+        self.url = announce(
+            host, listeners, items, "close() stops it" if beside else "Ctrl-C stops"
+        )
 
     def __repr__(self) -> str:
-        return f"Serving {self.url} ({'close() stops it' if self._thread.is_alive() else 'stopped'})"
+        return (
+            f"Serving {self.url} ({'close() stops it' if self._thread.is_alive() else 'stopped'})"
+        )
 
     def run(self) -> None:
         """Serve until a signal, or `close`."""
@@ -217,7 +225,9 @@ class Parts:
             for name, index in self.given.items()
             if not isinstance(index, Index)
         }
-        opened = {name: reopen[name]() if name in reopen else index for name, index in self.given.items()}
+        opened = {
+            name: reopen[name]() if name in reopen else index for name, index in self.given.items()
+        }
         return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
 
     def __call__(self) -> Any:
@@ -246,7 +256,9 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         announce(host, listeners, items, "Ctrl-C stops")
-        Multiprocess(_config(parts, factory=True, workers=parts.settings.processes), listeners).run()
+        Multiprocess(
+            _config(parts, factory=True, workers=parts.settings.processes), listeners
+        ).run()
 
 
 def _config(app: Any, **more: Any) -> uvicorn.Config:
@@ -282,7 +294,9 @@ def checked(settings: Settings, host: str) -> Settings:
     for option, folders in (("--images", settings.images), ("--snapshots", [settings.snapshots])):
         for folder in folders:
             if folder is not None and not folder.is_dir():
-                raise StoreError(f"There is no folder {folder}, which {option} names. Make it first.")
+                raise StoreError(
+                    f"There is no folder {folder}, which {option} names. Make it first."
+                )
     proxies = tuple(_proxy(text) for text in settings.proxies)
     if key_source(settings.keys) is None and settings.open is None:
         where = "through a proxy (--proxy-header-from)" if proxies else f"at {host}"
@@ -327,7 +341,9 @@ def _is_loopback(host: str) -> bool:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
         return True
-    return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in addresses)
+    return all(
+        ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in addresses
+    )
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:

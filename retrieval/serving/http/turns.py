@@ -131,7 +131,9 @@ class Workers:
                 return self.decoders.decode(kind, content, preprocessing)
         except Undecodable as error:
             report(error)
-            raise RequestError(503, "The server decodes no images now. Its log says why.", "decode") from None
+            raise RequestError(
+                503, "The server decodes no images now. Its log says why.", "decode"
+            ) from None
 
     async def decoded(self, kind: Kind, content: bytes) -> bytes:
         """Return a picture of another kind; see `decode`."""
@@ -145,12 +147,18 @@ class Workers:
         async def decoded(number: int, image: bytes) -> Decoded:
             async with turn:
                 try:
-                    pixels: Decoded = await self.images.run(lambda: self.decode("pixels", image, bundle))
+                    pixels: Decoded = await self.images.run(
+                        lambda: self.decode("pixels", image, bundle)
+                    )
                 except DataError as error:
-                    raise (error if len(images) == 1 else DataError(f"image {number}: {error}")) from None
+                    raise (
+                        error if len(images) == 1 else DataError(f"image {number}: {error}")
+                    ) from None
                 return pixels
 
-        tasks = [asyncio.create_task(decoded(number, image)) for number, image in enumerate(images, 1)]
+        tasks = [
+            asyncio.create_task(decoded(number, image)) for number, image in enumerate(images, 1)
+        ]
         try:
             return [await task for task in tasks]
         finally:

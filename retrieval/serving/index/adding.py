@@ -104,18 +104,26 @@ def add_sources(
                     )
                 writer.take(results, len(new), strict)
                 break
-            except Superseded:  # another generation is served since: what is left is embedded for that
+            except (
+                Superseded
+            ):  # another generation is served since: what is left is embedded for that
                 if attempt == _TRIES - 1:
                     raise
                 index.follow()
                 vectors = vectors and Vectors(named, index, keep)
         faults = writer.faults
         if whole and faults and len(faults) == len(found.items):
-            raise DataError(f"None of the {len(faults):,} items can be used. The first: {faults[0]}")
+            raise DataError(
+                f"None of the {len(faults):,} items can be used. The first: {faults[0]}"
+            )
         _relabel(index, relabelled)
-        removed = _remove_others(index, {item.key for item in found.items}) if sync and not faults else 0
+        removed = (
+            _remove_others(index, {item.key for item in found.items}) if sync and not faults else 0
+        )
     if faults and not skip_bad:
-        raise _unusable(faults, len(found.items), _REST_IS_THERE + (" Nothing was removed." if sync else ""))
+        raise _unusable(
+            faults, len(found.items), _REST_IS_THERE + (" Nothing was removed." if sync else "")
+        )
     return Added(
         added=writer.added,
         changed=writer.changed + len(relabelled),
@@ -145,7 +153,9 @@ def refuse_twice(found: Sources) -> None:
         DataError: naming every such id.
     """
     counts = Counter(item.key for item in found.items)
-    if twice := [f"{key!r} is the id of {count} items." for key, count in counts.items() if count > 1]:
+    if twice := [
+        f"{key!r} is the id of {count} items." for key, count in counts.items() if count > 1
+    ]:
         raise DataError(
             listed("What is to be added", twice)
             + "\nGive each its own in a CSV manifest's column 'key', or add the folders one by one."
@@ -171,9 +181,10 @@ def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[
             known = there.get(item.key)
             if known is None or (arrays and not known.arrays) or known.stamp != item.stamp():
                 new.append(item)
-            elif (known.label, dict(known.metadata)) != (item.label, item.metadata) or known.path != _path(
-                item, known
-            ):
+            elif (known.label, dict(known.metadata)) != (
+                item.label,
+                item.metadata,
+            ) or known.path != _path(item, known):
                 relabelled.append(item)
     return new, relabelled, len(items) - len(new) - len(relabelled)
 
@@ -226,7 +237,9 @@ class _Writer:
         self.added = self.changed = 0
         self.faults: list[str] = []
 
-    def take(self, results: Iterable[list[tuple[Source, Embedded]]], count: int, strict: bool) -> None:
+    def take(
+        self, results: Iterable[list[tuple[Source, Embedded]]], count: int, strict: bool
+    ) -> None:
         """Write all items that have a vector.
 
         Args:

@@ -110,7 +110,9 @@ def _near(
     return neighbours
 
 
-def clusters(index: Index, count: int, *, where: Filter | None = None, typical: int = 5) -> list[Cluster]:
+def clusters(
+    index: Index, count: int, *, where: Filter | None = None, typical: int = 5
+) -> list[Cluster]:
     """Return clusters of items, largest first; see `Index.clusters`."""
     count = at_least_one("The number of clusters", count)
     total = index.store.count(where)
@@ -125,7 +127,9 @@ def clusters(index: Index, count: int, *, where: Filter | None = None, typical: 
             meter.update(len(page))
         faiss = load_faiss()
         if len(sample) < count:
-            raise DataError(f"{len(sample):,} vectors cannot make {count:,} clusters. Ask for fewer.")
+            raise DataError(
+                f"{len(sample):,} vectors cannot make {count:,} clusters. Ask for fewer."
+            )
         vectors = np.stack(sample)
         kmeans = faiss.Kmeans(
             vectors.shape[1],
@@ -142,13 +146,19 @@ def clusters(index: Index, count: int, *, where: Filter | None = None, typical: 
         nearest: list[list[tuple[float, str]]] = [[] for _ in range(count)]
         for page in pages(index, where):
             squared, own = faiss.knn(np.stack([item.vector for item in page]), centres, 1)
-            for item, distance, at in zip(page, squared[:, 0].tolist(), own[:, 0].tolist(), strict=True):
+            for item, distance, at in zip(
+                page, squared[:, 0].tolist(), own[:, 0].tolist(), strict=True
+            ):
                 sizes[at] += 1
                 labels[at][item.label] += 1
                 nearest[at] = sorted([*nearest[at], (distance, item.id)])[:typical]
             meter.update(len(page))
     found = [
-        Cluster(sizes[number], tuple(id for _, id in nearest[number]), tuple(labels[number].most_common(3)))
+        Cluster(
+            sizes[number],
+            tuple(id for _, id in nearest[number]),
+            tuple(labels[number].most_common(3)),
+        )
         for number in range(count)
         if sizes[number]
     ]

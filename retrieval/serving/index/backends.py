@@ -56,7 +56,9 @@ def choose(count: int, width: int) -> str:
     return "hnsw" if count <= HNSW_VECTORS else "ivf"
 
 
-def make_backend(name: str, options: Mapping[str, Any], plugins: Iterable[str] = ()) -> IndexBackend:
+def make_backend(
+    name: str, options: Mapping[str, Any], plugins: Iterable[str] = ()
+) -> IndexBackend:
     """Build a back end with parameters. Plugins are loaded only for a name that is not built in.
 
     Args:

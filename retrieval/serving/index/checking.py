@@ -43,7 +43,9 @@ def check_store(store: Store) -> list[str]:
     for generation in store.generations():
         try:
             if (
-                Bundle.open(store.bundle(generation), variant=generation.variant, device="cpu").sha256
+                Bundle.open(
+                    store.bundle(generation), variant=generation.variant, device="cpu"
+                ).sha256
                 != generation.bundle
             ):
                 damaged.append(

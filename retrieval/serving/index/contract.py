@@ -58,7 +58,9 @@ class IndexBackend(ABC):
         """Whether `search_selected` is there; if not, an index searches exactly among the items that match a filter."""
         return False
 
-    def search_selected(self, queries: Floats, k: int, keep: NDArray[np.bool_]) -> tuple[Floats, Rows]:
+    def search_selected(
+        self, queries: Floats, k: int, keep: NDArray[np.bool_]
+    ) -> tuple[Floats, Rows]:
         """Search among some of the vectors; see `search`.
 
         Args:
@@ -151,7 +153,11 @@ def checked_search(
     """
     queries = np.ascontiguousarray(queries, dtype=np.float32)
     with using(name, "search"):
-        _, answer = backend.search(queries, k) if keep is None else backend.search_selected(queries, k, keep)
+        _, answer = (
+            backend.search(queries, k)
+            if keep is None
+            else backend.search_selected(queries, k, keep)
+        )
         rows = np.asarray(answer)
     if (
         rows.shape != (len(queries), k)

@@ -97,7 +97,11 @@ def build_index(
     }
 
     def opened() -> tuple[Bundle, dict[str, int]]:
-        whole = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, variant=variant, device=device)
+        whole = (
+            bundle
+            if isinstance(bundle, Bundle)
+            else Bundle.open(bundle, variant=variant, device=device)
+        )
         return whole, widths_of(whole, features=features_of(whole) if keep_features else None)
 
     if isinstance(place, Address):
@@ -156,10 +160,14 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not replace:
         raise _exists(output)
     if output.is_symlink() or kind_of(output) != "index" or not (output / RECORD).is_file():
-        raise StoreError(f"{output} is not an index, so --replace does not touch it. Choose another name.")
+        raise StoreError(
+            f"{output} is not an index, so --replace does not touch it. Choose another name."
+        )
 
 
-def _free_address(address: Address, plugins: Sequence[str], replace: bool, structured: bool) -> StorePlace:
+def _free_address(
+    address: Address, plugins: Sequence[str], replace: bool, structured: bool
+) -> StorePlace:
     """Return the place at an address; without `replace`, no index may be there, and no structure be asked for."""
     if structured:
         raise DataError(
@@ -193,7 +201,11 @@ def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequenc
 
 
 def _fill_address(
-    at: StorePlace, store: Store, named: Sequence[StrPath], adding: Mapping[str, Any], device: Device
+    at: StorePlace,
+    store: Store,
+    named: Sequence[StrPath],
+    adding: Mapping[str, Any],
+    device: Device,
 ) -> Summary:
     """Add what sources name to a new index at an address; where that fails, nothing is left of it."""
     try:
@@ -211,12 +223,24 @@ def _fill_address(
         at.drop()
         raise
     return Summary(
-        at.address, count, added.skipped, added.repeated, 0, at.address.scheme, None, 0.0, added.left_out
+        at.address,
+        count,
+        added.skipped,
+        added.repeated,
+        0,
+        at.address.scheme,
+        None,
+        0.0,
+        added.left_out,
     )
 
 
 def _fill_folder(
-    partial: Path, store: LocalStore, named: Sequence[StrPath], adding: Mapping[str, Any], device: Device
+    partial: Path,
+    store: LocalStore,
+    named: Sequence[StrPath],
+    adding: Mapping[str, Any],
+    device: Device,
 ) -> Summary:
     """Add what sources name to a folder that nobody sees yet, and build what speeds its searches up."""
     with Index(partial, store, device=device) as index:
@@ -226,7 +250,15 @@ def _fill_folder(
             store.compact(lambda done, total: meter.reach(done, total, "indexing"))
         name, recall = store.recall()
         return Summary(
-            partial, len(index), added.skipped, added.repeated, before, name, recall, 0.0, added.left_out
+            partial,
+            len(index),
+            added.skipped,
+            added.repeated,
+            before,
+            name,
+            recall,
+            0.0,
+            added.left_out,
         )
 
 
@@ -245,7 +277,9 @@ def _begun(
     """Return the store of an interrupted run of the same work, or an empty one."""
     with suppress(StoreError, OSError):
         store = LocalStore(partial, plugins=plugins, upkeep=False)
-        served = next(generation for generation in store.generations() if generation.state == "served")
+        served = next(
+            generation for generation in store.generations() if generation.state == "served"
+        )
         begun = (served.bundle, served.variant, dict(served.widths), store.wanted())
         if begun == (bundle.sha256, bundle.variant, dict(widths), structure):
             return store

@@ -124,7 +124,9 @@ class Plan:
         """
         plan = cls.read(folder)
         if not plan.complete:
-            raise DataError(f"{folder} is not complete. Run the 'retrieval embed' that began it again first.")
+            raise DataError(
+                f"{folder} is not complete. Run the 'retrieval embed' that began it again first."
+            )
         return plan
 
 
@@ -161,14 +163,19 @@ def rows(
                 for batch in table.batches(columns, ROWS, group):
                     numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
                     with sentences(table.location):
-                        texts = {name: batch.column(name).to_pylist() for name in (*_TEXTS, "bundle")}
+                        texts = {
+                            name: batch.column(name).to_pylist() for name in (*_TEXTS, "bundle")
+                        }
                     if set(texts.pop("bundle")) - {plan.bundle}:
                         raise DataError(
                             f"{table.location} holds vectors of another bundle than {folder / PLAN} names."
                         )
                     values = zip(*texts.values(), strict=True)
                     yield (
-                        [_item(table.location, dict(zip(texts, row, strict=True))) for row in values],
+                        [
+                            _item(table.location, dict(zip(texts, row, strict=True)))
+                            for row in values
+                        ],
                         numbers,
                     )
                     first += batch.num_rows
@@ -184,7 +191,9 @@ def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Flo
 
 def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
     """Return a row as an item, and what is known of its original."""
-    key, label, stamp, path, address = (row[name] for name in ("key", "label", "stamp", "path", "source"))
+    key, label, stamp, path, address = (
+        row[name] for name in ("key", "label", "stamp", "path", "source")
+    )
     sizes = row["bytes"], row["width"], row["height"]
     try:
         metadata = strict_loads(row["metadata"] or "{}")
@@ -236,7 +245,8 @@ class Vectors:
             )
         self._arrays = list(index.generation.widths)
         self._plans = {
-            folder: Plan.complete_in(folder) for folder in (Path(str(name)) for name in dict.fromkeys(named))
+            folder: Plan.complete_in(folder)
+            for folder in (Path(str(name)) for name in dict.fromkeys(named))
         }
         for folder, plan in self._plans.items():
             _refuse_unfit(folder, plan, index)
@@ -346,9 +356,13 @@ class VectorRows:
         Raises:
             DataError: an item has none.
         """
-        labels = [item.label for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch]
+        labels = [
+            item.label for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch
+        ]
         if missing := labels.count(None):
-            raise DataError(f"{missing:,} items of {self._folder} have no label: figures compare labels.")
+            raise DataError(
+                f"{missing:,} items of {self._folder} have no label: figures compare labels."
+            )
         return [label for label in labels if label is not None]
 
     def read(self, start: int, stop: int) -> Floats:

@@ -139,7 +139,9 @@ def _decoded(
     return Embedded(bytes=len(content), width=width, height=height, kept=kept), inputs
 
 
-def _encode(bundle: Bundle, batch: list[tuple[T, Embedded, NDArray[Any] | None]], settings: Settings) -> None:
+def _encode(
+    bundle: Bundle, batch: list[tuple[T, Embedded, NDArray[Any] | None]], settings: Settings
+) -> None:
     """Give the decoded items of a batch their arrays."""
     decoded = [(result, inputs) for _, result, inputs in batch if inputs is not None]
     if decoded:

@@ -89,7 +89,9 @@ class FaissBackend(IndexBackend):
         """True; on a GPU the CPU does it."""
         return True
 
-    def search_selected(self, queries: Floats, k: int, keep: NDArray[np.bool_]) -> tuple[Floats, Rows]:
+    def search_selected(
+        self, queries: Floats, k: int, keep: NDArray[np.bool_]
+    ) -> tuple[Floats, Rows]:
         """Search among some of the vectors; see `IndexBackend`."""
         faiss = load_faiss()
         bits = np.packbits(keep, bitorder="little")
@@ -251,7 +253,9 @@ class Hnsw(FaissBackend):
             content = self._vectors.view(np.uint8).reshape(-1)
             self._storage = faiss.IndexFlatL2(vectors.shape[1])
             nobody = self._storage.codes.owner  # of no memory: FAISS frees none
-            view = faiss.MaybeOwnedVectorUInt8.create_view(faiss.swig_ptr(content), len(content), nobody)
+            view = faiss.MaybeOwnedVectorUInt8.create_view(
+                faiss.swig_ptr(content), len(content), nobody
+            )
             self._storage.codes, self._storage.ntotal = view, len(vectors)
             index.storage, index.own_fields = self._storage, False
         self._take(index)
@@ -290,7 +294,9 @@ class Cagra(Hnsw):
     ) -> None:
         super().__init__(degree // 2, ef_construction, ef_search)
         if gpus == "shards":
-            raise StoreError("cagra has one graph over all vectors: gpus is one or replicas, not shards.")
+            raise StoreError(
+                "cagra has one graph over all vectors: gpus is one or replicas, not shards."
+            )
         self.degree, self.gpus = degree, gpus
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
@@ -308,7 +314,9 @@ class Cagra(Hnsw):
         index = faiss.IndexHNSWCagra()
         with gpu.lock:
             try:
-                graph = faiss.GpuIndexCagra(gpu.resources, vectors.shape[1], faiss.METRIC_L2, config)
+                graph = faiss.GpuIndexCagra(
+                    gpu.resources, vectors.shape[1], faiss.METRIC_L2, config
+                )
                 graph.train(np.ascontiguousarray(vectors))
                 index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRIES
                 graph.copyTo(index)
@@ -324,7 +332,9 @@ class Cagra(Hnsw):
         config = faiss.GpuIndexCagraConfig()
         config.device = 0
         config.graph_degree = self.degree
-        config.intermediate_graph_degree = max(self.degree, min(2 * self.degree, self.ef_construction))
+        config.intermediate_graph_degree = max(
+            self.degree, min(2 * self.degree, self.ef_construction)
+        )
         config.build_algo = faiss.graph_build_algo_NN_DESCENT
         return config
 
@@ -349,7 +359,9 @@ def _searched_cagra(width: int, index: Any, queries: Floats, k: int) -> tuple[Fl
 class ListsBackend(FaissBackend):
     """What back ends of inverted lists have in common: how many lists, and how many of them a search looks at."""
 
-    def __init__(self, lists: int = 0, probes: int = 0, gpus: Gpus = "one", float16: bool = False) -> None:
+    def __init__(
+        self, lists: int = 0, probes: int = 0, gpus: Gpus = "one", float16: bool = False
+    ) -> None:
         super().__init__(gpus, float16)
         self.lists, self.probes = lists, probes
 
@@ -479,22 +491,39 @@ class Rabitq(ListsBackend):
         self.bits, self.expand = bits, expand
 
     def _empty(self, count: int, width: int) -> Any:
-        return load_faiss().index_factory(width, f"RR{width},IVF{self._lists_of(count)},RaBitQ{self.bits}")
+        return load_faiss().index_factory(
+            width, f"RR{width},IVF{self._lists_of(count)},RaBitQ{self.bits}"
+        )
 
     def _refuse_foreign(self, index: Any) -> None:
         faiss = load_faiss()
         if index.chain.size() != 1:
             raise StoreError("it is not one rotation and its lists")
-        turn, lists = faiss.downcast_VectorTransform(index.chain.at(0)), faiss.downcast_index(index.index)
-        if (type(turn).__name__, type(lists).__name__) != ("RandomRotationMatrix", "IndexIVFRaBitQ"):
+        turn, lists = (
+            faiss.downcast_VectorTransform(index.chain.at(0)),
+            faiss.downcast_index(index.index),
+        )
+        if (type(turn).__name__, type(lists).__name__) != (
+            "RandomRotationMatrix",
+            "IndexIVFRaBitQ",
+        ):
             raise StoreError(
                 f"it is a {type(turn).__name__} and a {type(lists).__name__}, which this back end does not write"
             )
         width = index.d
-        if (turn.d_in, turn.d_out, turn.A.size(), turn.have_bias) != (width, width, width * width, False):
+        if (turn.d_in, turn.d_out, turn.A.size(), turn.have_bias) != (
+            width,
+            width,
+            width * width,
+            False,
+        ):
             raise StoreError("its rotation is not of its vectors")
         coder = lists.rabitq
-        if (lists.d, coder.d, lists.metric_type, coder.metric_type) != (width, width, *[faiss.METRIC_L2] * 2):
+        if (lists.d, coder.d, lists.metric_type, coder.metric_type) != (
+            width,
+            width,
+            *[faiss.METRIC_L2] * 2,
+        ):
             raise StoreError("its codes are not of its vectors")
         size = coder.compute_code_size(width, coder.nb_bits) if 1 <= coder.nb_bits <= 8 else None
         sizes = (coder.code_size, lists.code_size)

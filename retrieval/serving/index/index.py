@@ -20,7 +20,13 @@ from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
 from retrieval.serving.index.alike import Alike, Cluster, clusters, duplicates
 from retrieval.serving.index.contract import Floats
-from retrieval.serving.index.measuring import Distances, by_id, candidates_of, distances_of, measured_alone
+from retrieval.serving.index.measuring import (
+    Distances,
+    by_id,
+    candidates_of,
+    distances_of,
+    measured_alone,
+)
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
 from retrieval.serving.index.tuning import Tuned, tune
 from retrieval.serving.progress import Meter, Progress, showing
@@ -212,7 +218,9 @@ class Index:
     def require_open(self) -> None:
         """Raise a `StoreError` once the index is closed."""
         if self._closed:
-            raise StoreError(f"The index {self.path} was closed. Open it again with retrieval.open_index.")
+            raise StoreError(
+                f"The index {self.path} was closed. Open it again with retrieval.open_index."
+            )
 
     def changed(self) -> str | None:
         """Return a sentence when the folder was replaced or removed; what changes within it is meant to."""
@@ -325,7 +333,9 @@ class Index:
             for each, own_distances in zip(proposed, distances, strict=True)
         ]
 
-    def duplicates(self, within: float, *, where: Where = None, progress: Progress = True) -> list[Alike]:
+    def duplicates(
+        self, within: float, *, where: Where = None, progress: Progress = True
+    ) -> list[Alike]:
         """Return groups of items within a distance of one another, directly or through others; the largest group first.
 
         Args:
@@ -336,7 +346,9 @@ class Index:
         with showing(progress):
             return duplicates(self, within, where=as_filter(where))
 
-    def clusters(self, count: int, *, where: Where = None, progress: Progress = True) -> list[Cluster]:
+    def clusters(
+        self, count: int, *, where: Where = None, progress: Progress = True
+    ) -> list[Cluster]:
         """Return clusters of items by k-means on their vectors, the largest first.
 
         Args:
@@ -446,7 +458,9 @@ class Index:
             )
         return np.array(item.vector)
 
-    def scan(self, where: Where = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+    def scan(
+        self, where: Where = None, *, after: str | None = None, limit: int = 1000
+    ) -> list[Item]:
         """Return a page of items, in the order of their ids: the first `limit` behind `after`."""
         return self.store.scan(as_filter(where), after=after, limit=limit)
 

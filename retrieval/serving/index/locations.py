@@ -190,7 +190,11 @@ class Location:
         """
         if not self.remote:
             return self.path.is_dir()
-        if self.file_name.lower().endswith(".csv") or is_table(self.file_name) or is_shard(self.file_name):
+        if (
+            self.file_name.lower().endswith(".csv")
+            or is_table(self.file_name)
+            or is_shard(self.file_name)
+        ):
             return False
         with _sentences(self.text):
             system, path = _file_system(self.text)
@@ -217,14 +221,21 @@ class Location:
         others = 0
         for name, info in sorted(found.items()):
             inside = PurePosixPath(name.removeprefix(root.rstrip("/")).lstrip("/"))
-            if any(part.startswith(".") for part in inside.parts) or info.get("type") == "directory":
+            if (
+                any(part.startswith(".") for part in inside.parts)
+                or info.get("type") == "directory"
+            ):
                 continue
             if inside.suffix.lower() in EXTENSIONS:
                 images.append((inside.as_posix(), stamp_of(info)))
             else:
                 others += 1
         are = "s are" if others > 1 else " is"
-        notes = [f"{self.text}: {others:,} file{are} left out, being no image by name."] if others else []
+        notes = (
+            [f"{self.text}: {others:,} file{are} left out, being no image by name."]
+            if others
+            else []
+        )
         if not images:
             raise DataError(" ".join([f"{self.text} holds no image.", *notes]))
         return images, notes
@@ -261,7 +272,11 @@ def _split(address: str) -> tuple[str, str, str]:
     links = address.split("::")
     at = next((at for at, link in enumerate(links) if "://" in link), 0)
     before, behind = links[:at], links[at + 1 :]
-    return "".join(f"{link}::" for link in before), links[at], "".join(f"::{link}" for link in behind)
+    return (
+        "".join(f"{link}::" for link in before),
+        links[at],
+        "".join(f"::{link}" for link in behind),
+    )
 
 
 @lru_cache(maxsize=8)

@@ -21,7 +21,12 @@ MARGIN = 8
 
 
 def measured(
-    bundle: Bundle, query: Floats, code: Floats | None, vectors: Floats, codes: Floats | None, k: int
+    bundle: Bundle,
+    query: Floats,
+    code: Floats | None,
+    vectors: Floats,
+    codes: Floats | None,
+    k: int,
 ) -> Distances:
     """Return the distances (n,) of a query to candidates: its rescorer's, or measured in float64.
 
@@ -53,7 +58,11 @@ def measured_alone(bundle: Bundle) -> bool:
     `measured` then takes the pairs of many queries at once: query (n, P), vectors (n, P).
     """
     manifest = bundle.manifest
-    return manifest.rescorer is None and manifest.distance.measure != "inner" and manifest.merge != "score"
+    return (
+        manifest.rescorer is None
+        and manifest.distance.measure != "inner"
+        and manifest.merge != "score"
+    )
 
 
 def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
@@ -77,7 +86,9 @@ def distances_of(
         # One computation of all pairs, in which each pair's sum is what it is by itself.
         counts = [len(each.items) for each in proposed]
         queries = np.repeat(query, counts, axis=0)
-        vectors = np.concatenate([each.arrays[VECTOR] for each in proposed if each.items] or [queries])
+        vectors = np.concatenate(
+            [each.arrays[VECTOR] for each in proposed if each.items] or [queries]
+        )
         return np.split(measured(bundle, queries, None, vectors, None, k), np.cumsum(counts)[:-1])
     return [
         measured(

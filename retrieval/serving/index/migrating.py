@@ -160,7 +160,8 @@ def _by_originals(
     """Return items with the arrays of a new encoder, and why others have none, by id."""
     if bundle.manifest.input.kind == "features":
         return [], {
-            item.id: f"{item.id}: the index keeps no features of it for this bundle." for item in items
+            item.id: f"{item.id}: the index keeps no features of it for this bundle."
+            for item in items
         }
     limits = Limits()
     settings = Settings(32, cores(), limits, keep_features)
@@ -175,7 +176,9 @@ def _by_originals(
     )
 
 
-def _originals(index: Index, items: Sequence[Item], most: int) -> Iterator[tuple[Item, str, Original]]:
+def _originals(
+    index: Index, items: Sequence[Item], most: int
+) -> Iterator[tuple[Item, str, Original]]:
     """Yield items with their ids and originals, of `most` bytes: kept bytes, a file, an address, or why there is none.
 
     What is neither kept nor a file of its own is read where it was found, if that has not changed since.
@@ -195,7 +198,11 @@ def _originals(index: Index, items: Sequence[Item], most: int) -> Iterator[tuple
         elif content is None:
             original = origin(item) or (item.path if item.path and item.path.is_file() else None)
         if original is None:
-            where = f"its file {item.path} is gone" if item.path else "the index keeps no original of it"
+            where = (
+                f"its file {item.path} is gone"
+                if item.path
+                else "the index keeps no original of it"
+            )
             original = DataError(f"{item.id}: {where}.")
         yield item, item.id, original
 
@@ -210,13 +217,17 @@ def features_of(bundle: Bundle) -> int:
     if said.input.kind == "features":
         return said.input.shape[0]
     if bundle.backbone_sha256 is None or said.split is None:
-        why = f"runs its variant '{bundle.variant}'" if said.split else "has an encoder of one graph"
+        why = (
+            f"runs its variant '{bundle.variant}'" if said.split else "has an encoder of one graph"
+        )
         advice = (
             "Leave the variant out."
             if said.split
             else "Export it with its backbone apart: retrieval export … --split"
         )
-        raise BundleError(f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}")
+        raise BundleError(
+            f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"
+        )
     return said.split.features
 
 

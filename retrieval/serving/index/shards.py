@@ -62,7 +62,9 @@ class _Stream(io.RawIOBase):
             size -= len(part)
             self._at += len(part)
             if self._packed and self._at > _FREE and self._at > _FREE + _RATIO * self._raw.tell():
-                raise tarfile.ReadError(f"it grows to more than {_RATIO} times its size when it is unpacked")
+                raise tarfile.ReadError(
+                    f"it grows to more than {_RATIO} times its size when it is unpacked"
+                )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def content(self, size: int) -> bytes:
@@ -109,7 +111,9 @@ def _sentences(location: Location) -> Iterator[None]:
         ) from None
 
 
-def _files(location: Location, stream: _Stream, left_out: Counter[str]) -> Iterator[tarfile.TarInfo]:
+def _files(
+    location: Location, stream: _Stream, left_out: Counter[str]
+) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files of an archive, at whose content the stream then stands; count what else there is.
 
     Raises:
@@ -229,7 +233,9 @@ class _Sample:
             else:
                 self.problems.append(f"{name} is no JSON object.")
         except (ValueError, RecursionError) as fault:
-            self.problems.append(f"{name} is not {'JSON' if ending == 'json' else 'UTF-8 text'}: {fault}.")
+            self.problems.append(
+                f"{name} is not {'JSON' if ending == 'json' else 'UTF-8 text'}: {fault}."
+            )
         return True
 
     def item(self, location: Location, stamp: str, name: str) -> Source:

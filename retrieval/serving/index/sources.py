@@ -132,7 +132,9 @@ def _folder(folder: Location, prefix: bool) -> tuple[list[Source], list[str]]:
     if folder.remote:
         own = Location(folder.text.rstrip("/")).file_name or "images"
         images, notes = folder.images()
-        files = [(inside, None, Origin(folder.below(inside), None, stamp)) for inside, stamp in images]
+        files = [
+            (inside, None, Origin(folder.below(inside), None, stamp)) for inside, stamp in images
+        ]
     else:
         root = Path(folder.text)
         found, own = find_images(root), shown(own_name(root))
@@ -270,7 +272,9 @@ def _features(places: list[Location]) -> Sources:
             with Table(place, "features") as table:
                 for row in table.rows(partial(spool.add, place)):
                     origin = Origin(place, str(row.number), stamp)
-                    items.append(Source(row.key, row.label, None, row.metadata, start + row.number, origin))
+                    items.append(
+                        Source(row.key, row.label, None, row.metadata, start + row.number, origin)
+                    )
             left_out += table.left_out
         if not items:
             raise DataError(f"{places[0]} lists no item.")
@@ -303,7 +307,9 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
         # opened here, since np.load leaves a damaged file open
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             if not hasattr(file, "files"):
-                raise DataError(f"{path} is a single array; save it with np.savez(path, features=array).")
+                raise DataError(
+                    f"{path} is a single array; save it with np.savez(path, features=array)."
+                )
             name = next((name for name in ("features", "vectors") if name in file.files), None)
             if name is None:
                 raise DataError(
@@ -314,7 +320,9 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError) as fault:
-        raise DataError(f"{path} is damaged, or not an .npz file of plain arrays: {fault}.") from None
+        raise DataError(
+            f"{path} is damaged, or not an .npz file of plain arrays: {fault}."
+        ) from None
     if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.size:
         raise DataError(
             f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype} {features.shape}."
@@ -326,7 +334,11 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
             )
     texts = {key: [str(value) for value in values] for key, values in columns.items()}
     with np.errstate(over="ignore"):
-        return features.astype(np.float32, copy=False), texts.get("labels", []), texts.get("keys", [])
+        return (
+            features.astype(np.float32, copy=False),
+            texts.get("labels", []),
+            texts.get("keys", []),
+        )
 
 
 class Readers:
@@ -403,7 +415,9 @@ def originals(
             if np.isfinite(row).all():
                 yield item, item.key, row
                 continue
-            fault = f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
+            fault = (
+                f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
+            )
             yield item, item.key, DataError(fault)
         return
     for item, content in contents(((item, item.origin) for item in items), most):

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, MissingDependency, did_you_mean, listed
-from retrieval.serving.index.locations import ROW_CHARACTERS, Location, label_text, plain, text_problem
+from retrieval.serving.index.locations import (
+    ROW_CHARACTERS,
+    Location,
+    label_text,
+    plain,
+    text_problem,
+)
 
 MAX_WIDTH = 1_000_000
 """Numbers of a vector."""
@@ -84,7 +90,9 @@ def sentences(location: Location) -> Iterator[None]:
         ) from None
 
 
-def numbers_of(location: Location, column: Any, first: int, width: int | None = None) -> NDArray[np.float32]:
+def numbers_of(
+    location: Location, column: Any, first: int, width: int | None = None
+) -> NDArray[np.float32]:
     """Return a column of lists of numbers as an array (n, width).
 
     Args:
@@ -100,7 +108,9 @@ def numbers_of(location: Location, column: Any, first: int, width: int | None = 
         valid = np.asarray(column.is_valid().to_numpy(zero_copy_only=False), bool)
         if not valid.all():
             raise DataError(f"{location}: row {first + int(np.argmin(valid))} has no vector.")
-        lengths = np.asarray(pyarrow().compute.list_value_length(column).to_numpy(zero_copy_only=False))
+        lengths = np.asarray(
+            pyarrow().compute.list_value_length(column).to_numpy(zero_copy_only=False)
+        )
         width = width or (int(lengths[0]) if len(lengths) else 0)
         if (lengths != width).any():
             at = int(np.argmax(lengths != width))
@@ -173,7 +183,9 @@ class Table:
         if kind == "features":
             self.vector = next((name for name in _VECTORS if name in types), None)
             if self.vector is None:
-                raise self._lacks("'features' (a list of numbers); this bundle takes features", "features")
+                raise self._lacks(
+                    "'features' (a list of numbers); this bundle takes features", "features"
+                )
             if not _is_list(types[self.vector]):
                 raise DataError(
                     f"{self.location}: '{self.vector}' must be a list of numbers, not {types[self.vector]}."
@@ -189,7 +201,9 @@ class Table:
         else:
             raise self._lacks("'path', or 'image' (bytes, or a struct of bytes and path)", "path")
         used = {self.vector or (self.content or self.path or "").partition(".")[0]}
-        self.key = next((name for name in ("key", "id") if name in types and name not in used), None)
+        self.key = next(
+            (name for name in ("key", "id") if name in types and name not in used), None
+        )
         self.label = "label" if "label" in types else None
         others = [name for name in names if name not in {*used, self.key, self.label}]
         self.metadata = [name for name in others if not _holds_binary(types[name])]
@@ -214,7 +228,8 @@ class Table:
             for chunk in self._chunks(group, [column])
         ]
         return all(
-            known and known.has_null_count and known.null_count == count for count, known in statistics
+            known and known.has_null_count and known.null_count == count
+            for count, known in statistics
         )
 
     def _chunks(self, group: int, columns: Sequence[str]) -> Iterator[Any]:
@@ -263,7 +278,9 @@ class Table:
         starts = self.starts()
         problems: list[str] = []
         if not wanted:  # nothing but images: their number is all there is to know
-            yield from (Row(number, self._default(number), None, None, {}) for number in range(starts[-1]))
+            yield from (
+                Row(number, self._default(number), None, None, {}) for number in range(starts[-1])
+            )
         for group, first in enumerate(starts[:-1] if wanted else ()):
             for batch in self.batches(wanted, _ROWS_AT_A_TIME, group):
                 with sentences(self.location):
@@ -271,7 +288,9 @@ class Table:
                 if take is not None and self.vector:
                     take(numbers_of(self.location, batch.column(self.vector), first))
                 for number in range(batch.num_rows):
-                    values = {name: column[number] for name, column in zip(names, columns, strict=True)}
+                    values = {
+                        name: column[number] for name, column in zip(names, columns, strict=True)
+                    }
                     row = self._row(first + number, values)
                     if isinstance(row, Row):
                         yield row
@@ -310,7 +329,9 @@ class Table:
         key = values.get(self.key) if self.key else path or self._default(number)
         label = values.get(self.label) if self.label else None
         if isinstance(key, bool) or not isinstance(key, str | int):
-            return f"'{self.key}' is {'empty' if key is None else 'neither text nor a whole number'}"
+            return (
+                f"'{self.key}' is {'empty' if key is None else 'neither text nor a whole number'}"
+            )
         if not isinstance(label, str | int | float | None):
             return "'label' is neither text nor a number"
         is_file = self.content is None and self.vector is None

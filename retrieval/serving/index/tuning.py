@@ -79,7 +79,12 @@ class Tuned:
         """Return all of it as plain values, as an index keeps it; `chosen` is a place among the trials."""
         chosen = None if self.chosen is None else self.trials.index(self.chosen)
         values = asdict(self)
-        return {"vectors": values.pop("count"), **values, "trials": list(values["trials"]), "chosen": chosen}
+        return {
+            "vectors": values.pop("count"),
+            **values,
+            "trials": list(values["trials"]),
+            "chosen": chosen,
+        }
 
     @staticmethod
     def of(kept: Mapping[str, Any]) -> Tuned:
@@ -93,10 +98,17 @@ class Tuned:
             chosen = None if kept["chosen"] is None else trials[kept["chosen"]]
             memory = None if kept["memory"] is None else int(kept["memory"])
             return Tuned(
-                trials, chosen, int(kept["vectors"]), float(kept["recall"]), memory, str(kept["when"])
+                trials,
+                chosen,
+                int(kept["vectors"]),
+                float(kept["recall"]),
+                memory,
+                str(kept["when"]),
             )
         except (KeyError, IndexError, TypeError, ValueError) as fault:
-            raise StoreError("What the index keeps of its tuning cannot be read. Tune it again.") from fault
+            raise StoreError(
+                "What the index keeps of its tuning cannot be read. Tune it again."
+            ) from fault
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,9 @@ class _Sample:
         """Return the ten nearest of each query."""
         spans: Sequence[tuple[int, int] | None] = self.spans if len(self.spans) > 1 else [None]
         k = _K + MARGIN
-        rows = [nearest(queries, self.vectors, k, span=span, companion=companion)[1] for span in spans]
+        rows = [
+            nearest(queries, self.vectors, k, span=span, companion=companion)[1] for span in spans
+        ]
         return self._ordered(queries, rows)
 
     def proposed(self, backends: Sequence[IndexBackend], name: str, queries: Floats) -> list[Rows]:
@@ -127,7 +141,9 @@ class _Sample:
         rows = []
         for backend, (start, stop) in zip(backends, self.spans, strict=True):
             count = min(backend.expand * (_K + MARGIN), len(self.vectors))
-            rows.append(checked_search(backend, name, queries[:, start:stop], count, len(self.vectors)))
+            rows.append(
+                checked_search(backend, name, queries[:, start:stop], count, len(self.vectors))
+            )
         return self._ordered(queries, rows)
 
     def _ordered(self, queries: Floats, proposals: Sequence[Rows]) -> list[Rows]:
@@ -141,7 +157,9 @@ class _Sample:
         return nearest_rows
 
 
-def tune(index: Index, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000) -> Tuned:
+def tune(
+    index: Index, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000
+) -> Tuned:
     """Measure structures on an index's own vectors; see `Index.tune`."""
     if not 0 < recall <= 1:
         raise DataError(f"Recall is a share above 0 and at most 1, not {recall}.")
@@ -167,7 +185,8 @@ def tune(index: Index, *, recall: float = 0.95, memory: int | None = None, most:
     fitting = [
         trial
         for trial in trials
-        if trial.recall >= recall and (memory is None or trial.bytes + 4 * total * held.shape[1] <= memory)
+        if trial.recall >= recall
+        and (memory is None or trial.bytes + 4 * total * held.shape[1] <= memory)
     ]
     chosen = min(fitting, key=lambda trial: trial.milliseconds, default=None)
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -228,7 +247,11 @@ def _tried(
     with tempfile.TemporaryDirectory() as folder:
         for number, backend in enumerate(backends):
             backend.save_beside(Path(folder) / str(number))
-        size = sum(path.stat().st_size for path in Path(folder).iterdir()) * sample.total // len(vectors)
+        size = (
+            sum(path.stat().st_size for path in Path(folder).iterdir())
+            * sample.total
+            // len(vectors)
+        )
     for point in points:
         for backend in backends:
             for key, value in point.items():

@@ -18,7 +18,9 @@ LOCAL = "local"
 """The scheme of folders: `local:///data/photos.index` is `/data/photos.index`."""
 _FORM = re.compile(r"([A-Za-z][A-Za-z0-9_.+-]+)://(.*)", re.DOTALL)
 _EATEN = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]+:/[^/]")
-_SECRET = re.compile(r"token|passw|pwd|secret|credential|auth|user|(^|[_-])key$|apikey", re.IGNORECASE)
+_SECRET = re.compile(
+    r"token|passw|pwd|secret|credential|auth|user|(^|[_-])key$|apikey", re.IGNORECASE
+)
 _LONGEST = 2000
 _OPTIONS = 50
 
@@ -103,7 +105,11 @@ def place_of(place: StrPath | Address) -> IndexPlace:
             raise StoreError(f"{place} names no folder: write {LOCAL}:///PATH, or the path alone.")
         return Path(unquote(path))
     path_text = os.fspath(place)
-    if not isinstance(place, str) and _EATEN.match(path_text) and not Path(path_text).parent.exists():
+    if (
+        not isinstance(place, str)
+        and _EATEN.match(path_text)
+        and not Path(path_text).parent.exists()
+    ):
         raise StoreError(
             f"'{path_text}' looks like an address that was made a Path, which loses a slash. "
             "Give addresses as text."
@@ -128,9 +134,13 @@ def _options(text: str, query: str) -> dict[str, Any]:
     if not query:
         return {}
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=_OPTIONS)
+        pairs = parse_qsl(
+            query, keep_blank_values=True, strict_parsing=True, max_num_fields=_OPTIONS
+        )
     except ValueError:
-        raise StoreError(f"{text}: write what stands behind '?' as name=value&name=value.") from None
+        raise StoreError(
+            f"{text}: write what stands behind '?' as name=value&name=value."
+        ) from None
     options: dict[str, Any] = {}
     for name, value in pairs:
         if name in options:

@@ -69,7 +69,9 @@ def _check_arrays(
     structure = Structure.parse(text)
     for name, expected in structure.files if structure is not None else ():
         if not is_whole(folder / ARRAYS / name, expected):
-            rebuilt.append(f"{ARRAYS}/{name} is missing or was altered; the next writer builds it again.")
+            rebuilt.append(
+                f"{ARRAYS}/{name} is missing or was altered; the next writer builds it again."
+            )
 
 
 def _check_items(connection: apsw.Connection, generation: Generation, damaged: list[str]) -> None:

@@ -82,7 +82,11 @@ class _Column:
             else:
                 self._others[first + at] = found
         self._numbers = np.concatenate([self._numbers, numbers])
-        if len(self._others) > _TEXTS or len(self._known) > _NUMBERS or self._characters > _CHARACTERS:
+        if (
+            len(self._others) > _TEXTS
+            or len(self._known) > _NUMBERS
+            or self._characters > _CHARACTERS
+        ):
             raise _Unfit
 
     def true(self, leaf: Leaf, rows: int) -> Mask:
@@ -176,5 +180,7 @@ def _leaves(where: Filter) -> Iterator[Leaf]:
 
 def _is_exact(leaf: Leaf) -> bool:
     """Whether float64 holds the numbers that a condition compares with."""
-    values = leaf.values if isinstance(leaf, In) else () if isinstance(leaf, Exists) else (leaf.value,)
+    values = (
+        leaf.values if isinstance(leaf, In) else () if isinstance(leaf, Exists) else (leaf.value,)
+    )
     return all(not isinstance(one, int) or -_EXACT < one < _EXACT for one in values)

@@ -154,7 +154,9 @@ class Store(ABC):
         """Return the bytes that are kept of an item's original; None where there are none."""
 
     @abstractmethod
-    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+    def scan(
+        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
+    ) -> list[Item]:
         """Return a page of items without arrays: the first `limit` behind the id `after`.
 
         Raises:
@@ -240,7 +242,9 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
+    def embed(
+        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
+    ) -> None:
         """Give a generation arrays of items that `pending` returned.
 
         An item that has changed since is passed over.
@@ -414,7 +418,9 @@ class StorePlace(ABC):
         """
 
     @abstractmethod
-    def create(self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None) -> Store:
+    def create(
+        self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
+    ) -> Store:
         """Make an empty index whose served generation has this bundle, and open it.
 
         It is there as a whole, and survives a power cut, when this returns; a call that fails

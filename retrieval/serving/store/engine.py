@@ -84,7 +84,8 @@ class Row:
         """Return a row that was split, of its record and the first vector, where asked for."""
         plain = dict(record)
         arrays = {
-            name: np.frombuffer(base64.b64decode(t), "<f4") for name, t in plain.pop("arrays", {}).items()
+            name: np.frombuffer(base64.b64decode(t), "<f4")
+            for name, t in plain.pop("arrays", {}).items()
         }
         if vector is not None and VECTOR not in arrays:
             arrays[VECTOR] = np.asarray(vector, np.float32)

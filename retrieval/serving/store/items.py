@@ -171,7 +171,9 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
                 faults.append("has an id that an earlier item of this call has")
             seen.add(item.id)
         if faults:
-            name = f"item {number}" + (f" ({printable(item.id)[:80]!r})" if isinstance(item.id, str) else "")
+            name = f"item {number}" + (
+                f" ({printable(item.id)[:80]!r})" if isinstance(item.id, str) else ""
+            )
             problems += [f"{name} {fault}." for fault in faults]
         texts.append(text)
     if problems:
@@ -247,7 +249,9 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
         if array is None:
             faults.append(f"has no {name}")
         elif getattr(array, "shape", None) != (width,) or array.dtype.kind not in "fiu":
-            faults.append(f"has a {name} of shape {getattr(array, 'shape', '?')} instead of {width} numbers")
+            faults.append(
+                f"has a {name} of shape {getattr(array, 'shape', '?')} instead of {width} numbers"
+            )
         else:
             with np.errstate(over="ignore"):
                 finite = np.isfinite(np.asarray(array, np.float32)).all()
@@ -379,4 +383,6 @@ def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
         address = None if source is None else os.fsdecode(source)
     except (ValueError, TypeError) as fault:
         raise StoreError(f"An item of this index is not what an index holds: {fault}.") from fault
-    return Item(id, label, content, where, stamp, keep, None, size, width, height, arrays or {}, address)
+    return Item(
+        id, label, content, where, stamp, keep, None, size, width, height, arrays or {}, address
+    )

@@ -195,10 +195,14 @@ class LocalStore(Store):
             found = [value(connection, sql, (one,)) for one in usable([id])]
         return bytes(found[0]) if found and found[0] is not None else None
 
-    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+    def scan(
+        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
+    ) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after and not usable([after]):
-            raise DataError(f"{printable(after)!r} is no id that an item can have: nothing begins behind it.")
+            raise DataError(
+                f"{printable(after)!r} is no id that an item can have: nothing begins behind it."
+            )
         condition, values = ("true", ()) if where is None else to_sql(where)
         sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
         with self.record.reading() as connection:
@@ -271,7 +275,9 @@ class LocalStore(Store):
             self._pending[generation.number] = {row[1]: row[0] for row in rows}
             return self._with_arrays(connection, rows, view, (FEATURES,))
 
-    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
+    def embed(
+        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
+    ) -> None:
         """Give a generation arrays; see `Store`."""
         self._begin_to_write()
         numbers = self._pending.get(generation.number, {})
@@ -493,7 +499,9 @@ class LocalPlace(StorePlace):
         """Return whether there is an index; see `StorePlace`."""
         return (self.folder / INDEX).is_file() and (self.folder / FILE).is_file()
 
-    def create(self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None) -> LocalStore:
+    def create(
+        self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
+    ) -> LocalStore:
         """Make an empty index; see `StorePlace`."""
         create_local(self.folder, bundle, widths, identity=identity)
         return self.open()

@@ -77,7 +77,9 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
     address = Address(str(named), LOCAL, path=str(named)) if isinstance(named, Path) else named
     factory = find_store(address.scheme, plugins)
     if not factory.takes("address"):
-        raise PluginError(f"The store '{factory.name}' takes no 'address': its plugin's author must mend it.")
+        raise PluginError(
+            f"The store '{factory.name}' takes no 'address': its plugin's author must mend it."
+        )
     values, problems = factory.check(address.options, f"{address}:")
     if problems:
         raise StoreError("\n".join(problems))

@@ -151,7 +151,9 @@ class Record:
         connection = _connect(folder / FILE, flags)
         try:
             reserved = ctypes.c_int(_RESERVED_BYTES)
-            connection.file_control("main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved))
+            connection.file_control(
+                "main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved)
+            )
             connection.execute("pragma journal_mode = wal; pragma synchronous = full")
             connection.execute("begin")
             for sql in TABLES.values():
@@ -259,7 +261,9 @@ class Record:
         """Return a sentence when another file stands where this record stood, or none does."""
         if _file_id(self.path) == self._file:
             return None
-        return f"The index {self.folder} was replaced or removed since it was opened. Open it again."
+        return (
+            f"The index {self.folder} was replaced or removed since it was opened. Open it again."
+        )
 
     def _open(self) -> apsw.Connection:
         if self.read_only and not self._has_log():
@@ -273,7 +277,9 @@ class Record:
         if fault := self.replaced():
             connection.close()  # another index's items would be mixed with this one's vectors
             raise StoreError(fault)
-        connection.execute(f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+        connection.execute(
+            f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}"
+        )
         return connection
 
     @contextmanager
@@ -323,7 +329,9 @@ class Record:
         """
         self.require_open()
         if self.read_only:
-            raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
+            raise StoreError(
+                f"The index {self.folder} is read-only here, and cannot be written to."
+            )
         with self.turn, self.faults("written"), self.connection() as connection:
             connection.execute("begin immediate")
             try:
@@ -393,7 +401,9 @@ class Record:
         """Lend no connection any more, and close them once all are back."""
         with self._lending:
             if self._closed is None:
-                self._closed = f"The index {self.folder} was closed. Open it again with retrieval.open_index."
+                self._closed = (
+                    f"The index {self.folder} was closed. Open it again with retrieval.open_index."
+                )
             self._lending.wait_for(lambda: not self._lent)
         self._let_go()
         if self._acknowledged is not None:

@@ -265,7 +265,9 @@ class RemoteStore(Engine, Store):
             after = rows[-1].record["id"]
 
     @finished
-    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+    def scan(
+        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
+    ) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
             raise DataError("A scan goes on after an id; this one is no id of an item.")
@@ -309,7 +311,9 @@ class RemoteStore(Engine, Store):
         if count + MARGIN > self.most_found:
             count = min(count, self._count(served, ()))
             if count > self.most_found:
-                raise StoreError(f"{self.address} finds at most {self.most_found:,} items. Ask for fewer.")
+                raise StoreError(
+                    f"{self.address} finds at most {self.most_found:,} items. Ask for fewer."
+                )
         if not len(queries) or not count:
             return [[] for _ in queries]
         own, rest = self._parts(where)
@@ -349,7 +353,9 @@ class RemoteStore(Engine, Store):
                 return latest
         raise StoreError("This generation is not there any more.")
 
-    def _add(self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool) -> Generation:
+    def _add(
+        self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
+    ) -> Generation:
         """Make a generation, which exists once its note does."""
         notes = [note for note in self._notes().values() if isinstance(note, dict)]
         kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
@@ -388,7 +394,11 @@ class RemoteStore(Engine, Store):
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
         """Return the ids of items that a generation lacks, and of those that it has no more."""
         present, wanted = (
-            {row.record["id"]: row.record["version"] for rows in self._matching(source) for row in rows}
+            {
+                row.record["id"]: row.record["version"]
+                for rows in self._matching(source)
+                for row in rows
+            }
             for source in (generation, served)
         )
         lacking = [id for id, version in wanted.items() if present.get(id) != version]
@@ -408,10 +418,14 @@ class RemoteStore(Engine, Store):
             self._queues[target.number] = queue
             self._pending[target.number] = {row.record["id"]: row for row in rows}
             features = [{k: v for k, v in row.arrays.items() if k == FEATURES} for row in rows]
-            return [replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)]
+            return [
+                replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)
+            ]
 
     @finished
-    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
+    def embed(
+        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
+    ) -> None:
         """Give a generation arrays; see `Store`."""
         with self._turn:
             target = self._latest(generation)
@@ -420,8 +434,12 @@ class RemoteStore(Engine, Store):
             arrays: dict[str, Mapping[str, Floats]] = {id: {} for id in left_out if id in pending}
             faults = [f"{item.id} was not pending." for item in items if item.id not in pending]
             for item in items:
-                arrays[item.id] = {name: np.asarray(a, np.float32) for name, a in item.arrays.items()}
-            faults += [f"{id} is neither embedded nor left out." for id in pending if id not in arrays]
+                arrays[item.id] = {
+                    name: np.asarray(a, np.float32) for name, a in item.arrays.items()
+                }
+            faults += [
+                f"{id} is neither embedded nor left out." for id in pending if id not in arrays
+            ]
             if faults:
                 raise DataError("\n".join(faults))
             if pending:
@@ -444,7 +462,9 @@ class RemoteStore(Engine, Store):
             if self._lacking(target, served)[0]:
                 return False
             note = {**notes[f"generation {target.number}"], "served": True}
-            self._note({f"generation {target.number}": note, "settling": [served.number, target.number]})
+            self._note(
+                {f"generation {target.number}": note, "settling": [served.number, target.number]}
+            )
             self._point(target.number)
             return self._settle(served.number, target.number)
 

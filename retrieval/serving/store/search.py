@@ -187,7 +187,9 @@ class Companion:
         whole = np.einsum("ij,ij->i", apart, apart)
         rest = np.sqrt(np.maximum(whole - np.einsum("ij,ij->i", along, along), 0))
         lost = (2.0**-23 + np.sqrt((len(self.mean) + 8) * 2.0**-50)) * np.sqrt(whole) + 2.0**-120
-        with np.errstate(over="ignore"):  # of a huge query, which has no bound and is searched in full
+        with np.errstate(
+            over="ignore"
+        ):  # of a huge query, which has no bound and is searched in full
             return np.column_stack([along, rest]).astype(np.float32), lost
 
     def save(self, path: Path) -> None:
@@ -222,7 +224,9 @@ class Companion:
         )
         kinds = [mean.dtype, basis.dtype, error.dtype, kind]
         if not fits or kinds != [np.float64] * 3 + [np.float32]:
-            raise StoreError("it holds arrays of another type or shape than these vectors' companion")
+            raise StoreError(
+                "it holds arrays of another type or shape than these vectors' companion"
+            )
         if end != place + 4 * count * size:
             raise StoreError("its length is not what its header says")
         if not (np.isfinite(mean).all() and np.isfinite(basis).all() and 0 <= error[0] < np.inf):
@@ -541,7 +545,9 @@ def _check(
 ) -> None:
     """Refuse arguments that do not fit each other."""
     if vectors.ndim != 2 or vectors.dtype != np.float32 or not vectors.flags.c_contiguous:
-        raise ValueError(f"Vectors must be C-contiguous float32 (N, P), not {vectors.dtype} {vectors.shape}.")
+        raise ValueError(
+            f"Vectors must be C-contiguous float32 (N, P), not {vectors.dtype} {vectors.shape}."
+        )
     count, width = vectors.shape
     if queries.ndim != 2 or queries.shape[1] != width:
         raise ValueError(f"Queries {queries.shape} do not fit vectors {vectors.shape}.")

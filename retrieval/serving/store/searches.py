@@ -49,7 +49,9 @@ class Searches:
         self._items: dict[int, Item] = {}
         self._bytes = 0
 
-    def propose(self, queries: Floats, count: int, bundle: str, where: Filter | None) -> list[Candidates]:
+    def propose(
+        self, queries: Floats, count: int, bundle: str, where: Filter | None
+    ) -> list[Candidates]:
         """Propose the nearest items; see `Store.propose`."""
         view = self.views.now()
         found: Near | None = None
@@ -234,7 +236,9 @@ def _order(items: Sequence[Item], distances: Any, ends: Sequence[int]) -> list[i
         if distances is None:
             order[start:end] = sorted(order[start:end], key=lambda at: items[at].id)
         else:
-            order[start:end] = sorted(order[start:end], key=lambda at: (distances[at], items[at].id))
+            order[start:end] = sorted(
+                order[start:end], key=lambda at: (distances[at], items[at].id)
+            )
     return order
 
 

@@ -111,7 +111,9 @@ class Upkeep:
                 self._asked = True
                 faults += 1
                 pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
-                others_work = isinstance(fault, StoreUnavailable)  # another process tends it just now
+                others_work = isinstance(
+                    fault, StoreUnavailable
+                )  # another process tends it just now
                 log.log(
                     logging.DEBUG if others_work else logging.WARNING,
                     "The index %s cannot be tended: %s It is tried again in %g seconds.",
@@ -280,7 +282,9 @@ class Upkeep:
         if wanted is None and present is None:
             return
         if present is not None and wanted is not None and present.rows == view.rows:
-            whole = all(is_whole(self.record.folder / ARRAYS / name, sum_) for name, sum_ in present.files)
+            whole = all(
+                is_whole(self.record.folder / ARRAYS / name, sum_) for name, sum_ in present.files
+            )
             if whole and (present.backend, present.options) == wanted:
                 return
         renewing = _Renewing(self.record, stem, report, view.rows)
@@ -356,7 +360,9 @@ class Upkeep:
                     " where g = ? and n > ? and n <= ?",
                     (target.number, source.number, upto, last),
                 )
-                connection.execute("update generations set upto = ? where g = ?", (last, target.number))
+                connection.execute(
+                    "update generations set upto = ? where g = ?", (last, target.number)
+                )
             if not len(rows):
                 return count
             count += len(rows)
@@ -378,7 +384,9 @@ class _Renewing:
             renew(self._record, self._stem)
 
 
-def _chunks(content: Floats, rows: Numbers, report: Callable[[int], object] | None) -> Iterator[Floats]:
+def _chunks(
+    content: Floats, rows: Numbers, report: Callable[[int], object] | None
+) -> Iterator[Floats]:
     """Give chosen rows, some at a time."""
     for start in range(0, len(rows), _ROWS):
         chosen = rows[start : start + _ROWS]

@@ -125,7 +125,10 @@ class View:
         """
         if not self.count or not count:
             return Near(np.full((len(queries), 0), -1, np.int64), np.empty((len(queries), 0)))
-        found = [self._nearest(space, queries, count, only) for space in range(len(self.generation.spans))]
+        found = [
+            self._nearest(space, queries, count, only)
+            for space in range(len(self.generation.spans))
+        ]
         if len(found) == 1:
             squared, rows = found[0]
             return Near(self.runs.numbers_of(rows), squared)
@@ -359,9 +362,9 @@ class Views:
             alive, dead = old.alive, old.dead
             gone = ask(connection, "select n from removed where seq > ?", (old.seq,))
             arrays = old.arrays
-            for (
-                array
-            ) in arrays.values():  # mapped here, where a file that a compaction has removed is expected
+            for array in (
+                arrays.values()
+            ):  # mapped here, where a file that a compaction has removed is expected
                 array.rows(rows)
         else:
             runs, alive, dead = Runs(ask(connection, sql, (generation.number, 0))), None, 0
@@ -496,5 +499,7 @@ def served(connection: apsw.Connection) -> Generation:
     """
     found = [one for one in all_of(connection) if one.state == "served"]
     if len(found) != 1:
-        raise StoreError("The index is damaged: its record serves no generation. Restore a snapshot.")
+        raise StoreError(
+            "The index is damaged: its record serves no generation. Restore a snapshot."
+        )
     return found[0]

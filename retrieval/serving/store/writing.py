@@ -178,7 +178,11 @@ def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[s
     connection.executemany(
         "insert into items values (?,?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
     )
-    kept = [(n, item.original) for n, item in zip(numbers, items, strict=True) if item.original is not None]
+    kept = [
+        (n, item.original)
+        for n, item in zip(numbers, items, strict=True)
+        if item.original is not None
+    ]
     connection.executemany("insert into originals values (?, ?)", kept)
     names = sorted(set(itertools.chain.from_iterable(item.metadata for item in items)))
     connection.executemany("insert or ignore into fields values (?)", ((one,) for one in names))
@@ -191,7 +195,9 @@ def remove(connection: apsw.Connection, seq: int, numbers: Sequence[int]) -> Non
         return
     text = json.dumps(list(numbers))
     for table in ("items", "originals"):
-        connection.execute(f"delete from {table} where n in (select value from json_each(?))", (text,))
+        connection.execute(
+            f"delete from {table} where n in (select value from json_each(?))", (text,)
+        )
     sql = "insert or ignore into removed select value, ? from json_each(?)"
     connection.execute(sql, (seq, text))
 

@@ -59,7 +59,11 @@ def frozen_job(recipe: Recipe, backbone: dict[str, Any], folder: Path) -> Job:
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
     kept = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
     table = {name: value for name, value in space.table_of(recipe).items() if name in kept}
-    return {**table, "backbone": {**backbone, "frozen": True}, "train": {"device": recipe.train.device}}
+    return {
+        **table,
+        "backbone": {**backbone, "frozen": True},
+        "train": {"device": recipe.train.device},
+    }
 
 
 def _takes_pretrained(recipe: Recipe) -> bool:

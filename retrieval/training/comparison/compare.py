@@ -113,7 +113,9 @@ def compare(
                     [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
                 )
         except (KeyboardInterrupt, Interrupted):
-            raise Interrupted("Interrupted; what was done is kept. The same command goes on.") from None
+            raise Interrupted(
+                "Interrupted; what was done is kept. The same command goes on."
+            ) from None
         missing = None if backbone else f"pretrained, frozen: {why}"
         contestants = [*_baselines(first, seeds, bool(backbone)), *found]
         result = Comparison(contestants, seeds, search, folds, different, missing, read[0].name)
@@ -137,7 +139,9 @@ class Jobs:
         """Measure the baselines."""
         first, seeds, backbone = self.recipes[0], self.plan.seeds, self.plan.pretrained
         jobs = [baselines.untrained_job(first, seed, self.folder) for seed in range(seeds)]
-        return do([*jobs, *([baselines.frozen_job(first, backbone, self.folder)] if backbone else [])])
+        return do(
+            [*jobs, *([baselines.frozen_job(first, backbone, self.folder)] if backbone else [])]
+        )
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
         """Search for a recipe's settings, then train it with each seed."""
@@ -215,5 +219,7 @@ def _baselines(found: list[Figures], seeds: int, frozen: bool) -> list[Contestan
         Contestant("untrained", False, [each["untrained"] for each in found[:seeds]]),
     ]
     if frozen:
-        made.append(Contestant("pretrained, frozen", False, [found[-1]["pretrained, frozen"]] * seeds))
+        made.append(
+            Contestant("pretrained, frozen", False, [found[-1]["pretrained, frozen"]] * seeds)
+        )
     return made

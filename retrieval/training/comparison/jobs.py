@@ -92,9 +92,9 @@ def perform(job: Job) -> Figures:
         return before
     with showing(False):
         try:
-            figures = {"fold": _fold, "seed": _seed, "untrained": _untrained, "frozen": _frozen}[job.kind](
-                job
-            )
+            figures = {"fold": _fold, "seed": _seed, "untrained": _untrained, "frozen": _frozen}[
+                job.kind
+            ](job)
         except Diverged:
             if job.kind != "fold":
                 raise
@@ -212,7 +212,11 @@ def _untrained(job: Job) -> Figures:
     """Measure a net as it begins; with the first seed also the raw items, which are the same for all."""
     recipe = check_recipe(job.table)
     return _measured(
-        recipe, job.folder, with_head=recipe.learner is None, raw=recipe.seed == 0, called="untrained"
+        recipe,
+        job.folder,
+        with_head=recipe.learner is None,
+        raw=recipe.seed == 0,
+        called="untrained",
     )
 
 
@@ -228,7 +232,9 @@ def _measured(recipe: Recipe, folder: Path, *, with_head: bool, raw: bool, calle
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = (
-        build_model(recipe, dataset) if with_head else Model(build_backbone(recipe, dataset), nn.Identity())
+        build_model(recipe, dataset)
+        if with_head
+        else Model(build_backbone(recipe, dataset), nn.Identity())
     )
     shutil.rmtree(folder, ignore_errors=True)
     create_folder(folder, recipe)

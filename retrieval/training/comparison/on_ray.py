@@ -55,9 +55,17 @@ class RayWorkers:
         self._counted = threading.Lock()
         self._stopped = threading.Event()
         self._running: set[Any] = set()
-        self._given = installed_version(), folder / "plan.json", _sum(folder / "plan.json"), cluster.cpus
+        self._given = (
+            installed_version(),
+            folder / "plan.json",
+            _sum(folder / "plan.json"),
+            cluster.cpus,
+        )
         self._remote = self._ray.remote(_perform_there).options(
-            num_cpus=cluster.cpus, num_gpus=int(cluster.gpu), max_retries=TRIES, retry_exceptions=False
+            num_cpus=cluster.cpus,
+            num_gpus=int(cluster.gpu),
+            max_retries=TRIES,
+            retry_exceptions=False,
         )
 
     def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
@@ -133,7 +141,9 @@ def _sum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _perform_there(job: Job, version: str, plan: Path, plan_sum: str, cpus: int) -> tuple[Figures, str, int]:
+def _perform_there(
+    job: Job, version: str, plan: Path, plan_sum: str, cpus: int
+) -> tuple[Figures, str, int]:
     """Do a job on a node: its figures, or a sentence that refuses and the exit code, since not every error can be sent."""
     import torch
 

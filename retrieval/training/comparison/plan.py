@@ -128,13 +128,17 @@ def _apart(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
         return [] if ours == theirs else [(name, ours, theirs)]
     keys = dict.fromkeys([*ours, *theirs])
     return [
-        (f"{name} {key}", ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)
+        (f"{name} {key}", ours.get(key), theirs.get(key))
+        for key in keys
+        if ours.get(key) != theirs.get(key)
     ]
 
 
 def shown(value: Any) -> str:
     """Return a value of a recipe as a sentence writes it."""
-    return "nothing" if value is None else str(value) if isinstance(value, str) else toml_value(value)
+    return (
+        "nothing" if value is None else str(value) if isinstance(value, str) else toml_value(value)
+    )
 
 
 def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
@@ -146,7 +150,9 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
     found = differences(recipes)
     if found and not allowed:
         raise DataError(
-            listed("These recipes cannot be compared fairly: what should be the same", found, shown=50)
+            listed(
+                "These recipes cannot be compared fairly: what should be the same", found, shown=50
+            )
             + "\nMake them the same, or take them as they are with --allow-different; the table then says so."
         )
     return found
@@ -161,7 +167,9 @@ def settle(folder: Path, plan: Plan) -> None:
     file = folder / "plan.json"
     if not file.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DataError(f"{folder} exists already and is no comparison. Choose another --output.")
+            raise DataError(
+                f"{folder} exists already and is no comparison. Choose another --output."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, asdict(plan), DataError)
         return
@@ -182,5 +190,7 @@ def settle(folder: Path, plan: Plan) -> None:
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
             other.append(f"the recipe '{name}' was changed.")
     if other:
-        raise DataError(listed(f"{folder} holds another comparison", other) + " Choose another --output.")
+        raise DataError(
+            listed(f"{folder} holds another comparison", other) + " Choose another --output."
+        )
     write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)

@@ -9,7 +9,14 @@ from typing import Any
 
 from retrieval.training.comparison.plan import PRIMARY
 from retrieval.training.comparison.search import Trial
-from retrieval.training.comparison.statistics import Difference, Mean, compare, conclusion, mean_of, said
+from retrieval.training.comparison.statistics import (
+    Difference,
+    Mean,
+    compare,
+    conclusion,
+    mean_of,
+    said,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,9 @@ class Contestant:
             if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
                 continue
             end = "lowest" if value == min(tried) else "highest"
-            sentences.append(f"{self.name} was best at the {end} {key} tried, {value:.4g}: widen its range.")
+            sentences.append(
+                f"{self.name} was best at the {end} {key} tried, {value:.4g}: widen its range."
+            )
         return sentences
 
 
@@ -72,7 +81,9 @@ class Comparison:
     def metrics(self) -> list[str]:
         """The metrics that all contestants have, MAP@R first."""
         shared = [
-            m for m in self.contestants[0].figures[0] if all(m in c.figures[0] for c in self.contestants)
+            m
+            for m in self.contestants[0].figures[0]
+            if all(m in c.figures[0] for c in self.contestants)
         ]
         return [PRIMARY, *(name for name in shared if name != PRIMARY)]
 

@@ -66,7 +66,9 @@ def faults(recipe: Tables) -> list[str]:
             try:
                 check_recipe(changed(table, {key: value}), plugins=recipe.loaded)
             except RecipeError as error:
-                problems += [f"[search] {key} = {toml_value(value)}: {problem}" for problem in error.problems]
+                problems += [
+                    f"[search] {key} = {toml_value(value)}: {problem}" for problem in error.problems
+                ]
     return problems
 
 

@@ -90,7 +90,9 @@ def compare(figures: Mapping[str, Sequence[float]], recipes: Sequence[str]) -> l
             found.append(Difference(one, other, mean_of(apart.tolist()), p))
     corrected = iter(holm([each.p for each in found if each.p is not None]))
     return [
-        each if each.p is None else Difference(each.one, each.other, each.mean, each.p, next(corrected))
+        each
+        if each.p is None
+        else Difference(each.one, each.other, each.mean, each.p, next(corrected))
         for each in found
     ]
 
@@ -119,7 +121,9 @@ def said(each: Difference, seeds: int, tests: int) -> str:
 def conclusion(differences: Sequence[Difference], recipes: Sequence[str], seeds: int) -> str:
     """Return what can be said of all recipes together, as a sentence."""
     for name in recipes:
-        against = [d for d in differences if name in (d.one, d.other) and {d.one, d.other} <= set(recipes)]
+        against = [
+            d for d in differences if name in (d.one, d.other) and {d.one, d.other} <= set(recipes)
+        ]
         if all(d.certain and (d.mean.value > 0) == (d.one == name) for d in against):
             return f"{name} has the highest MAP@R of all recipes compared."
     among = [d for d in differences if {d.one, d.other} <= set(recipes)]

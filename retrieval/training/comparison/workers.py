@@ -90,7 +90,10 @@ class Workers:
     def _processes(self) -> Iterator[None]:
         share = max(1, cores() // self.count)
         self._pool = ProcessPoolExecutor(
-            self.count, multiprocessing.get_context("spawn"), initializer=begin_worker, initargs=(share,)
+            self.count,
+            multiprocessing.get_context("spawn"),
+            initializer=begin_worker,
+            initargs=(share,),
         )
         try:
             yield

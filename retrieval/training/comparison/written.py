@@ -39,7 +39,9 @@ def figures(result: Comparison) -> Cells:
     """Return the table of figures, its head first."""
     rows = [["", *map(metric_title, result.metrics)]]
     for each in result.contestants:
-        rows.append([each.name, *(interval(result.mean(each, metric)) for metric in result.metrics)])
+        rows.append(
+            [each.name, *(interval(result.mean(each, metric)) for metric in result.metrics)]
+        )
     return rows
 
 
@@ -52,7 +54,9 @@ def differences(result: Comparison) -> Cells:
     """Return the table of differences, its head first."""
     rows = [["", "less", "MAP@R", "p", "p, corrected"]]
     for each in result.differences:
-        p, corrected = ("" if value is None else probability(value) for value in (each.p, each.corrected))
+        p, corrected = (
+            "" if value is None else probability(value) for value in (each.p, each.corrected)
+        )
         sign = "+" if each.mean.value >= 0 else "−"
         shown = f"{sign}{number(abs(each.mean.value))}" + (
             f" ± {number(each.mean.half)}" if each.mean.half else ""
@@ -111,7 +115,9 @@ def as_csv(result: Comparison) -> str:
     for each in result.contestants:
         kind = "recipe" if each.recipe else "baseline"
         for seed, found in enumerate(each.figures):
-            rows.writerows([each.name, kind, seed, metric, found[metric]] for metric in result.metrics)
+            rows.writerows(
+                [each.name, kind, seed, metric, found[metric]] for metric in result.metrics
+            )
     return text.getvalue()
 
 
@@ -133,7 +139,10 @@ def latex(result: Comparison) -> str:
             rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", "",
         ]  # fmt: skip
 
-    notes = [f"% {line}" for line in (result.conclusion, *result.sentences, *settings(result), *result.notes)]
+    notes = [
+        f"% {line}"
+        for line in (result.conclusion, *result.sentences, *settings(result), *result.notes)
+    ]
     return "\n".join([*notes, *table(figures(result)), *table(differences(result))])
 
 
@@ -142,5 +151,8 @@ def page(result: Comparison) -> str:
     template = files(__package__).joinpath("comparison.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     return environment.from_string(template).render(
-        result=result, figures=figures(result), differences=differences(result), settings=settings(result)
+        result=result,
+        figures=figures(result),
+        differences=differences(result),
+        settings=settings(result),
     )

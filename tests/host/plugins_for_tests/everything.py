@@ -206,7 +206,9 @@ def euclidean(p: float = 2.0) -> BaseDistance:
     return LpDistance(p=p)
 
 
-def mean(pad: Annotated[nn.Module | None, Part("regularizers")] = None, low: float = 0.0) -> nn.Module:
+def mean(
+    pad: Annotated[nn.Module | None, Part("regularizers")] = None, low: float = 0.0
+) -> nn.Module:
     """The mean.
 
     Args:
@@ -232,7 +234,9 @@ class Best:
 
     depth = 1
 
-    def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> NDArray[np.float64]:
+    def __call__(
+        self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         return matches[:, 0].astype(np.float64)
 
 
@@ -345,7 +349,10 @@ def _note(**values: Any) -> None:
         with Path(path).open("a") as file:
             file.write(
                 json.dumps(
-                    {k: v if isinstance(v, str | int) else type(v).__name__ for k, v in values.items()}
+                    {
+                        k: v if isinstance(v, str | int) else type(v).__name__
+                        for k, v in values.items()
+                    }
                 )
                 + "\n"
             )

@@ -42,7 +42,11 @@ class Pairs(GenericPairLoss):
     def _compute_loss(self, pos_pair, neg_pair, indices_tuple):
         parts = {}
         for name, pair, at in (("pos_loss", pos_pair, (0, 1)), ("neg_loss", neg_pair, (2, 3))):
-            value = F.relu(pair - self.pos if name == "pos_loss" else self.neg - pair) if len(pair) else 0
+            value = (
+                F.relu(pair - self.pos if name == "pos_loss" else self.neg - pair)
+                if len(pair)
+                else 0
+            )
             where = tuple(indices_tuple[i] for i in at)
             parts[name] = {"losses": value, "indices": where, "reduction_type": name[:3] + "_pair"}
         return parts
@@ -70,7 +74,11 @@ class Classifier(WeightRegularizerMixin, BaseMetricLossFunction):
         logits = F.normalize(embeddings) @ F.normalize(self.W, dim=0) * self.scale
         losses = F.cross_entropy(logits, labels, reduction="none")
         found = {
-            "loss": {"losses": losses, "indices": torch.arange(len(labels)), "reduction_type": "element"}
+            "loss": {
+                "losses": losses,
+                "indices": torch.arange(len(labels)),
+                "reduction_type": "element",
+            }
         }
         self.add_weight_regularization_to_loss_dict(found, self.W.t())
         return found
@@ -110,8 +118,14 @@ class Loops(nn.Module):
             pos, neg = pos_[pos_ - self.eps < max(neg_)], neg_[neg_ + self.eps > min(pos_)]
             if len(pos) < 1 or len(neg) < 1:
                 continue
-            p = torch.log(1 + torch.sum(torch.exp(-self.scale_pos * (pos - self.thresh)))) / self.scale_pos
-            n = torch.log(1 + torch.sum(torch.exp(self.scale_neg * (neg - self.thresh)))) / self.scale_neg
+            p = (
+                torch.log(1 + torch.sum(torch.exp(-self.scale_pos * (pos - self.thresh))))
+                / self.scale_pos
+            )
+            n = (
+                torch.log(1 + torch.sum(torch.exp(self.scale_neg * (neg - self.thresh))))
+                / self.scale_neg
+            )
             loss.append(p + n)
         if len(loss) == 0:
             return torch.zeros([], requires_grad=True)
@@ -129,18 +143,22 @@ class Proxies(torch.nn.Module):
     def forward(self, X, T):
         cos = F.linear(F.normalize(X), F.normalize(self.proxies))
         one_hot = F.one_hot(T, self.nb_classes)
-        pos = torch.where(one_hot == 1, torch.exp(-self.alpha * (cos - self.mrg)), torch.zeros_like(cos)).sum(
-            0
+        pos = torch.where(
+            one_hot == 1, torch.exp(-self.alpha * (cos - self.mrg)), torch.zeros_like(cos)
+        ).sum(0)
+        neg = torch.where(
+            one_hot == 0, torch.exp(self.alpha * (cos + self.mrg)), torch.zeros_like(cos)
+        ).sum(0)
+        return (
+            torch.log(1 + pos).sum() / len(T.unique()) + torch.log(1 + neg).sum() / self.nb_classes
         )
-        neg = torch.where(one_hot == 0, torch.exp(self.alpha * (cos + self.mrg)), torch.zeros_like(cos)).sum(
-            0
-        )
-        return torch.log(1 + pos).sum() / len(T.unique()) + torch.log(1 + neg).sum() / self.nb_classes
 
 
 # contrastive with a temperature, a word that picks the distance, and a tensor of one number
 class SupervisedContrastive(nn.Module):
-    def __init__(self, temperature=0.07, contrast_mode="all", distance="cosine", base_temperature=None):
+    def __init__(
+        self, temperature=0.07, contrast_mode="all", distance="cosine", base_temperature=None
+    ):
         super().__init__()
         if contrast_mode not in ("all", "one"):
             raise ValueError("Unknown mode: {}".format(contrast_mode))
@@ -154,7 +172,11 @@ class SupervisedContrastive(nn.Module):
         itself = torch.scatter(torch.ones_like(mask), 1, torch.arange(len(mask)).view(-1, 1), 0)
         mask = mask * itself
         log_prob = logits - torch.log((torch.exp(logits) * itself).sum(1, keepdim=True))
-        return (-(self.t / self.base) * (mask * log_prob).sum(1) / mask.sum(1).clamp(min=1)).mean().view(1)
+        return (
+            (-(self.t / self.base) * (mask * log_prob).sum(1) / mask.sum(1).clamp(min=1))
+            .mean()
+            .view(1)
+        )
 
 
 # no module at all: an object that is called, and a function that makes it
@@ -171,7 +193,9 @@ class Center(object):
 
 
 def angular(alpha=45, **kwargs):
-    return lambda embeddings, labels: Documented(margin=np.tan(np.deg2rad(alpha)) ** 2)(embeddings, labels)
+    return lambda embeddings, labels: Documented(margin=np.tan(np.deg2rad(alpha)) ** 2)(
+        embeddings, labels
+    )
 
 
 # a miner of the library's documented style, and two without its base class

@@ -39,7 +39,8 @@ class Database:
     def plan(self, filter: Filter) -> str:
         sql, values = to_sql(filter)
         return " ".join(
-            row[3] for row in self.execute(f"explain query plan select * from items where {sql}", values)
+            row[3]
+            for row in self.execute(f"explain query plan select * from items where {sql}", values)
         )
 
 

@@ -29,7 +29,9 @@ TEXTS = st.one_of(
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4),
 )  # fmt: skip
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
-FIELDS = st.one_of(st.sampled_from(["id", "label"]), st.lists(NAMES, min_size=1, max_size=3).map(tuple))
+FIELDS = st.one_of(
+    st.sampled_from(["id", "label"]), st.lists(NAMES, min_size=1, max_size=3).map(tuple)
+)
 COMPARISONS = st.one_of(
     st.builds(Compare, FIELDS, st.sampled_from(["=", "!="]), SCALARS),
     st.builds(Compare, FIELDS, st.sampled_from(["<", "<=", ">", ">="]), st.one_of(NUMBERS, TEXTS)),

@@ -31,15 +31,26 @@ from retrieval.serving.filters import (
     to_sql,
 )
 
-_spec = importlib.util.spec_from_file_location("filter_strategies", Path(__file__).with_name("strategies.py"))
+_spec = importlib.util.spec_from_file_location(
+    "filter_strategies", Path(__file__).with_name("strategies.py")
+)
 assert _spec is not None and _spec.loader is not None
 _strategies: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_strategies)
-FILTERS, ITEM, JSON, NAMES = _strategies.FILTERS, _strategies.ITEM, _strategies.JSON, _strategies.NAMES
+FILTERS, ITEM, JSON, NAMES = (
+    _strategies.FILTERS,
+    _strategies.ITEM,
+    _strategies.JSON,
+    _strategies.NAMES,
+)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(filters=st.lists(FILTERS, min_size=4, max_size=8), items=st.lists(ITEM, min_size=1, max_size=6))
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    filters=st.lists(FILTERS, min_size=4, max_size=8), items=st.lists(ITEM, min_size=1, max_size=6)
+)
 def test_sqlite_and_python_agree(database: Any, filters: list[Filter], items: list[Any]) -> None:
     rows = [(str(number), label, metadata) for number, (label, metadata) in enumerate(items)]
     database.fill(rows)
@@ -52,7 +63,9 @@ def test_sqlite_and_python_agree(database: Any, filters: list[Filter], items: li
         assert database.found(filter) == {id for id, true in expected.items() if true}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), metadata=st.dictionaries(NAMES, JSON, min_size=1, max_size=3))
 def test_they_agree_on_values_that_are_there(
     database: Any, data: st.DataObject, metadata: dict[str, Any]
@@ -64,12 +77,18 @@ def test_they_agree_on_values_that_are_there(
         path.append(data.draw(st.sampled_from(sorted(found))))
         found = found[path[-1]]
     values = [
-        each for each in (found if isinstance(found, list) else [found]) if not isinstance(each, dict | list)
+        each
+        for each in (found if isinstance(found, list) else [found])
+        if not isinstance(each, dict | list)
     ]
     value = data.draw(st.sampled_from(values)) if values else None
     ordered = isinstance(value, int | float | str) and not isinstance(value, bool)
     ops = ["=", "!=", "<", "<=", ">", ">="] if ordered else ["=", "!="]
-    tests = [Exists(tuple(path)), In(tuple(path), (value,)), *(Compare(tuple(path), op, value) for op in ops)]
+    tests = [
+        Exists(tuple(path)),
+        In(tuple(path), (value,)),
+        *(Compare(tuple(path), op, value) for op in ops),
+    ]
     for filter in [*tests, *map(Not, tests)]:
         assert database.truth(filter) == {"x": int(matches(filter, "x", None, metadata))}, filter
     assert matches(In(tuple(path), (value,)), "x", None, metadata) == bool(values)
@@ -130,7 +149,9 @@ def test_what_a_filter_is_true_of(database: Any, text: str, truth: bool) -> None
 def test_an_item_without_a_label_lacks_the_field(database: Any, text: str) -> None:
     database.fill([("i", None, {})])
     for filter, truth in ((parse_filter(text), False), (Not(parse_filter(text)), True)):
-        assert matches(filter, "i", None, {}) is truth and database.truth(filter) == {"i": int(truth)}
+        assert matches(filter, "i", None, {}) is truth and database.truth(filter) == {
+            "i": int(truth)
+        }
 
 
 def test_text_has_the_order_of_code_points(database: Any) -> None:
@@ -140,7 +161,9 @@ def test_text_has_the_order_of_code_points(database: Any) -> None:
     for n, text in enumerate(words):
         below = {str(m) for m in range(n)}
         assert (
-            database.found(Compare("label", "<", text)) == database.found(Compare(("w",), "<", text)) == below
+            database.found(Compare("label", "<", text))
+            == database.found(Compare(("w",), "<", text))
+            == below
         )
 
 
@@ -165,7 +188,8 @@ def test_conditions_on_label_and_id_use_an_index(database: Any, text: str, index
 
 
 @pytest.mark.parametrize(
-    "name", ["'", "x'); drop table items; --", "$", "a].b", "?", ":x", "@x", "é", "🜁", "%", "a" * 500]
+    "name",
+    ["'", "x'); drop table items; --", "$", "a].b", "?", ":x", "@x", "é", "🜁", "%", "a" * 500],
 )
 def test_what_a_user_writes_is_no_syntax(database: Any, name: str) -> None:
     rows = [("hit", name, {name: {name: name}}), ("miss", "other", {"other": 1})]
@@ -173,8 +197,15 @@ def test_what_a_user_writes_is_no_syntax(database: Any, name: str) -> None:
     for field in ("label", (name, name)):
         filter = Compare(field, "=", name)
         assert database.found(filter) == {"hit"}
-        assert to_sql(filter)[0] == to_sql(Compare("label" if field == "label" else ("a", "b"), "=", "x"))[0]
-        assert filter_from_json(filter_to_json(filter)) == parse_filter(filter_to_text(filter)) == filter
+        assert (
+            to_sql(filter)[0]
+            == to_sql(Compare("label" if field == "label" else ("a", "b"), "=", "x"))[0]
+        )
+        assert (
+            filter_from_json(filter_to_json(filter))
+            == parse_filter(filter_to_text(filter))
+            == filter
+        )
 
 
 def test_true_and_1_are_two_filters() -> None:

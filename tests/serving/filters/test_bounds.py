@@ -282,7 +282,9 @@ def shapes() -> dict[str, Filter]:
     for level in range(6):
         bushes = (And, Or)[level % 2]((bushes,) * 3)
     wide = And(tuple(Compare(("a",), "!=", n) for n in range(1_000)))
-    values = Or(tuple(In((f"n{n}", "x" * 400), (*range(6), "x", 2.5, None, True)) for n in range(1_000)))
+    values = Or(
+        tuple(In((f"n{n}", "x" * 400), (*range(6), "x", 2.5, None, True)) for n in range(1_000))
+    )
     return {
         "chain": chain,
         "tree": tree,

@@ -96,10 +96,16 @@ class Bench:
         self._stores.append(found := self.reopen(self.place))
         return found
 
-    def put(self, store: Store, state: State, items: Sequence[Item], bundle: Bundle | None = None) -> None:
+    def put(
+        self, store: Store, state: State, items: Sequence[Item], bundle: Bundle | None = None
+    ) -> None:
         """Upsert items into a store and into what it should hold."""
         bundle = bundle or opened()
-        equal(store.upsert(items, bundle.sha256), sum(item.id in state for item in items), "replaced items")
+        equal(
+            store.upsert(items, bundle.sha256),
+            sum(item.id in state for item in items),
+            "replaced items",
+        )
         state.update((item.id, item) for item in items)
 
     def remove(self, store: Store, state: State, ids: Sequence[str]) -> None:
@@ -145,7 +151,9 @@ class Bench:
         spans = spans_of(bundle)
         expected = nearest(query, state, spans, count)
         missed = expected - set(ids)
-        assert len(missed) <= (1 - self.recall) * len(expected), f"not found: {sorted(missed)} for {query}"
+        assert len(missed) <= (1 - self.recall) * len(expected), (
+            f"not found: {sorted(missed)} for {query}"
+        )
         assert len(ids) <= count * len(spans), (
             f"{len(ids)} items proposed, {count} in each sub-space asked for"
         )
@@ -237,7 +245,10 @@ def some(count: int, start: int = 0, seed: int = 0, bundle: Bundle | None = None
             seed,
             bundle,
             label=None if number % 7 == 0 else f"kind {number % 5}",
-            metadata={"price": number % 20 / 2, "tags": ["even" if number % 2 == 0 else "odd", number % 3]},
+            metadata={
+                "price": number % 20 / 2,
+                "tags": ["even" if number % 2 == 0 else "odd", number % 3],
+            },
         )
         for number in range(start, start + count)
     ]

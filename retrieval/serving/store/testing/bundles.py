@@ -135,7 +135,10 @@ def write_rescorer(path: Path, width: int) -> None:
         helper.make_node("Abs", ["difference"], ["absolute"]),
         helper.make_node("ReduceSum", ["absolute", "two"], ["distance"], keepdims=0),
     ]
-    axes = {name: np.array([axis], dtype=np.int64) for name, axis in (("zero", 0), ("one", 1), ("two", 2))}
+    axes = {
+        name: np.array([axis], dtype=np.int64)
+        for name, axis in (("zero", 0), ("one", 1), ("two", 2))
+    }
     save_graph(path, nodes, [query, items], [distance], axes)
 
 

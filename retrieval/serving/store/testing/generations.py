@@ -9,8 +9,25 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Store, Superseded, widths_of
-from retrieval.serving.store.testing.bench import Bench, State, equal, item, needs, normal, refused, some
+from retrieval.serving.store.contract import (
+    FEATURES,
+    VECTOR,
+    Generation,
+    Item,
+    Store,
+    Superseded,
+    widths_of,
+)
+from retrieval.serving.store.testing.bench import (
+    Bench,
+    State,
+    equal,
+    item,
+    needs,
+    normal,
+    refused,
+    some,
+)
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
@@ -19,7 +36,9 @@ def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]
     return [replace(one, arrays=item(one.id, seed, bundle).arrays) for one in items]
 
 
-def fill(store: Store, generation: Generation, state: State, bundle: Bundle, limit: int = 64) -> None:
+def fill(
+    store: Store, generation: Generation, state: State, bundle: Bundle, limit: int = 64
+) -> None:
     """Embed all that is pending, in the store and in what it should hold."""
     while items := store.pending(generation, limit):
         assert len(items) <= limit, f"{len(items)} items pending, {limit} asked for"
@@ -43,12 +62,20 @@ class GenerationCases(Bench):
         store, bundle = self.store(), opened()
         (served,) = store.generations()
         found = (served.bundle, served.variant, dict(served.widths), served.spans, served.state)
-        equal(found, (bundle.sha256, None, widths_of(bundle), ((0, WIDTH),), "served"), "generation")
-        equal(Bundle.open(store.bundle(served), threads=1).sha256, bundle.sha256, "bundle that is kept")
+        equal(
+            found, (bundle.sha256, None, widths_of(bundle), ((0, WIDTH),), "served"), "generation"
+        )
+        equal(
+            Bundle.open(store.bundle(served), threads=1).sha256,
+            bundle.sha256,
+            "bundle that is kept",
+        )
         equal(store.begin(bundle, widths_of(bundle)), served, "beginning the one that is served")
         equal(store.pending(served, 10), [], "pending of the one that is served")
         began = store.begin(self.other, widths_of(self.other))
-        equal((store.pending(began, 10), store.switch(began)), ([], True), "switch without any item")
+        equal(
+            (store.pending(began, 10), store.switch(began)), ([], True), "switch without any item"
+        )
         state = State()
         self.check(store, state, self.other)
         self.put(store, state, [item("a", 0, self.other)], self.other)
@@ -68,7 +95,10 @@ class GenerationCases(Bench):
         store.embed(began, embedded(items, self.other))
         equal(store.switch(began), False, "switch while some are pending")
         self.check(store, state)
-        after = {one.id: replace(state[one.id], arrays=item(one.id, 0, self.other).arrays) for one in items}
+        after = {
+            one.id: replace(state[one.id], arrays=item(one.id, 0, self.other).arrays)
+            for one in items
+        }
         fill(store, began, (after := {**state, **after}), self.other)
         self.check(store, state)
         equal(store.switch(began), True, "switch")
@@ -118,13 +148,16 @@ class GenerationCases(Bench):
         after = dict(state)
         fill(store, second, after, self.other)
         equal(store.switch(second), True, "switch")
-        self.put(store, after, [item("came", 0, self.other), item("id 3", 2, self.other)], self.other)
+        self.put(
+            store, after, [item("came", 0, self.other), item("id 3", 2, self.other)], self.other
+        )
         self.remove(store, after, ["id 4"])
         self.check(store, after, self.other)
         equal(store.switch(first), False, "switch back with items pending")
         equal({one.id for one in store.pending(first, 100)}, {"came", "id 3"}, "pending")
         before = {
-            id: replace(one, arrays=state[id].arrays) if id in state else one for id, one in after.items()
+            id: replace(one, arrays=state[id].arrays) if id in state else one
+            for id, one in after.items()
         }
         fill(store, first, before, opened())
         equal(store.switch(first), True, "switch back")
@@ -198,7 +231,9 @@ class GenerationCases(Bench):
         began = store.begin(self.other, widths_of(self.other))
         bad: dict[str, Callable[[Item], Item]] = {
             "the old bundle's": lambda one: item(one.id),
-            "NaN": lambda one: replace(one, arrays={VECTOR: np.full(WIDTH + 5, np.nan, np.float32)}),
+            "NaN": lambda one: replace(
+                one, arrays={VECTOR: np.full(WIDTH + 5, np.nan, np.float32)}
+            ),
             "none": lambda one: replace(one, arrays={}),
         }
         for what, spoilt in bad.items():

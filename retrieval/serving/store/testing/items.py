@@ -12,7 +12,15 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.filters import And, Compare, parse_filter
-from retrieval.serving.store.contract import CODE, VECTOR, Generation, Item, Store, Superseded, widths_of
+from retrieval.serving.store.contract import (
+    CODE,
+    VECTOR,
+    Generation,
+    Item,
+    Store,
+    Superseded,
+    widths_of,
+)
 from retrieval.serving.store.testing.bench import (
     Bench,
     State,
@@ -162,7 +170,11 @@ class ItemCases(Bench):
         full = item(
             "full",
             label="a label",
-            metadata={"a": {"b": [1, 2.5, None, True, "text", {"c": []}]}, "é": -0.5, "big": 2**53 - 1},
+            metadata={
+                "a": {"b": [1, 2.5, None, True, "text", {"c": []}]},
+                "é": -0.5,
+                "big": 2**53 - 1,
+            },
             path=Path("/a folder/a file.jpg").absolute(),
             stamp="12:345",
             keep="copy",
@@ -214,7 +226,9 @@ class ItemCases(Bench):
     def test_any_text(self) -> None:
         """Ids, labels and metadata of any Unicode, through every call, and after reopening."""
         store, state = self.store(), State()
-        self.put(store, state, [item(text, label=text, metadata={"m": text}) for text in TEXTS.values()])
+        self.put(
+            store, state, [item(text, label=text, metadata={"m": text}) for text in TEXTS.values()]
+        )
         for _ in range(2):
             self.check(store, state, count=len(state))
             for what, text in TEXTS.items():
@@ -238,7 +252,11 @@ class ItemCases(Bench):
                 equal(ids, sorted(names), f"pages of {limit}")
         store.delete(["id 10"])
         behind = ids[ids.index("id 10") + 1 :][:2]
-        equal([one.id for one in store.scan(after="id 10", limit=2)], behind, "behind one that is gone")
+        equal(
+            [one.id for one in store.scan(after="id 10", limit=2)],
+            behind,
+            "behind one that is gone",
+        )
         equal(store.scan(after=ids[-1]), [], "behind the last")
         assert all(not one.arrays for one in store.scan()), "a scan reads no arrays"
 
@@ -261,7 +279,10 @@ class ItemCases(Bench):
         store = self.store()
         needs(store, "atomic")
         rounds = [
-            [replace(one, metadata={"round": number}, label=str(number)) for one in some(30, seed=number)]
+            [
+                replace(one, metadata={"round": number}, label=str(number))
+                for one in some(30, seed=number)
+            ]
             for number in range(12)
         ]
         store.upsert(rounds[0], opened().sha256)
@@ -300,7 +321,9 @@ class ItemCases(Bench):
             bad = untyped(**{"id": "bad", "arrays": _vector(0), **attributes})
             try:
                 with refused(DataError):
-                    store.upsert([item("new"), item("id 1", 9), bad, item("newer")], opened().sha256)
+                    store.upsert(
+                        [item("new"), item("id 1", 9), bad, item("newer")], opened().sha256
+                    )
                 equal(store.count(), 5, "count")
             except Exception as fault:
                 raise AssertionError(f"{what}: {type(fault).__name__}: {fault}") from fault
@@ -338,7 +361,11 @@ class ItemCases(Bench):
             store.search(normal(1, WIDTH, 0), 3, other.sha256)
         equal(store.count(), 0, "count")
         for _ in range(2):
-            for bad in (normal(2, WIDTH + 1, 0), normal(2, WIDTH - 1, 0), normal(2, WIDTH, 0) * np.nan):
+            for bad in (
+                normal(2, WIDTH + 1, 0),
+                normal(2, WIDTH - 1, 0),
+                normal(2, WIDTH, 0) * np.nan,
+            ):
                 with refused(DataError):
                     store.search(bad, 3, opened().sha256)
             store.upsert(some(5), opened().sha256)

@@ -82,7 +82,9 @@ class SearchCases(Bench):
         """Of many items in one place, as many are proposed as were asked for."""
         store = self.store()
         vector = normal(1, WIDTH, 0)
-        store.upsert([Item(f"same {n}", arrays={VECTOR: vector[0]}) for n in range(50)], opened().sha256)
+        store.upsert(
+            [Item(f"same {n}", arrays={VECTOR: vector[0]}) for n in range(50)], opened().sha256
+        )
         (found,) = store.search(vector, 7, opened().sha256)
         equal(len({one.id for one in found}), 7, "items proposed")
 
@@ -96,7 +98,9 @@ class SearchCases(Bench):
             ]
             self.put(store, state, moved)
             queries = (normal(5, WIDTH, 6) * scale + offset).astype(np.float32)
-            for query, found in zip(queries, store.search(queries, 7, opened().sha256), strict=True):
+            for query, found in zip(
+                queries, store.search(queries, 7, opened().sha256), strict=True
+            ):
                 self.check_answer(query, found, state, opened(), 7)
             store.close()
             self.destroy(self.place)
@@ -120,6 +124,8 @@ class SearchCases(Bench):
         for _ in range(2):
             self.check(store, state, bundle)
             (found,) = store.search(normal(1, WIDTH, 1), 5, bundle.sha256)
-            assert all(set(one.arrays) >= {VECTOR, CODE} for one in found), "an item without its code"
+            assert all(set(one.arrays) >= {VECTOR, CODE} for one in found), (
+                "an item without its code"
+            )
             equal(set(store.get(["id 3"], arrays=True)["id 3"].arrays), {VECTOR, CODE}, "arrays")
             store = self.again(store)

@@ -65,7 +65,11 @@ class WholeCases(Bench):
                 if folder.is_relative_to(cache_folder()):
                     (folder / "encoder.onnx").write_bytes(b"altered")
                     folder = store.bundle(generation)
-                    equal(Bundle.open(folder, threads=1).sha256, generation.bundle, "bundle, once more")
+                    equal(
+                        Bundle.open(folder, threads=1).sha256,
+                        generation.bundle,
+                        "bundle, once more",
+                    )
 
     def test_figures(self) -> None:
         """They count items, and name generations."""
@@ -115,7 +119,9 @@ class WholeCases(Bench):
                 equal(copy.identity, "an id", "identity of the snapshot")
                 equal(len(copy), len(then), "items of the snapshot")
                 equal(copy.bundle.sha256, opened().sha256, "bundle of the snapshot")
-                for hits, items in zip(copy.search(Encoded(queries, queries), 5), answers, strict=True):
+                for hits, items in zip(
+                    copy.search(Encoded(queries, queries), 5), answers, strict=True
+                ):
                     equal({hit.id for hit in hits}, {one.id for one in items}, "nearest")
                 alike(copy.get("id 3", arrays=True)["id 3"], then["id 3"])
             self.check(store, state)
@@ -152,7 +158,9 @@ class WholeCases(Bench):
         def write() -> None:
             number = 0
             while not stop.is_set():
-                store.upsert([item(f"{side} {number}") for side in ("left", "right")], bundle.sha256)
+                store.upsert(
+                    [item(f"{side} {number}") for side in ("left", "right")], bundle.sha256
+                )
                 number += 1
 
         def copy() -> None:
@@ -177,7 +185,9 @@ class WholeCases(Bench):
             for one in some(12, start):
                 store.upsert([one], opened().sha256)
 
-        equal(together([lambda start=start: write(start) for start in range(0, 48, 12)]), [], "faults")  # type: ignore[misc]
+        equal(
+            together([lambda start=start: write(start) for start in range(0, 48, 12)]), [], "faults"
+        )  # type: ignore[misc]
         state = {one.id: one for one in some(48)}
         self.check(store, state)
         self.check(self.again(store), state)
