@@ -54,9 +54,17 @@ def triplet(miner: bool) -> list[Tables]:
 
 def danml() -> list[Tables]:
     return [
-        {"loss": {"name": "anml.danml", "gamma1": g1, "gamma2": g2, "positive_threshold": p, "negative_threshold": p}}
+        {
+            "loss": {
+                "name": "anml.danml",
+                "gamma1": g1,
+                "gamma2": g2,
+                "positive_threshold": p,
+                "negative_threshold": p,
+            }
+        }
         for g1, g2, p in ((1.0, 25.0, 0.5), (2.0, 30.0, 0.5), (2.0, 30.0, 0.65))
-    ]  # fmt: skip
+    ]
 
 
 def geometric_mean(alphas: tuple[float, ...], betas: tuple[float, ...]) -> list[Tables]:
@@ -83,12 +91,23 @@ DEEP = {
 def recipe(work: Path, tables: Tables, seed: int, choose: bool) -> Tables:
     """Return the recipe of one run; `choose`: on the training classes alone."""
     made: Tables = {
-        "name": "aml-deep", "seed": seed, "optimizer": {"lr": 1e-3}, "evaluate": {"metrics": METRICS},
-        "data": {"name": "core.fashion_mnist", "folder": str(work / ("choose" if choose else "all"))},
-        "backbone": {"name": "core.convnet", "size": 28, "width": 16}, "head": {"embedding_size": 64},
+        "name": "aml-deep",
+        "seed": seed,
+        "optimizer": {"lr": 1e-3},
+        "evaluate": {"metrics": METRICS},
+        "data": {
+            "name": "core.fashion_mnist",
+            "folder": str(work / ("choose" if choose else "all")),
+        },
+        "backbone": {"name": "core.convnet", "size": 28, "width": 16},
+        "head": {"embedding_size": 64},
         "sampler": {"classes": 3 if choose else 5, "items": 16, "batches": 60},
-        "split": {"by": "class", "test": ["2", "4"] if choose else list("56789"), "validation": 0.0},
-    }  # fmt: skip
+        "split": {
+            "by": "class",
+            "test": ["2", "4"] if choose else list("56789"),
+            "validation": 0.0,
+        },
+    }
     made |= tables
     made["train"] = {"epochs": 3, "device": "cpu", "channels_last": True} | tables.get("train", {})
     return made

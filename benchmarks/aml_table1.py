@@ -196,7 +196,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         "The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same splits:",
         "",
     ]
-    head = ("GMML", "AML", "LMNN", "ITML", "paper: AML − GMML", "ours: AML − GMML(.5)", "ours: AML, α, β tuned", "ours: AML_t − GMML, t tuned")  # fmt: skip
+    head = (
+        "GMML",
+        "AML",
+        "LMNN",
+        "ITML",
+        "paper: AML − GMML",
+        "ours: AML − GMML(.5)",
+        "ours: AML, α, β tuned",
+        "ours: AML_t − GMML, t tuned",
+    )
     lines += ["| | " + " | ".join(head) + " |", "| --- " * (len(head) + 1) + "|"]
     for name in names:
         printed = {title: published(PAPER, name, title) for title in head[:4]}

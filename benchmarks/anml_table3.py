@@ -43,9 +43,13 @@ def danml(gamma1: float, gamma2: float, p: float | None, q: float | None) -> dic
 
 def lifted(gamma1: float, gamma2: float, p: float | None, margin: float) -> dict[str, Any]:
     return {
-        "name": "anml.improved_lifted", "gamma1": gamma1, "gamma2": gamma2, "positive_threshold": p,
-        "negative_threshold": p, "margin": margin,
-    }  # fmt: skip
+        "name": "anml.improved_lifted",
+        "gamma1": gamma1,
+        "gamma2": gamma2,
+        "positive_threshold": p,
+        "negative_threshold": p,
+        "margin": margin,
+    }
 
 
 def proxies(gamma2: float, p: float | None, q: float | None) -> dict[str, Any]:
@@ -127,10 +131,14 @@ def recipe(work: Path, data: str, loss: dict[str, Any], seed: int, choose: bool)
     """Return the recipe of one run; `choose`: on the training classes alone."""
     loss = {key: "none" if value is None else value for key, value in loss.items()}
     made: dict[str, Any] = {
-        "name": "table3", "seed": seed, "loss": loss,
-        "optimizer": {"lr": 1e-3, "lr_factor": {"loss": 10.0}} if "proxy" in loss["name"] else {"lr": 1e-3},
+        "name": "table3",
+        "seed": seed,
+        "loss": loss,
+        "optimizer": {"lr": 1e-3, "lr_factor": {"loss": 10.0}}
+        if "proxy" in loss["name"]
+        else {"lr": 1e-3},
         "evaluate": {"metrics": METRICS},
-    }  # fmt: skip
+    }
     if loss["name"] == "pml.multi_similarity":
         made["miner"] = {"name": "anml.pair_miner"}
     suffix = "-choose" if choose else ""

@@ -62,7 +62,12 @@ def make(folder: Path) -> tuple[State, list[Bundle]]:
     def work(pipe: int) -> None:
         small()
         record._CHECKPOINT_PAGES = 4000  # so that the log is in use
-        create_local(folder / "index", bundles[0], widths_of(bundles[0], features=WIDTH), structure=Wanted("ivf", {"lists": 4, "probes": 4}))  # fmt: skip
+        create_local(
+            folder / "index",
+            bundles[0],
+            widths_of(bundles[0], features=WIDTH),
+            structure=Wanted("ivf", {"lists": 4, "probes": 4}),
+        )
         store = LocalStore(folder / "index", upkeep=False)
 
         def add(call: dict[str, Any]) -> None:
@@ -116,7 +121,17 @@ def look(folder: Path, name: str, state: State, bundles: list[Bundle]) -> tuple[
             wrong = differences(index.store, state, bundles, 0)
             if index.identity != name:
                 wrong.append("its own id")
-            if not wrong and len(index.search(bundles[0].encode(item_of("id5", 1, 0).arrays["features"][None]).query[0], 5, where=as_filter("price < 5"))) != 5:  # fmt: skip
+            if (
+                not wrong
+                and len(
+                    index.search(
+                        bundles[0].encode(item_of("id5", 1, 0).arrays["features"][None]).query[0],
+                        5,
+                        where=as_filter("price < 5"),
+                    )
+                )
+                != 5
+            ):
                 wrong = ["search"]
             return ("silent", "; ".join(wrong)[:300]) if wrong else ("right", "")
     except RetrievalError as fault:

@@ -156,14 +156,19 @@ def recipe(
     loss_table = dict(loss_table)
     steps = loss_table.pop("steps", LENGTH[data])
     made: dict[str, Any] = {
-        "name": "daml", "seed": seed, "loss": loss_table,
-        "data": {"name": "core.features", "file": str(work / f"{'glyphs' if data == 'random' else data}{part}.npz")},
+        "name": "daml",
+        "seed": seed,
+        "loss": loss_table,
+        "data": {
+            "name": "core.features",
+            "file": str(work / f"{'glyphs' if data == 'random' else data}{part}.npz"),
+        },
         "backbone": {"name": "core.features"},
         "head": {"embedding_size": 64},
         "optimizer": {"lr": 1e-3},
         "evaluate": {"metrics": METRICS, "clusters": not choose},
         "split": {"by": "class", "test": held_out(work, data, choose), "validation": 0.0},
-    }  # fmt: skip
+    }
     if data != "fashion":
         made["sampler"] = {"classes": 24, "items": 4, "batches": steps // 4}
     else:

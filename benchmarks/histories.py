@@ -150,7 +150,10 @@ def write(
         ids = sorted({f"id {number}" for number in numbers})
         change: Change
         if draw < 0.6:
-            items = {id: (tuple(random.integers(-9, 10, NUMBERS).tolist()), int(random.integers(20))) for id in ids}  # fmt: skip
+            items = {
+                id: (tuple(random.integers(-9, 10, NUMBERS).tolist()), int(random.integers(20)))
+                for id in ids
+            }
             change = ("upsert", items)
         elif draw < 0.85:
             change = ("delete", ids[:10])
@@ -283,11 +286,18 @@ def run(
         merges = index.stats().details["transactions"] - len(history)
     bad = wrong(history, answers, maps)
     return {
-        "seed": seed, "seconds": seconds, "operations": dict(Counter(kind for kind, _ in history)), "upkeep": merges,
-        "threads": threads, "processes": processes, "from threads": own, "from processes": len(answers) - own,
+        "seed": seed,
+        "seconds": seconds,
+        "operations": dict(Counter(kind for kind, _ in history)),
+        "upkeep": merges,
+        "threads": threads,
+        "processes": processes,
+        "from threads": own,
+        "from processes": len(answers) - own,
         "kinds": dict(Counter(one.kind for one in answers)),
-        "several": sum(one.until > one.after for one in answers), "wrong": [repr(one) for one in bad],
-    }  # fmt: skip
+        "several": sum(one.until > one.after for one in answers),
+        "wrong": [repr(one) for one in bad],
+    }
 
 
 def render(kept: list[dict[str, Any]]) -> str:

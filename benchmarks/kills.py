@@ -120,7 +120,13 @@ class Life:
         told = self._listen(process, pipe, None if lines else after)
         _, status = os.waitpid(process, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            return {"how": "line" if lines else "time", "call": "", "outcome": "crash", "wrong": [f"the writer ended by itself: {told}"], "acknowledged": 0}  # fmt: skip
+            return {
+                "how": "line" if lines else "time",
+                "call": "",
+                "outcome": "crash",
+                "wrong": [f"the writer ended by itself: {told}"],
+                "acknowledged": 0,
+            }
         return self._look(told, "line" if lines else "time")
 
     def _listen(self, process: int, pipe: int, after: int | None) -> list[Any]:
@@ -178,7 +184,12 @@ class Life:
             if status == 0
             else {"which": None, "wrong": [f"looking failed: {status} {text}"]}
         )
-        row = {"how": how, "call": running["call"] if running else "between calls", "acknowledged": acknowledged, "wrong": said["wrong"]}  # fmt: skip
+        row = {
+            "how": how,
+            "call": running["call"] if running else "between calls",
+            "acknowledged": acknowledged,
+            "wrong": said["wrong"],
+        }
         if said["which"] is None:
             return row | {"outcome": "wrong"}
         self.state = states[said["which"]]

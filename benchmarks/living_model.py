@@ -25,7 +25,21 @@ from scaled_bundle import make_bundle
 
 WIDTH, BUNDLES, FLUSH, LEAST = 8, 3, 32, 48
 IDS = 400
-CALLS = ("upsert", "large", "delete", "where", "tend", "compact", "snapshot", "begin", "embed", "switch", "drop", "restructure", "reopen")  # fmt: skip
+CALLS = (
+    "upsert",
+    "large",
+    "delete",
+    "where",
+    "tend",
+    "compact",
+    "snapshot",
+    "begin",
+    "embed",
+    "switch",
+    "drop",
+    "restructure",
+    "reopen",
+)
 WEIGHTS = (8, 3, 3, 1, 3, 1.5, 1.5, 2, 5, 3, 1, 1, 1)
 Call = dict[str, Any]
 
@@ -88,9 +102,18 @@ def item_of(id: str, version: int, bundle: int) -> Item:
     features = _features(id, version)
     original = f"{id} {version}".encode() * (version % 40)
     return Item(
-        id, str(version % 5), {"price": _price(id, version), "version": version}, None, None, "copy", original or None,
-        len(original), None, None, {"vector": features * np.float32(bundle + 1), "features": features},
-    )  # fmt: skip
+        id,
+        str(version % 5),
+        {"price": _price(id, version), "version": version},
+        None,
+        None,
+        "copy",
+        original or None,
+        len(original),
+        None,
+        None,
+        {"vector": features * np.float32(bundle + 1), "features": features},
+    )
 
 
 def small() -> None:
@@ -112,7 +135,15 @@ class Writing:
         first: a call that was cut short, to be done again.
     """
 
-    def __init__(self, folder: Path, bundles: list[Bundle], state: State, seed: int, tell: Callable[[str, Any], None], first: Call | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        bundles: list[Bundle],
+        state: State,
+        seed: int,
+        tell: Callable[[str, Any], None],
+        first: Call | None,
+    ) -> None:
         self.folder, self.bundles, self.state, self.tell, self.first = (
             folder,
             bundles,
@@ -321,7 +352,12 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
     named |= {f"bundles/{one.bundle[:16]}/" for one in store.generations()}
     named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return [one for one in found if one not in named and not any(one.startswith(name) for name in named if name.endswith("/"))]  # fmt: skip
+    return [
+        one
+        for one in found
+        if one not in named
+        and not any(one.startswith(name) for name in named if name.endswith("/"))
+    ]
 
 
 def check(

@@ -26,12 +26,14 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
     of = lambda part, name: [r for r in rows if r["part"] == part and r["method"] == name]  # noqa: E731
     names = list(dict.fromkeys(r["method"] for r in rows if r["part"] == "table"))
     lines = [
-        "# OAHU and its baselines on Fashion-MNIST", "",
+        "# OAHU and its baselines on Fashion-MNIST",
+        "",
         "5-nearest-neighbour classification of 4,000 unseen images among 35,000, after 5,000 random triplets and 5,000 that follow",
         "from them; mean ± standard deviation of three repeats. In brackets what the paper's Table 3 prints. `benchmarks/oahu_table3.py` states the protocol.",
-        "", "| | error | macro-F1 | utilisation | error, 1,000 references | error, 100 references | AUC of pairs | seconds to learn |",
+        "",
+        "| | error | macro-F1 | utilisation | error, 1,000 references | error, 100 references | AUC of pairs | seconds to learn |",
         "| --- " * 8 + "|",
-    ]  # fmt: skip
+    ]
     for name in names:
         mine = of("table", name)
         columns = ("error", "macro-F1", "utilisation")
@@ -42,29 +44,45 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
             for column in columns
         ]
         cells = [
-            mean_std([r["error"] for r in mine]) + printed[0], mean_std([r["f1"] for r in mine]) + printed[1],
-            mean_std([r["utilization"] for r in mine if "utilization" in r], 2).replace("nan ± nan", "–") + printed[2],
-            mean_std([r["error_1000"] for r in mine]), mean_std([r["error_100"] for r in mine]),
-            mean_std([r["auc"] for r in mine]), f"{np.mean([r['fit_seconds'] for r in mine]):.1f}",
-        ]  # fmt: skip
+            mean_std([r["error"] for r in mine]) + printed[0],
+            mean_std([r["f1"] for r in mine]) + printed[1],
+            mean_std([r["utilization"] for r in mine if "utilization" in r], 2).replace(
+                "nan ± nan", "–"
+            )
+            + printed[2],
+            mean_std([r["error_1000"] for r in mine]),
+            mean_std([r["error_100"] for r in mine]),
+            mean_std([r["auc"] for r in mine]),
+            f"{np.mean([r['fit_seconds'] for r in mine]):.1f}",
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
-        "", "**The paper's ranking reverses.** Its OAHU beats every baseline; here plain Euclidean distance beats OAHU, the trained network is worse than",
+        "",
+        "**The paper's ranking reverses.** Its OAHU beats every baseline; here plain Euclidean distance beats OAHU, the trained network is worse than",
         "the same network before training, and the linear baselines but OASIS stay near Euclid. OAHU does help to tell pairs apart and to classify from",
         "few references, against Euclid; LEGO, which is linear, does too. LEGO's and RDML's pairs are both pairs of each triplet; OPML makes its own triplets in one pass over the 35,000.",
-    ]  # fmt: skip
+    ]
     few = [r for r in rows if r["part"] == "few"]
     lines += [
-        "", "The column of 100 references is of one draw of them a repeat. Ten draws in each of the three repeats:", "", "| | error, 100 references | mean of each repeat |", "| --- | --- | --- |",
-    ]  # fmt: skip
+        "",
+        "The column of 100 references is of one draw of them a repeat. Ten draws in each of the three repeats:",
+        "",
+        "| | error, 100 references | mean of each repeat |",
+        "| --- | --- | --- |",
+    ]
     for name in dict.fromkeys(r["method"] for r in few):
         each = [r["errors"] for r in few if r["method"] == name]
         means = ", ".join(mean_std([float(np.mean(e))]).split(" ±")[0] for e in each)
         lines.append(f"| {name} | {mean_std([e for one in each for e in one])} | {means} |")
     lines += [
-        "", "How η .01 and τ 1.9 were chosen was not recorded.",
-        "", "## Error against the number of triplets", "", f"`{figure}` beside this page draws it, with the weights along the stream; so does the page of OAHU.", "",
-    ]  # fmt: skip
+        "",
+        "How η .01 and τ 1.9 were chosen was not recorded.",
+        "",
+        "## Error against the number of triplets",
+        "",
+        f"`{figure}` beside this page draws it, with the weights along the stream; so does the page of OAHU.",
+        "",
+    ]
     curves = list(dict.fromkeys(r["method"] for r in rows if r["part"] == "curve"))
     body = [
         [
@@ -79,10 +97,17 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         for point in POINTS
     ]
     lines += [
-        markdown(["triplets", *curves], body), "", "One repeat, 2,000 queries; OPML is given these triplets.", "", "## Retrieval, class-disjoint", "",
-        "Learned on five classes, searched in 5,000 images of the other five, each asking for the others. The two ways to search an OAHU model:", "",
-        "| | Recall@1 | Recall@5 | Recall@10 | Precision@10 |", "| --- " * 5 + "|",
-    ]  # fmt: skip
+        markdown(["triplets", *curves], body),
+        "",
+        "One repeat, 2,000 queries; OPML is given these triplets.",
+        "",
+        "## Retrieval, class-disjoint",
+        "",
+        "Learned on five classes, searched in 5,000 images of the other five, each asking for the others. The two ways to search an OAHU model:",
+        "",
+        "| | Recall@1 | Recall@5 | Recall@10 | Precision@10 |",
+        "| --- " * 5 + "|",
+    ]
     found = [r for r in rows if r["part"] == "retrieval"]
     for title in dict.fromkeys(r["title"] for r in found):
         mine = [r for r in found if r["title"] == title]
@@ -96,8 +121,9 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         for name in dict.fromkeys(r["method"] for r in found if "overlap" in r)
     )
     lines += [
-        "", f"Their first ten answers agree by {agreement}: neither is an approximation of the other.",
-    ]  # fmt: skip
+        "",
+        f"Their first ten answers agree by {agreement}: neither is an approximation of the other.",
+    ]
     lines += [
         "",
         f"Measured in {sum(r.get('cpu', 0) for r in rows) / 60:.0f} minutes of CPU time, one thread, with two cores shared by other work.",

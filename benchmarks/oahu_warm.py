@@ -188,10 +188,12 @@ def main() -> None:
 def render(rows: list[dict[str, Any]]) -> str:
     """Return the page."""
     lines = [
-        "# `oahu.warm` along its stream", "",
+        "# `oahu.warm` along its stream",
+        "",
         "Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no triplet. `python benchmarks/oahu_warm.py` says how, and what",
-        "*below beyond noise* means; `benchmarks/warm_sets.py` names the sets, by a rule that was fixed first.", "",
-    ]  # fmt: skip
+        "*below beyond noise* means; `benchmarks/warm_sets.py` names the sets, by a rule that was fixed first.",
+        "",
+    ]
     sets = [row for row in rows if row["stream"][0] != "fashion"]
     if sets:
         lines += [*_counts(sets), *_means(sets), *_each(sets)]
@@ -202,7 +204,16 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def _counts(rows: list[dict[str, Any]]) -> list[str]:
-    head = ["streams", "number", "anywhere below −.005", "beyond noise", "Recall@1 anywhere below −.005", "MAP@R so", "lowest gain", "ever left Euclid"]  # fmt: skip
+    head = [
+        "streams",
+        "number",
+        "anywhere below −.005",
+        "beyond noise",
+        "Recall@1 anywhere below −.005",
+        "MAP@R so",
+        "lowest gain",
+        "ever left Euclid",
+    ]
     lines = []
     for title, some in (
         ("all", rows),

@@ -66,8 +66,15 @@ def main() -> None:
             ]
             chosen = [int(np.flatnonzero(wanted == label)[0]) for label in range(10)]
             shown = [Image.fromarray(asked[number]) for number in chosen]
-            draw([[Image.fromarray(gallery[int(Path(hit.id).stem)]) for hit in found[number]] for number in chosen], shown,
-                 [right[number] for number in chosen], PICTURE)  # fmt: skip
+            draw(
+                [
+                    [Image.fromarray(gallery[int(Path(hit.id).stem)]) for hit in found[number]]
+                    for number in chosen
+                ],
+                shown,
+                [right[number] for number in chosen],
+                PICTURE,
+            )
     raw = {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(command),

@@ -210,9 +210,13 @@ def same(disk: Disk, folder: Path) -> list[str]:
     """Return the files of a record's end that are not what the system shows: a record that is whole has none."""
     disk.write(folder, disk.time, "all", "all", random.Random(0))
     there, made = (
-        {path.relative_to(top): path.read_bytes() for path in Path(top).rglob("*") if path.is_file() and not path.name.endswith(("-shm", ".lock"))}
+        {
+            path.relative_to(top): path.read_bytes()
+            for path in Path(top).rglob("*")
+            if path.is_file() and not path.name.endswith(("-shm", ".lock"))
+        }
         for top in (disk.root, folder)
-    )  # fmt: skip
+    )
     return sorted(
         str(name) for name in there.keys() | made.keys() if there.get(name) != made.get(name)
     )
@@ -224,8 +228,9 @@ def cut(
     """Cut the power at a drawn moment of a drawn call; return what an index is like afterwards."""
     begins = [when for when, *_ in told.moments] + [disk.time]
     within = [
-        (at, [when for when in disk.moments if begins[at] < when <= begins[at + 1]]) for at in range(len(begins) - 1)
-    ]  # fmt: skip
+        (at, [when for when in disk.moments if begins[at] < when <= begins[at + 1]])
+        for at in range(len(begins) - 1)
+    ]
     at, moments = draw.choice([one for one in within if one[1]])
     when = draw.choice(moments) - draw.randrange(2)
     _, states, copies, running = told.moments[at]
@@ -252,7 +257,14 @@ def cut(
     }
 
 
-def look(folder: Path, states: list[State], copies: dict[str, tuple[State, bool]], running: Call | None, bundles: list[Bundle], draw: random.Random) -> tuple[str, list[str]]:  # fmt: skip
+def look(
+    folder: Path,
+    states: list[State],
+    copies: dict[str, tuple[State, bool]],
+    running: Call | None,
+    bundles: list[Bundle],
+    draw: random.Random,
+) -> tuple[str, list[str]]:
     """Return what became of the call that ran, and all that is wrong."""
     index = folder / "index"
     if running == {"call": "create"} and not index.exists():
@@ -279,8 +291,15 @@ def look(folder: Path, states: list[State], copies: dict[str, tuple[State, bool]
 
 
 def cuts(
-    count: int, seed: int, folder: Path, shown: Callable[[int, dict[str, Any]], object], *, fault: str | None = None, lives: int = LIVES, each: int = CUTS
-) -> list[dict[str, Any]]:  # fmt: skip
+    count: int,
+    seed: int,
+    folder: Path,
+    shown: Callable[[int, dict[str, Any]], object],
+    *,
+    fault: str | None = None,
+    lives: int = LIVES,
+    each: int = CUTS,
+) -> list[dict[str, Any]]:
     """Cut the power so many times; return what each left."""
     bundles = make_bundles(folder)
     rows: list[dict[str, Any]] = []
@@ -304,10 +323,16 @@ def summary(rows: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
         "seed": seed,
         "cuts": len(rows),
         "wrong": [one for row in rows for one in row["wrong"]],
-        "cells": [[*key, count] for key, count in sorted(Counter((row["call"], row["outcome"]) for row in rows).items())],
-        "modes": [[*key, count] for key, count in sorted(Counter((row["names"], row["data"]) for row in rows).items())],
+        "cells": [
+            [*key, count]
+            for key, count in sorted(Counter((row["call"], row["outcome"]) for row in rows).items())
+        ],
+        "modes": [
+            [*key, count]
+            for key, count in sorted(Counter((row["names"], row["data"]) for row in rows).items())
+        ],
         "machine": f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}",
-    }  # fmt: skip
+    }
 
 
 def render(raw: dict[str, Any]) -> str:
@@ -337,10 +362,13 @@ def render(raw: dict[str, Any]) -> str:
         "name, and each sector of 512 or 4,096 bytes, is there or not.\n",
         "| names | " + " | ".join(f"bytes: {one}" for one in MODES) + " |",
         "|---" + "|--:" * len(MODES) + "|",
-        *(f"| {names} | " + " | ".join(str(modes.get((names, data), 0)) for data in MODES) + " |" for names in MODES),
+        *(
+            f"| {names} | " + " | ".join(str(modes.get((names, data), 0)) for data in MODES) + " |"
+            for names in MODES
+        ),
         "",
         *(f"- {one}" for one in raw["wrong"][:50]),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -30,9 +30,24 @@ def strace(output: Path, kill: int | None = None) -> list[str]:
     """Return the beginning of a command whose changes of files are to be recorded; it is killed as it enters its sync number `kill`."""
     killed = [] if kill is None else ["-e", f"inject=fsync,fdatasync:signal=SIGKILL:when={kill}"]
     return [
-        "strace", "-f", "--seccomp-bpf", "-qq", "-y", "-xx", "-s", str(1 << 26), "-e", f"trace={CALLS},{_COPIES}", "-e", f"inject={_COPIES}:error=ENOSYS",
-        "-e", "signal=none", *killed, "-o", str(output),
-    ]  # fmt: skip
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-qq",
+        "-y",
+        "-xx",
+        "-s",
+        str(1 << 26),
+        "-e",
+        f"trace={CALLS},{_COPIES}",
+        "-e",
+        f"inject={_COPIES}:error=ENOSYS",
+        "-e",
+        "signal=none",
+        *killed,
+        "-o",
+        str(output),
+    ]
 
 
 @dataclass(eq=False)
@@ -201,7 +216,17 @@ class Disk:
                 file.seek(place)
                 given = b"".join(texts)
                 there = file.read(len(given))
-                return next((n for n, two in enumerate(zip(given, there, strict=False)) if two[0] != two[1]), len(there)) or None  # fmt: skip
+                return (
+                    next(
+                        (
+                            n
+                            for n, two in enumerate(zip(given, there, strict=False))
+                            if two[0] != two[1]
+                        ),
+                        len(there),
+                    )
+                    or None
+                )
         if not texts:  # a sync that has not returned has not happened
             return None
         first, *others = _paths(name, texts, handles)

@@ -154,8 +154,11 @@ class Worker:
         for id, value in values.items():
             self.record.asked(id, value)
         client.add(
-            [NewItem(id, vector=one.numbers(), label=one.label, metadata={"made": one.features}) for id, one in values.items()]
-        )  # fmt: skip
+            [
+                NewItem(id, vector=one.numbers(), label=one.label, metadata={"made": one.features})
+                for id, one in values.items()
+            ]
+        )
         for id, value in values.items():
             self.record.told(id, value)
         self.counts["writes"] += 1
@@ -265,7 +268,11 @@ def differences(
             hits = opened.search(query, K)
             if not np.allclose([hit.distance for hit in hits], np.sort(exact)[:K], rtol=1e-6):
                 wrong.append(f"a search found {[hit.distance for hit in hits]}")
-            wrong += [f"{hit.id} is not so near" for hit in hits if not np.isclose(hit.distance, exact[ids.index(hit.id)], rtol=1e-6)]  # fmt: skip
+            wrong += [
+                f"{hit.id} is not so near"
+                for hit in hits
+                if not np.isclose(hit.distance, exact[ids.index(hit.id)], rtol=1e-6)
+            ]
     return len(ids), wrong
 
 
@@ -304,8 +311,18 @@ def soak(
     counts = sum((worker.counts for worker in workers), Counter())
     open_ = sum(len(known) > 1 for worker in workers for known in worker.record.known.values())
     system = f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    return {"system": system, "seconds": seconds, "clients": clients, "seed": seed, "kills": dict(sorted(kills.items())), **counts,
-            "items": count, "unknown": open_, "searches compared": 100, "wrong": wrong}  # fmt: skip
+    return {
+        "system": system,
+        "seconds": seconds,
+        "clients": clients,
+        "seed": seed,
+        "kills": dict(sorted(kills.items())),
+        **counts,
+        "items": count,
+        "unknown": open_,
+        "searches compared": 100,
+        "wrong": wrong,
+    }
 
 
 def render(made: dict[str, Any]) -> str:

@@ -15,9 +15,13 @@ from PIL import Image
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "retrieval.cli", *arguments], cwd=folder, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "retrieval.cli", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "RETRIEVAL_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+    )
 
 
 def test_the_demo_leaves_what_it_says_and_its_next_commands_work(

@@ -283,7 +283,28 @@ def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
     assert np.asarray(to_mode(dark, "L")).max() == 0  # by the file's range, not by its pixels
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I;16B", "I;16L"])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "1",
+        "L",
+        "P",
+        "LA",
+        "PA",
+        "RGB",
+        "RGBA",
+        "RGBX",
+        "La",
+        "RGBa",
+        "CMYK",
+        "YCbCr",
+        "HSV",
+        "LAB",
+        "I;16",
+        "I;16B",
+        "I;16L",
+    ],
+)
 def test_every_mode_with_a_range_has_a_rule_that_depends_on_no_other_pixel(mode):
     images = [
         Image.new("RGB", (2, 1)) if mode == "LAB" else Image.new(mode, (2, 1)) for _ in range(2)
@@ -308,8 +329,28 @@ def test_every_mode_with_a_range_has_a_rule_that_depends_on_no_other_pixel(mode)
 
 
 @pytest.mark.parametrize(
-    "mode", ["1", "L", "P", "LA", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I;16B", "I", "F"]
-)  # fmt: skip
+    "mode",
+    [
+        "1",
+        "L",
+        "P",
+        "LA",
+        "PA",
+        "RGB",
+        "RGBA",
+        "RGBX",
+        "La",
+        "RGBa",
+        "CMYK",
+        "YCbCr",
+        "HSV",
+        "LAB",
+        "I;16",
+        "I;16B",
+        "I",
+        "F",
+    ],
+)
 def test_a_client_leaves_the_rule_to_the_server(mode):
     image = Image.new(mode, (2, 1))
     if mode not in ("La", "LAB", "RGBa"):

@@ -22,10 +22,26 @@ Quality = Annotated[int, Field(ge=1, le=100)]
 Interpolation = Literal["nearest", "bilinear"]
 
 AS_THEY_ARE = (
-    "AugMix", "AutoAugment", "ColorJitter", "ElasticTransform", "GaussianBlur", "RandAugment", "RandomAdjustSharpness",
-    "RandomAutocontrast", "RandomChannelPermutation", "RandomCrop", "RandomEqualize", "RandomErasing", "RandomGrayscale",
-    "RandomInvert", "RandomPerspective", "RandomPosterize", "RandomResizedCrop", "RandomSolarize", "TrivialAugmentWide",
-)  # fmt: skip
+    "AugMix",
+    "AutoAugment",
+    "ColorJitter",
+    "ElasticTransform",
+    "GaussianBlur",
+    "RandAugment",
+    "RandomAdjustSharpness",
+    "RandomAutocontrast",
+    "RandomChannelPermutation",
+    "RandomCrop",
+    "RandomEqualize",
+    "RandomErasing",
+    "RandomGrayscale",
+    "RandomInvert",
+    "RandomPerspective",
+    "RandomPosterize",
+    "RandomResizedCrop",
+    "RandomSolarize",
+    "TrivialAugmentWide",
+)
 
 
 class GaussianNoise:

@@ -108,7 +108,9 @@ def torchvision_dataset(
     takes = inspect.signature(make).parameters
     given = dict(options or {})
     if wrong := sorted({*given} - {*takes}):
-        raise DataError(f"[data] options: torchvision's {dataset} takes no {', '.join(wrong)} (it takes {', '.join(takes)}).")  # fmt: skip
+        raise DataError(
+            f"[data] options: torchvision's {dataset} takes no {', '.join(wrong)} (it takes {', '.join(takes)})."
+        )
     if "download" in takes:
         given["download"] = download
     sides: dict[str, dict[str, Any]] = {"": {}}
@@ -235,7 +237,9 @@ def huggingface(
         for column in (image, label):
             if side in whole and column not in whole[side].column_names:
                 there = whole[side].column_names
-                problems.append(f"split '{side}' has no column '{column}' (it has: {', '.join(there)}).{did_you_mean(column, there)}")  # fmt: skip
+                problems.append(
+                    f"split '{side}' has no column '{column}' (it has: {', '.join(there)}).{did_you_mean(column, there)}"
+                )
     if problems:
         refuse(source, problems)
     names = ("train", "test") if len(wanted) > 1 else ("",)
@@ -277,7 +281,10 @@ class _Shards(Dataset):
         self.labels = [item.label or "" for item in items]
         self.keys = [item.key for item in items]
         self.splits, self.roles = sides(column["split"]), column["role"]
-        rows = [{k: v for k, v in item.metadata.items() if k not in column or column[k] is None} for item in items]  # fmt: skip
+        rows = [
+            {k: v for k, v in item.metadata.items() if k not in column or column[k] is None}
+            for item in items
+        ]
         self.metadata = rows if any(rows) else None
 
     def __getitem__(self, index: int) -> Image.Image:
@@ -326,9 +333,11 @@ def shards(path: Path) -> Dataset:
         for item in collect(files, "image").items
     ]
     column = {
-        name: [str(item.metadata[name] or "") for item in items] if all(name in item.metadata for item in items) else None
+        name: [str(item.metadata[name] or "") for item in items]
+        if all(name in item.metadata for item in items)
+        else None
         for name in ("split", "role")
-    }  # fmt: skip
+    }
     return usable(_Shards(items, column), str(path))
 
 

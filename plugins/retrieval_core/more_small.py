@@ -87,8 +87,12 @@ def emnist(
         None if characters is None else [{"character": characters.get(n, "")} for n in numbers]
     )
     return ArrayDataset(
-        np.ascontiguousarray(np.concatenate(images)), [str(n) for n in numbers], keys, splits=splits, metadata=metadata
-    )  # fmt: skip
+        np.ascontiguousarray(np.concatenate(images)),
+        [str(n) for n in numbers],
+        keys,
+        splits=splits,
+        metadata=metadata,
+    )
 
 
 def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:

@@ -68,7 +68,11 @@ class Matryoshka(nn.Module):
         total = embeddings.sum() * 0
         for loss, width, weight in zip(self.losses, self.widths, self.weights, strict=True):
             if weight:
-                reference = {} if ref_emb is None else {"ref_emb": self._prefix(ref_emb, width), "ref_labels": ref_labels}  # fmt: skip
+                reference = (
+                    {}
+                    if ref_emb is None
+                    else {"ref_emb": self._prefix(ref_emb, width), "ref_labels": ref_labels}
+                )
                 if indices_tuple is not None:
                     reference["indices_tuple"] = indices_tuple
                 total = total + weight * loss(self._prefix(embeddings, width), labels, **reference)

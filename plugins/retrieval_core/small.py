@@ -16,8 +16,17 @@ from retrieval_core.pretrained import fetch
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FASHION = (
-    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-)  # fmt: skip
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 
 
 def digits() -> Dataset:

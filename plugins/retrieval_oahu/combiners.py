@@ -71,8 +71,12 @@ class Hedge(Combiner):
     def observe(self, losses: Tensor) -> None:
         """Move the weights by each space's loss (L + 1,), Eq 20."""
         moved = hedge_update(
-            self.get_buffer("alpha").cpu().numpy(), losses.detach().double().cpu().numpy(), self.beta, self.smoothing, self.rule
-        )  # fmt: skip
+            self.get_buffer("alpha").cpu().numpy(),
+            losses.detach().double().cpu().numpy(),
+            self.beta,
+            self.smoothing,
+            self.rule,
+        )
         self.get_buffer("alpha").copy_(torch.from_numpy(moved))
         self._weights_changed()
 

@@ -17,10 +17,13 @@ _HOLDS = "images/, images.txt, image_class_labels.txt, classes.txt and bounding_
 _HOME = "Caltech (Caltech-UCSD Birds-200-2011, www.vision.caltech.edu/datasets/cub_200_2011)"
 CUB = Published(
     "CUB-200-2011", _HOME, _HOLDS, {"train": [Count(5_864, 100)], "test": [Count(5_924, 100)]}
-)  # fmt: skip
+)
 CUB_OFFICIAL = Published(
-    "CUB-200-2011", _HOME, f"train_test_split.txt beside {_HOLDS}", {"train": [Count(5_994, 200)], "test": [Count(5_794, 200)]}
-)  # fmt: skip
+    "CUB-200-2011",
+    _HOME,
+    f"train_test_split.txt beside {_HOLDS}",
+    {"train": [Count(5_994, 200)], "test": [Count(5_794, 200)]},
+)
 _FILES = ("images", "images.txt", "image_class_labels.txt", "classes.txt", "bounding_boxes.txt")
 
 

@@ -20,7 +20,9 @@ _HOLDS = (
 CARS = Published(
     "Cars-196", _HOME, _HOLDS, {"train": [Count(8_054, 98)], "test": [Count(8_131, 98)]}
 )
-CARS_OFFICIAL = Published("Cars-196", _HOME, _HOLDS, {"train": [Count(8_144, 196)], "test": [Count(8_041, 196)]})  # fmt: skip
+CARS_OFFICIAL = Published(
+    "Cars-196", _HOME, _HOLDS, {"train": [Count(8_144, 196)], "test": [Count(8_041, 196)]}
+)
 _BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 

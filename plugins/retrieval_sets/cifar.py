@@ -44,7 +44,13 @@ def cifar100(
         "train.bin, test.bin, fine_label_names.txt and coarse_label_names.txt",
         {"train": [Count(50_000, count)], "test": [Count(10_000, count)]},
     )
-    root = published.root(folder, "train.bin", "test.bin", *(n for n, _ in _LISTS.values()), inside=["cifar-100-binary"])  # fmt: skip
+    root = published.root(
+        folder,
+        "train.bin",
+        "test.bin",
+        *(n for n, _ in _LISTS.values()),
+        inside=["cifar-100-binary"],
+    )
     names = {kind: _names(root / name, classes) for kind, (name, classes) in _LISTS.items()}
     images, metadata, splits, keys = [], [], [], []
     for side in ("train", "test"):

@@ -140,7 +140,9 @@ def _listed(path: Path, side: str, ending: str, problems: list[str]) -> list[Row
     return rows
 
 
-def _folders(published: Published, name: str, left_out: str, folder: Path, counts: Counts, skip_bad: bool) -> Dataset:  # fmt: skip
+def _folders(
+    published: Published, name: str, left_out: str, folder: Path, counts: Counts, skip_bad: bool
+) -> Dataset:
     """Return the images of a folder with a folder for each class, all but one of these."""
     root = (
         folder
@@ -150,7 +152,11 @@ def _folders(published: Published, name: str, left_out: str, folder: Path, count
     found = find_images(root)
     keys = [path.relative_to(root) for path in found.images]
     dangling = [found.dangling(root)] if found.nowhere else []
-    rows = [Row(key.as_posix(), key.parts[0], "") for key in keys if len(key.parts) == 2 and key.parts[0] != left_out]  # fmt: skip
+    rows = [
+        Row(key.as_posix(), key.parts[0], "")
+        for key in keys
+        if len(key.parts) == 2 and key.parts[0] != left_out
+    ]
     problems, notes = ([], dangling) if skip_bad else (dangling, [])
     return assemble(
         published, root, rows, problems, counts, where=folder, skip_bad=skip_bad, notes=notes

@@ -48,7 +48,9 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
     if not isinstance(table, np.ndarray) or table.dtype.names is None:
         raise DataError(f"{path} holds no structure array 'annotations'.")
     if lacking := [name for name in fields if name not in table.dtype.names]:
-        raise DataError(f"{path}: annotations have no {', '.join(lacking)} (they have: {', '.join(table.dtype.names)}).")  # fmt: skip
+        raise DataError(
+            f"{path}: annotations have no {', '.join(lacking)} (they have: {', '.join(table.dtype.names)})."
+        )
     return [tuple(_plain(row[name]) for name in fields) for row in np.atleast_1d(table)]
 
 

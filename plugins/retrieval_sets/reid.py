@@ -23,8 +23,12 @@ VERI = Published(
     "VeRi-776",
     "its makers, on request (github.com/JDAI-CV/VeRidataset)",
     "image_train/, image_query/ and image_test/",
-    {"train": [Count(37_778, 576), Count(37_746, 575)], "query": [Count(1_678, 200)], "gallery": [Count(11_579, 200)]},
-)  # fmt: skip
+    {
+        "train": [Count(37_778, 576), Count(37_746, 575)],
+        "query": [Count(1_678, 200)],
+        "gallery": [Count(11_579, 200)],
+    },
+)
 MARKET = Published(
     "Market-1501",
     "its makers (zheng-lab.cecs.anu.edu.au/Project/project_reid.html) or a mirror of it",
@@ -66,7 +70,12 @@ def vehicle_id(
         },
     )
     lists = {"train": "train_list.txt", "test": f"test_list_{_SIZES[size]}.txt"}
-    root = published.root(folder, "image", *(f"train_test_split/{n}" for n in lists.values()), inside=["VehicleID_V1.0"])  # fmt: skip
+    root = published.root(
+        folder,
+        "image",
+        *(f"train_test_split/{n}" for n in lists.values()),
+        inside=["VehicleID_V1.0"],
+    )
     problems: list[str] = []
     rows = []
     for side, name in lists.items():
@@ -127,7 +136,11 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
         DataError: with every problem: images that are named otherwise, other numbers than the published ones, queries that
             nothing in the gallery answers.
     """
-    sides = {"bounding_box_train": ("train", ""), "query": ("test", "query"), "bounding_box_test": ("test", "gallery")}  # fmt: skip
+    sides = {
+        "bounding_box_train": ("train", ""),
+        "query": ("test", "query"),
+        "bounding_box_test": ("test", "gallery"),
+    }
     root = MARKET.root(folder, *sides, inside=["Market-1501-v15.09.15", "market1501"])
     problems: list[str] = []
     rows = list(_seen(root, sides, problems))

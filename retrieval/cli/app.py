@@ -113,9 +113,13 @@ def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> 
     cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
     help="Show the version and exit.",
-)  # fmt: skip
+)
 @click.option("--debug", is_flag=True, help="With an error also where it came from: the traceback.")
 @click.pass_context
 def app(ctx: click.Context, debug: bool) -> None:

@@ -150,8 +150,15 @@ def evaluate(
         from retrieval.evaluation.verify_run import verify_run
 
         found = verify_run(
-            load_run(run), side=side, pairs=pairs, draw=draw, folds=folds, seed=seed or 0, baseline=baseline, bundle=bundle
-        )  # fmt: skip
+            load_run(run),
+            side=side,
+            pairs=pairs,
+            draw=draw,
+            folds=folds,
+            seed=seed or 0,
+            baseline=baseline,
+            bundle=bundle,
+        )
     else:
         from retrieval.evaluation.evaluate_run import evaluate_run
 

@@ -116,9 +116,12 @@ def export_command(
     if (run is None) == (model is None):
         raise click.UsageError("Name a run, or a backbone with --model: one of them.")
     backbones = {
-        "--set": overrides, "--whiten": whiten, "--photos": photos,
-        "--random-weights": random_weights, "--plugin": extra,
-    }  # fmt: skip
+        "--set": overrides,
+        "--whiten": whiten,
+        "--photos": photos,
+        "--random-weights": random_weights,
+        "--plugin": extra,
+    }
     if model is None and (
         given := next((option for option, value in backbones.items() if value), None)
     ):

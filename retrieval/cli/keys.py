@@ -12,8 +12,14 @@ from retrieval.cli.types import Choice
 
 _FILE = click.argument("path", metavar="KEYS", type=click.Path(path_type=Path))
 _OUTPUT = click.option(
-    "--output", "-o", "path", required=True, metavar="KEYS", type=click.Path(path_type=Path), help="File of keys."
-)  # fmt: skip
+    "--output",
+    "-o",
+    "path",
+    required=True,
+    metavar="KEYS",
+    type=click.Path(path_type=Path),
+    help="File of keys.",
+)
 
 
 @click.group()

@@ -19,16 +19,32 @@ from retrieval.errors import DataError
 _LENT: frozenset[Any] = frozenset(
     getattr(torch, name)
     for name in (
-        "bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm",
-        "_sample_dirichlet", "_standard_gamma",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "poisson",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "_sample_dirichlet",
+        "_standard_gamma",
     )
 ) | frozenset(
     getattr(Tensor, name)
     for name in (
-        "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal_",
-        "random_", "uniform_",
+        "bernoulli",
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal_",
+        "random_",
+        "uniform_",
     )
-)  # fmt: skip
+)
 """What draws, and takes a generator by name."""
 _INSTEAD: Mapping[Any, str] = {
     torch.rand_like: "torch.rand(x.shape)",

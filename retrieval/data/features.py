@@ -65,9 +65,14 @@ def backbone_features(
         keep_large_blocks()
     with calling(what), evaluating(model):
         features = frozen_features(
-            lambda x: model.features(x.to(device)).float().cpu(), dataset, model.preprocessing,
-            fingerprint=fingerprint(model.backbone), device=device, batch=batch, quicker=_by_onnxruntime(model, dataset, device),
-        )  # fmt: skip
+            lambda x: model.features(x.to(device)).float().cpu(),
+            dataset,
+            model.preprocessing,
+            fingerprint=fingerprint(model.backbone),
+            device=device,
+            batch=batch,
+            quicker=_by_onnxruntime(model, dataset, device),
+        )
     check_width(features, what, model.backbone.features)
     return FeatureDataset(dataset, features)
 

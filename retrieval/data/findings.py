@@ -149,7 +149,15 @@ class Findings:
             )
             lines += _part(title, map(self._line, ranked), shown, far + self._marked(found))
         lines += _part(_LONE, self.lone, shown)
-        lines += _part(_SPELT, [" / ".join(map(repr, each)) + (", on different sides of the split" if self.across(each) else "") for each in self.spelt], shown)  # fmt: skip
+        lines += _part(
+            _SPELT,
+            [
+                " / ".join(map(repr, each))
+                + (", on different sides of the split" if self.across(each) else "")
+                for each in self.spelt
+            ],
+            shown,
+        )
         if not self.complete:
             lines.append(
                 "There are more pairs than can be listed: ask for a smaller distance (--within)."

@@ -82,10 +82,12 @@ def draw_pairs(
             parts.append(group[draw(labels[group], number, random)])
     rows = np.concatenate(parts)
     return LabelledPairs(
-        items[rows[:, 0]], items[rows[:, 1]],
+        items[rows[:, 0]],
+        items[rows[:, 1]],
         np.tile(np.repeat([True, False], number), wanted),
-        np.repeat(np.arange(wanted), 2 * number), _names(wanted),
-    )  # fmt: skip
+        np.repeat(np.arange(wanted), 2 * number),
+        _names(wanted),
+    )
 
 
 def make_folds(

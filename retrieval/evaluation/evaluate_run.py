@@ -232,11 +232,17 @@ def evaluate_run(
     if device.type != "cpu":
         model.to("cpu")
     results = RunEvaluation(
-        str(run.path), side, trained.queries, trained.gallery, trained.singletons, figures, candidates,
+        str(run.path),
+        side,
+        trained.queries,
+        trained.gallery,
+        trained.singletons,
+        figures,
+        candidates,
         {row: one.spread for row, one in rows.items() if one.spread},
         {row: one.groups for row, one in rows.items() if one.groups},
         {row: one.milliseconds for row, one in rows.items() if run.recipe.evaluate.latency},
-    )  # fmt: skip
+    )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict())
     return results
 

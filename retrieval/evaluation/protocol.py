@@ -24,8 +24,17 @@ if TYPE_CHECKING:
 Items = NDArray[np.int64]
 
 KEYS = (
-    "exclude", "levels", "tags", "by", "gallery_items", "open_set", "rerank", "expand", "augment", "latency",
-)  # fmt: skip
+    "exclude",
+    "levels",
+    "tags",
+    "by",
+    "gallery_items",
+    "open_set",
+    "rerank",
+    "expand",
+    "augment",
+    "latency",
+)
 """Keys of `[evaluate]` that need the exhaustive search of one machine."""
 
 
@@ -137,8 +146,16 @@ class Protocol:
                 known = None if exclude is None or exclude.same_label else exclude.hidden(*numbers)
                 left, right, distance = change(left, right, known)
             found.append(
-                evaluate(left, labels[items], gallery=right, gallery_labels=named, distance=distance, **arguments, **given)
-            )  # fmt: skip
+                evaluate(
+                    left,
+                    labels[items],
+                    gallery=right,
+                    gallery_labels=named,
+                    distance=distance,
+                    **arguments,
+                    **given,
+                )
+            )
             figures.append(dict(found[-1].values))
             if rates:
                 figures[-1] |= open_set(
@@ -153,12 +170,17 @@ class Protocol:
         seconds = time.perf_counter() - began
         drawn = len(found) > 1
         return Measured(
-            {name: float(np.mean([one[name] for one in figures])) if drawn else value for name, value in figures[0].items()},
+            {
+                name: float(np.mean([one[name] for one in figures])) if drawn else value
+                for name, value in figures[0].items()
+            },
             found[0],
-            {name: float(np.std([one[name] for one in figures], ddof=1)) for name in figures[0]} if drawn else {},
+            {name: float(np.std([one[name] for one in figures], ddof=1)) for name in figures[0]}
+            if drawn
+            else {},
             found[0].groups,
             1000 * seconds / max(1, sum(one.queries for one in found)),
-        )  # fmt: skip
+        )
 
     def rounds(self) -> Iterator[tuple[Items | None, Items | None]]:
         """Yield places of queries and gallery within the test items, for each random gallery; None once without any."""
@@ -172,7 +194,9 @@ class Protocol:
             )
         labels = self.run.splits.labels[self.query]
         if np.bincount(labels).max() <= table.gallery_items:
-            raise DataError(f"[evaluate] gallery_items = {table.gallery_items}: no class has so many test items and one more.")  # fmt: skip
+            raise DataError(
+                f"[evaluate] gallery_items = {table.gallery_items}: no class has so many test items and one more."
+            )
         for number in range(table.repetitions):
             order = np.random.default_rng([self.run.recipe.split.seed % 2**64, number]).permutation(
                 len(labels)

@@ -82,7 +82,9 @@ class Tags:
 
     match = 1.0
 
-    def __init__(self, query: Sequence[Sequence[str]], gallery: Sequence[Sequence[str]] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, query: Sequence[Sequence[str]], gallery: Sequence[Sequence[str]] | None = None
+    ) -> None:
         from scipy.sparse import csr_array
 
         known: dict[str, int] = {}

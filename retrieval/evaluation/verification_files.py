@@ -104,8 +104,11 @@ def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:
             [0, 1], [1, 0], color="0.8", linewidth=0.8, zorder=0
         )  # crosses each curve at its equal error rate
         axis.set(
-            xlabel="false accept rate (FAR)", ylabel="true accept rate (TAR)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01)
-        )  # fmt: skip
+            xlabel="false accept rate (FAR)",
+            ylabel="true accept rate (TAR)",
+            xlim=(-0.01, 1.01),
+            ylim=(-0.01, 1.01),
+        )
         axis.set_aspect("equal")
         axis.legend(loc="lower right", frameon=False)
         out = io.BytesIO()

@@ -36,8 +36,10 @@ _NUMBERS_PER_CALL = 2**22
 
 
 _SHARED = {
-    "nothing": "which share no class", "classes": "which share classes but no item", "items": "which share items",
-}  # fmt: skip
+    "nothing": "which share no class",
+    "classes": "which share classes but no item",
+    "items": "which share items",
+}
 
 
 @dataclass(frozen=True)

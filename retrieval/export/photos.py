@@ -96,8 +96,11 @@ class Photos:
             more = f"\n  - … and {len(bad) - _SHOWN:,} more." if len(bad) > _SHOWN else ""
             log.warning(
                 "%d of %d photos cannot be read and are left out:%s%s",
-                len(bad), len(files), "".join(f"\n  - {text}" for text in bad[:_SHOWN]), more,
-            )  # fmt: skip
+                len(bad),
+                len(files),
+                "".join(f"\n  - {text}" for text in bad[:_SHOWN]),
+                more,
+            )
 
 
 def example_photos(preprocessing: Preprocessing) -> Pixels:

@@ -78,8 +78,14 @@ def _filled(template: str, name: str, kind: str) -> str:
         encoding="utf-8"
     )
     hook = next(plural for plural, word in KINDS.items() if word == kind)
-    for word, value in (("USE", example.use), ("MAKE", example.make), ("PART", example.part),
-                        ("KINDS", hook), ("KIND", kind), ("acme", name)):  # fmt: skip
+    for word, value in (
+        ("USE", example.use),
+        ("MAKE", example.make),
+        ("PART", example.part),
+        ("KINDS", hook),
+        ("KIND", kind),
+        ("acme", name),
+    ):
         text = text.replace(word, value)
     return text
 

@@ -33,8 +33,16 @@ _BASIC = {
     type(None): "none",
     Any: "any",
 }
-_LIMITS = {"gt": "> {:g}", "ge": "≥ {:g}", "lt": "< {:g}", "le": "≤ {:g}", "multiple_of": "a multiple of {:g}",
-           "min_length": "at least {} long", "max_length": "at most {} long", "pattern": "matching {}"}  # fmt: skip
+_LIMITS = {
+    "gt": "> {:g}",
+    "ge": "≥ {:g}",
+    "lt": "< {:g}",
+    "le": "≤ {:g}",
+    "multiple_of": "a multiple of {:g}",
+    "min_length": "at least {} long",
+    "max_length": "at most {} long",
+    "pattern": "matching {}",
+}
 
 
 def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:

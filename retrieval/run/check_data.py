@@ -107,10 +107,18 @@ def check_data(
         near += _pairs(found, alone, "model")
         complete = complete and found.complete
     return Findings(
-        checked, subjects.items, sorted(seen.faults.items()), same, near, limits,
-        lone_labels(subjects.items), spelt_alike(subjects.items), complete, subjects.notes,
+        checked,
+        subjects.items,
+        sorted(seen.faults.items()),
+        same,
+        near,
+        limits,
+        lone_labels(subjects.items),
+        spelt_alike(subjects.items),
+        complete,
+        subjects.notes,
         sorted(seen.flat.items()),
-    )  # fmt: skip
+    )
 
 
 def _subjects(

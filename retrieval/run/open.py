@@ -223,8 +223,14 @@ def load_run(
         lacks = "it holds no recipe.toml" if path.is_dir() else "there is no such folder"
         raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
     objects = objects_of(
-        dataset=dataset, backbone=backbone, combiner=combiner, loss=loss, miner=miner, generator=generator, learner=learner
-    )  # fmt: skip
+        dataset=dataset,
+        backbone=backbone,
+        combiner=combiner,
+        loss=loss,
+        miner=miner,
+        generator=generator,
+        learner=learner,
+    )
     refuse_needless(path, objects)
     recipe = read_recipe(path / "recipe.toml", objects=objects)
     refuse_others(path, recipe)

@@ -77,8 +77,14 @@ class Meter:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                desc=what, total=total, initial=done, unit=f" {unit}", delay=_DELAY, leave=False, file=sys.stderr
-            )  # fmt: skip
+                desc=what,
+                total=total,
+                initial=done,
+                unit=f" {unit}",
+                delay=_DELAY,
+                leave=False,
+                file=sys.stderr,
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -108,7 +108,11 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
     if images[0]:
         return bundle.encode_each(items, progress=False, name="queries")
     rows = [np.asarray(item) for item in items]
-    width = (bundle.manifest.input.shape[0] if bundle.manifest.input.kind == "features" else bundle.manifest.vector)  # fmt: skip
+    width = (
+        bundle.manifest.input.shape[0]
+        if bundle.manifest.input.kind == "features"
+        else bundle.manifest.vector
+    )
     for number, row in enumerate(rows):
         if row.shape != (width,):
             raise DataError(

@@ -72,9 +72,11 @@ def _check_learner(recipe: Recipe) -> list[str]:
     count = _fit_some(learner, model, dataset, splits, recipe)
     head, combiner = model_parts(learner, recipe.learner.name, backbone.features)
     return [
-        _items(recipe, splits), _model(recipe, Model(backbone, head, combiner)),
-        *(f"note: {note}" for note in splits.notes), f"fitted {count:,} items. The recipe is fine.",
-    ]  # fmt: skip
+        _items(recipe, splits),
+        _model(recipe, Model(backbone, head, combiner)),
+        *(f"note: {note}" for note in splits.notes),
+        f"fitted {count:,} items. The recipe is fine.",
+    ]
 
 
 def _fit_some(

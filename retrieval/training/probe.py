@@ -175,9 +175,15 @@ class _Tried:
     def _batches(self, sampler: Sampler) -> TrainBatches:
         run = self.run
         return TrainBatches(
-            run.dataset, run.splits.train, run.splits.train_labels, self.model.preprocessing,
-            sampler=sampler, augmentation=self.recipe.augmentation, transforms=self.transforms, seed=self.recipe.seed,
-        )  # fmt: skip
+            run.dataset,
+            run.splits.train,
+            run.splits.train_labels,
+            self.model.preprocessing,
+            sampler=sampler,
+            augmentation=self.recipe.augmentation,
+            transforms=self.transforms,
+            seed=self.recipe.seed,
+        )
 
     def _batch(self, batches: TrainBatches, number: int) -> Any:
         batch, labels = next(batches.epoch(0, start=number))

@@ -77,8 +77,14 @@ def train(
         Interrupted: training was asked to stop (Ctrl-C); the checkpoint is written.
     """
     objects = objects_of(
-        dataset=dataset, backbone=backbone, combiner=combiner, loss=loss, miner=miner, generator=generator, learner=learner
-    )  # fmt: skip
+        dataset=dataset,
+        backbone=backbone,
+        combiner=combiner,
+        loss=loss,
+        miner=miner,
+        generator=generator,
+        learner=learner,
+    )
     tell = report or (print if progress is True else _nothing)
     with naming(recipe) if isinstance(recipe, str | PathLike) else nullcontext():
         if resume:

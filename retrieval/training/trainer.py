@@ -253,9 +253,12 @@ class Trainer:
             else:
                 progress.stale += 1
         record: dict[str, Any] = {
-            "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
-            "lr": self.step.rates(), **metrics,
-        }  # fmt: skip
+            "phase": self.phase.name,
+            "epoch": progress.epoch,
+            "step": progress.total,
+            "lr": self.step.rates(),
+            **metrics,
+        }
         warnings = combiner_warnings(
             self.run.model.combiner, metrics, f"The {self.step.who['combiner']}"
         )

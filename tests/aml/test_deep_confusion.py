@@ -185,9 +185,12 @@ class TestWhatItLeavesAlone:
         head = build_head(5, 4)
         a, p, n = (x.float().requires_grad_() for x in points())
         z = bound(head)(a, p, n)
-        assert not any(g is not None for g in torch.autograd.grad(
-            z.sum(), [p, *head.parameters()], retain_graph=True, allow_unused=True
-        ))  # fmt: skip
+        assert not any(
+            g is not None
+            for g in torch.autograd.grad(
+                z.sum(), [p, *head.parameters()], retain_graph=True, allow_unused=True
+            )
+        )
         z.sum().backward()
         assert a.grad is not None and n.grad is not None
         share = a.grad[:, :1]  # of the anchor; the rest is the negative's
@@ -253,10 +256,15 @@ Make = Callable[..., Any]
 
 def made(**tables: Any) -> Any:
     base: dict[str, Any] = {
-        "name": "confusion", "data": {"name": "core.digits"}, "split": {"by": "class"},
-        "sampler": {"classes": 4, "items": 4, "batches": 3}, "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
-        "head": {"embedding_size": 8}, "train": {"epochs": 1, "real_weight": 1.0, "device": "cpu"}, "generator": {"name": "aml.confusion"},
-    }  # fmt: skip
+        "name": "confusion",
+        "data": {"name": "core.digits"},
+        "split": {"by": "class"},
+        "sampler": {"classes": 4, "items": 4, "batches": 3},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
+        "head": {"embedding_size": 8},
+        "train": {"epochs": 1, "real_weight": 1.0, "device": "cpu"},
+        "generator": {"name": "aml.confusion"},
+    }
     return check_recipe(base | tables)
 
 

@@ -40,8 +40,13 @@ def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = N
     start = torch.randn(codes or x.shape[1], x.shape[1], dtype=torch.float64, generator=random)
     weight = start.requires_grad_()
     search = torch.optim.LBFGS(
-        [weight], max_iter=2000, tolerance_grad=1e-11, tolerance_change=1e-15, line_search_fn="strong_wolfe", history_size=30,
-    )  # fmt: skip
+        [weight],
+        max_iter=2000,
+        tolerance_grad=1e-11,
+        tolerance_change=1e-15,
+        line_search_fn="strong_wolfe",
+        history_size=30,
+    )
 
     def closure() -> float:
         search.zero_grad()
@@ -148,12 +153,19 @@ class TestTrainableFeatures:
         assert left == [5, 2]
 
     def test_a_recipe_trains_end_to_end(self, tmp_path: Path) -> None:
-        made = check_recipe({
-            "name": "deep", "data": {"name": "core.digits"}, "split": {"by": "class", "validation": 0.2},
-            "sampler": {"classes": 4, "items": 8, "batches": 20}, "head": {"embedding_size": 8},
-            "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
-            "loss": {"name": "aml.geometric_mean", "ridge": 0.1}, "train": {"epochs": 3, "device": "cpu"}, "optimizer": {"lr": 3e-3},
-        })  # fmt: skip
+        made = check_recipe(
+            {
+                "name": "deep",
+                "data": {"name": "core.digits"},
+                "split": {"by": "class", "validation": 0.2},
+                "sampler": {"classes": 4, "items": 8, "batches": 20},
+                "head": {"embedding_size": 8},
+                "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
+                "loss": {"name": "aml.geometric_mean", "ridge": 0.1},
+                "train": {"epochs": 3, "device": "cpu"},
+                "optimizer": {"lr": 3e-3},
+            }
+        )
         lines: list[str] = []
         train(tmp_path / "run", made, report=lines.append)
         losses = [

@@ -33,9 +33,14 @@ from attack import _WARM, DEADLINE, Attack, Result, Server, makers, report  # no
 
 OPEN, STILL = "open", "still"
 BOMBS = (
-    "png: 169 megapixels", "png: text that grows", "png: a colour profile that grows", "png: many texts that grow", "gif: a huge canvas",
-    "jpeg: 20,000 scans in 200 KB", "bmp: a header of 4 GB",
-)  # fmt: skip
+    "png: 169 megapixels",
+    "png: text that grows",
+    "png: a colour profile that grows",
+    "png: many texts that grow",
+    "gif: a huge canvas",
+    "jpeg: 20,000 scans in 200 KB",
+    "bmp: a header of 4 GB",
+)
 _TRIES = 20
 
 
@@ -105,9 +110,18 @@ class Attacked:
             "odd": "Basic \xff\xfe",
         }
         self.server = Server.start(
-            self.index, folder / "log", f"{STILL}={folder / f'{STILL}.index'}", "--keys", str(folder / "keys"), "--audit", str(self.audit),
-            "--snapshots", str(self.snapshots), *options, TMPDIR=str(self.temporary),
-        )  # fmt: skip
+            self.index,
+            folder / "log",
+            f"{STILL}={folder / f'{STILL}.index'}",
+            "--keys",
+            str(folder / "keys"),
+            "--audit",
+            str(self.audit),
+            "--snapshots",
+            str(self.snapshots),
+            *options,
+            TMPDIR=str(self.temporary),
+        )
 
     def searches(self) -> list[bytes]:
         """Return the honest clients' requests."""
@@ -213,8 +227,14 @@ def _there(folder: str) -> list[Path]:
 
 
 def text_of(
-    result: Result, processes: int, requests: int, lines: int, left: dict[str, Held], faults: list[str], changes: int
-) -> str:  # fmt: skip
+    result: Result,
+    processes: int,
+    requests: int,
+    lines: int,
+    left: dict[str, Held],
+    faults: list[str],
+    changes: int,
+) -> str:
     """Return what came of it, for people."""
     text = report(result, [], lines, requests).replace(
         "tests/attack/attack.py", "tests/attack/attack_writes.py"

@@ -139,13 +139,23 @@ def _boxed(
     """A file of one item of a kind, a size, and what a grid says of itself."""
     info = _box(b"infe", b"\2\0\0\0", struct.pack(">HH", 1, 0), item, b"\0")
     count = struct.pack(">H", tiles)
-    properties = _box(b"iprp", _box(b"ipco", _box(b"ispe", bytes(4), struct.pack(">II", *size))),
-                      _box(b"ipma", bytes(4), struct.pack(">IHBB", 1, 1, 1, 1)))  # fmt: skip
+    properties = _box(
+        b"iprp",
+        _box(b"ipco", _box(b"ispe", bytes(4), struct.pack(">II", *size))),
+        _box(b"ipma", bytes(4), struct.pack(">IHBB", 1, 1, 1, 1)),
+    )
     place = b"\1\0\0\0\x44\0" + struct.pack(">HHHHHII", 1, 1, 1, 0, 1, 0, len(grid))
     meta = _box(
-        b"meta", bytes(4), _box(b"hdlr", bytes(8), b"pict", bytes(13)), _box(b"pitm", bytes(4), b"\0\1"),
-        _box(b"iinf", bytes(4), count, info), properties, _box(b"iloc", place), _box(b"idat", grid), more,
-    )  # fmt: skip
+        b"meta",
+        bytes(4),
+        _box(b"hdlr", bytes(8), b"pict", bytes(13)),
+        _box(b"pitm", bytes(4), b"\0\1"),
+        _box(b"iinf", bytes(4), count, info),
+        properties,
+        _box(b"iloc", place),
+        _box(b"idat", grid),
+        more,
+    )
     return _box(b"ftyp", brand, bytes(4), b"mif1", brand) + meta
 
 

@@ -124,11 +124,20 @@ class Generator:
     def _mislabelled(self, chance: random.Random) -> Request:
         content = chance.choice(self._images)[1][:200_000]
         kind = chance.choice(
-            ["application/json", "image/png", "text/plain", "", "multipart/form-data", "application/json; charset=idna",
-             "multipart/form-data; boundary=" + "b" * chance.choice([1, 70, 500]), 'multipart/form-data; boundary="',
-             "multipart/form-data; boundary=b; charset=" + chance.choice(["undefined", "punycode", "idna", "utf-7"]),
-             "MULTIPART/FORM-DATA; BOUNDARY=b"]
-        )  # fmt: skip
+            [
+                "application/json",
+                "image/png",
+                "text/plain",
+                "",
+                "multipart/form-data",
+                "application/json; charset=idna",
+                "multipart/form-data; boundary=" + "b" * chance.choice([1, 70, 500]),
+                'multipart/form-data; boundary="',
+                "multipart/form-data; boundary=b; charset="
+                + chance.choice(["undefined", "punycode", "idna", "utf-7"]),
+                "MULTIPART/FORM-DATA; BOUNDARY=b",
+            ]
+        )
         body = chance.choice([content, form(content), b'{"vector": [1]}'])
         encoding = chance.choice(
             [(), ("Content-Encoding: gzip",), ("Expect: 100-continue",), ("Expect: 200-ok",)]
@@ -183,20 +192,53 @@ class Generator:
             ]
         )
         path = chance.choice(
-            ["/", "/v1/search", "*", "http://evil.example/", "//x", "/%", "/%ff%fe", "/\xff", "/v1/search?k=1", "/v1/../etc",
-             "/" + "a" * chance.choice([10, 5000, 70_000]), "/v1/items/" + "9" * chance.choice([5, 5000]) + "/image"]
-        )  # fmt: skip
+            [
+                "/",
+                "/v1/search",
+                "*",
+                "http://evil.example/",
+                "//x",
+                "/%",
+                "/%ff%fe",
+                "/\xff",
+                "/v1/search?k=1",
+                "/v1/../etc",
+                "/" + "a" * chance.choice([10, 5000, 70_000]),
+                "/v1/items/" + "9" * chance.choice([5, 5000]) + "/image",
+            ]
+        )
         version = chance.choice(
             ["HTTP/1.1"] * 4 + ["HTTP/1.0", "HTTP/0.9", "HTTP/2.0", "HTTP/9.9", "", "HTTP/1.1 x"]
         )
         headers = chance.choices(
-            ["Host: localhost", "Host: evil.example", "Host:", "Host: [::1", "Connection: close", "Connection: upgrade",
-             "Upgrade: websocket", "Upgrade: h2c", "Transfer-Encoding: chunked", "Transfer-Encoding: \x0bchunked",
-             "Content-Length: 0", "Content-Length: -1", "Content-Length: 9" + "9" * 30, "Content-Length: 0, 0",
-             "Origin: null", "Sec-Fetch-Site: cross-site", "X: " + "y" * 20_000, "X:\ty\x00", " folded", "Expect: 100-continue",
-             "If-None-Match: *", "Range: bytes=0-", "Accept-Encoding: gzip", "Cookie: " + "a=b;" * 1000],
+            [
+                "Host: localhost",
+                "Host: evil.example",
+                "Host:",
+                "Host: [::1",
+                "Connection: close",
+                "Connection: upgrade",
+                "Upgrade: websocket",
+                "Upgrade: h2c",
+                "Transfer-Encoding: chunked",
+                "Transfer-Encoding: \x0bchunked",
+                "Content-Length: 0",
+                "Content-Length: -1",
+                "Content-Length: 9" + "9" * 30,
+                "Content-Length: 0, 0",
+                "Origin: null",
+                "Sec-Fetch-Site: cross-site",
+                "X: " + "y" * 20_000,
+                "X:\ty\x00",
+                " folded",
+                "Expect: 100-continue",
+                "If-None-Match: *",
+                "Range: bytes=0-",
+                "Accept-Encoding: gzip",
+                "Cookie: " + "a=b;" * 1000,
+            ],
             k=chance.choice([0, 1, 2, 3, 6, 100]),
-        )  # fmt: skip
+        )
         end = chance.choice(["\r\n"] * 5 + ["\n", "\r", ""])
         return Request(
             "header", end.join([f"{line} {path} {version}", *headers, "", ""]).encode("latin-1")
@@ -205,22 +247,50 @@ class Generator:
     def _form(self, chance: random.Random) -> Request:
         part = b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n'
         body = chance.choice(
-            [form(self.sound, "9" * chance.choice([1, 9, 5000, 100_000])), form(self.sound, name="\u00e9"), form(self.sound) * 3,
-             form(self.sound, filename=None), form(self.sound, filename="../../x\0"), part * chance.choice([2, 5000]),
-             b"--b\r\n" + b"A: b\r\n" * 50_000 + b"\r\n\r\n--b--", b"--b\r\n" + b"A" * 500_000, b"--b--", b"", b"\r\n--b" * 100_000,
-             form(self.sound)[:-3], form(b"\r\n--" * 200_000), b"x" * 300_000, form(bytes(3_000_000))]
-        )  # fmt: skip
+            [
+                form(self.sound, "9" * chance.choice([1, 9, 5000, 100_000])),
+                form(self.sound, name="\u00e9"),
+                form(self.sound) * 3,
+                form(self.sound, filename=None),
+                form(self.sound, filename="../../x\0"),
+                part * chance.choice([2, 5000]),
+                b"--b\r\n" + b"A: b\r\n" * 50_000 + b"\r\n\r\n--b--",
+                b"--b\r\n" + b"A" * 500_000,
+                b"--b--",
+                b"",
+                b"\r\n--b" * 100_000,
+                form(self.sound)[:-3],
+                form(b"\r\n--" * 200_000),
+                b"x" * 300_000,
+                form(bytes(3_000_000)),
+            ]
+        )
         return Request("form", post(body, FORM))
 
     def _json(self, chance: random.Random) -> Request:
         many = chance.choice([10, 1000, 200_000])
         body = chance.choice(
-            [b"[" * many, b'{"vector":' * many, b'{"vector": [' + b"1," * many + b"1]}", b'{"vector": [' + b"1" * many + b"]}",
-             b'{"vector": [1e' + b"9" * many + b"]}", b'{"vector": "' + b"\\u0000" * many + b'"}', b'{"a": 1, "a": 2}', b"null", b"\xef\xbb\xbf{}",
-             b'{"vector": [NaN]}', b'{"vector": [0.5], "k": true}', b'{"k": 5}', b"\xff" * many, b" " * many * 10,
-             json.dumps({str(n): n for n in range(many)}).encode(), json.dumps({"vector": [0.5] * self._width, "k": 10**6}).encode(),
-             json.dumps({"vector": [1e39] * self._width}).encode(), json.dumps({"vector": [0.0] * (self._width + 1)}).encode()]
-        )  # fmt: skip
+            [
+                b"[" * many,
+                b'{"vector":' * many,
+                b'{"vector": [' + b"1," * many + b"1]}",
+                b'{"vector": [' + b"1" * many + b"]}",
+                b'{"vector": [1e' + b"9" * many + b"]}",
+                b'{"vector": "' + b"\\u0000" * many + b'"}',
+                b'{"a": 1, "a": 2}',
+                b"null",
+                b"\xef\xbb\xbf{}",
+                b'{"vector": [NaN]}',
+                b'{"vector": [0.5], "k": true}',
+                b'{"k": 5}',
+                b"\xff" * many,
+                b" " * many * 10,
+                json.dumps({str(n): n for n in range(many)}).encode(),
+                json.dumps({"vector": [0.5] * self._width, "k": 10**6}).encode(),
+                json.dumps({"vector": [1e39] * self._width}).encode(),
+                json.dumps({"vector": [0.0] * (self._width + 1)}).encode(),
+            ]
+        )
         return Request("json", post(body))
 
     def _chunks(self, chance: random.Random) -> Request:
@@ -258,12 +328,32 @@ class Generator:
     def _v1(self, chance: random.Random) -> Request:
         """Lists, batches and changes, the last of which this server does not allow."""
         many = chance.choice([1, 50, 5000])
-        text = chance.choice(["%00", "..%2f" * 50, "%ff%fe", "a" * 3000, "(" * 3000, "%5B" * 1000, "%7B%22a%22%3A" * 300, "1 OR 1=1"]).replace(" ", "+")  # fmt: skip
+        text = chance.choice(
+            [
+                "%00",
+                "..%2f" * 50,
+                "%ff%fe",
+                "a" * 3000,
+                "(" * 3000,
+                "%5B" * 1000,
+                "%7B%22a%22%3A" * 300,
+                "1 OR 1=1",
+            ]
+        ).replace(" ", "+")
         name = chance.choice(
             ["cursor", "limit", "filter", "fields", "id", "vector", "k", "x" * 300]
         )
         if chance.random() < 0.4:
-            path = chance.choice(["/v1/items", "/v1/item", "/v1/index", "/v1/item/image", f"/v1/items/{text}", f"/v1/indexes/{text}/index"])  # fmt: skip
+            path = chance.choice(
+                [
+                    "/v1/items",
+                    "/v1/item",
+                    "/v1/index",
+                    "/v1/item/image",
+                    f"/v1/items/{text}",
+                    f"/v1/indexes/{text}/index",
+                ]
+            )
             return Request(
                 "v1",
                 get(
@@ -272,11 +362,22 @@ class Generator:
                 ),
             )
         body = chance.choice(
-            [json.dumps({"queries": [{"vector": [0.5] * self._width}] * many}).encode(), json.dumps({"queries": [{"id": "x" * 900}] * many}).encode(),
-             json.dumps({"items": [{"id": str(n), "vector": [0.5] * self._width} for n in range(many)]}).encode(), b'{"queries":[' * many,
-             json.dumps({"ids": ["x"] * many}).encode(), b'{"all": true}', b'{"filter": ' + b'{"not":' * many + b"1" + b"}" * many + b"}",
-             json.dumps({"id": 10**18, "explain": True, "candidates": 10_000, "k": 1000}).encode(), json.dumps({"fields": ["x"] * many, "id": "0"}).encode()]
-        )  # fmt: skip
+            [
+                json.dumps({"queries": [{"vector": [0.5] * self._width}] * many}).encode(),
+                json.dumps({"queries": [{"id": "x" * 900}] * many}).encode(),
+                json.dumps(
+                    {"items": [{"id": str(n), "vector": [0.5] * self._width} for n in range(many)]}
+                ).encode(),
+                b'{"queries":[' * many,
+                json.dumps({"ids": ["x"] * many}).encode(),
+                b'{"all": true}',
+                b'{"filter": ' + b'{"not":' * many + b"1" + b"}" * many + b"}",
+                json.dumps(
+                    {"id": 10**18, "explain": True, "candidates": 10_000, "k": 1000}
+                ).encode(),
+                json.dumps({"fields": ["x"] * many, "id": "0"}).encode(),
+            ]
+        )
         kind = chance.choice(["application/json"] * 4 + [FORM, "image/png"])
         path = chance.choice(
             [

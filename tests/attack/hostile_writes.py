@@ -14,9 +14,21 @@ from wire import FORM, form, get, post
 
 _NAMES = 300  # ids that items may get
 _FILTERS = (
-    "price < 30", "label = 'a' and not price >= 3", "(" * 60 + "price < 3" + ")" * 60, "(" * 5000, "price < 1e999", "price = nan", "'", "label like '%%%%'",
-    "nobody = 3", " or ".join(["price < 3"] * 101), "price in (" + ", ".join(["1"] * 1001) + ")", "label = '" + "x" * 100_000 + "'", "\u0000", "1 = 1; drop table items",
-)  # fmt: skip
+    "price < 30",
+    "label = 'a' and not price >= 3",
+    "(" * 60 + "price < 3" + ")" * 60,
+    "(" * 5000,
+    "price < 1e999",
+    "price = nan",
+    "'",
+    "label like '%%%%'",
+    "nobody = 3",
+    " or ".join(["price < 3"] * 101),
+    "price in (" + ", ".join(["1"] * 1001) + ")",
+    "label = '" + "x" * 100_000 + "'",
+    "\u0000",
+    "1 = 1; drop table items",
+)
 
 
 def _named(method: str, path: str, content: bytes) -> bytes:
@@ -37,8 +49,14 @@ class WritingGenerator(Generator):
     """
 
     def __init__(
-        self, images: Sequence[tuple[str, bytes]], sound: bytes, width: int, keys: Mapping[str, str | None], index: str, seed: int = 0
-    ) -> None:  # fmt: skip
+        self,
+        images: Sequence[tuple[str, bytes]],
+        sound: bytes,
+        width: int,
+        keys: Mapping[str, str | None],
+        index: str,
+        seed: int = 0,
+    ) -> None:
         super().__init__(images, sound, width, seed)
         self._keys, self._index = dict(keys), index
         self._makers += [
@@ -76,15 +94,41 @@ class WritingGenerator(Generator):
     def _id(self, chance: random.Random) -> str:
         return chance.choice(
             [f"item%2F{chance.randrange(_NAMES)}"] * 6
-            + ["%00", "%2e%2e", "x" * 1000, "x" * 1001, "%ff", "%F0%9F%90%9F" * 200, "a%0Ab", "..%2F..%2Fetc", "image", "%25", "-"]
-        )  # fmt: skip
+            + [
+                "%00",
+                "%2e%2e",
+                "x" * 1000,
+                "x" * 1001,
+                "%ff",
+                "%F0%9F%90%9F" * 200,
+                "a%0Ab",
+                "..%2F..%2Fetc",
+                "image",
+                "%25",
+                "-",
+            ]
+        )
 
     def _metadata(self, chance: random.Random) -> str:
         many = chance.choice([3, 70, 5000])
         return chance.choice(
-            ['{"price": 3}', '{"price": "3"}', '{"price": ' + "9" * many + "}", '{"a": ' * many + "1" + "}" * many, '{"a": 1, "a": 2}', "[]", "null",
-             '{"\\u0000": 1}', '{"a": NaN}', '{"a": "' + "x" * many * 300 + '"}', json.dumps({str(n): n for n in range(many)}), '{"\\ud800": 1}', "{", ""]
-        )  # fmt: skip
+            [
+                '{"price": 3}',
+                '{"price": "3"}',
+                '{"price": ' + "9" * many + "}",
+                '{"a": ' * many + "1" + "}" * many,
+                '{"a": 1, "a": 2}',
+                "[]",
+                "null",
+                '{"\\u0000": 1}',
+                '{"a": NaN}',
+                '{"a": "' + "x" * many * 300 + '"}',
+                json.dumps({str(n): n for n in range(many)}),
+                '{"\\ud800": 1}',
+                "{",
+                "",
+            ]
+        )
 
     def _put_image(self, chance: random.Random) -> Request:
         content = self.sound if chance.random() < 0.5 else chance.choice(self._images)[1]
@@ -108,9 +152,20 @@ class WritingGenerator(Generator):
     def _numbers(self, chance: random.Random) -> str:
         return chance.choice(
             [json.dumps([chance.uniform(-1, 1) for _ in range(self._width)])] * 4
-            + [json.dumps([0.0] * self._width), json.dumps([1e38] * self._width), json.dumps([1e39] * self._width), json.dumps([0.5] * 5000),
-               "[]", "[null]", "[true]", "0.5", '["0.5"]', "[1e400]", "[[" * 50]
-        )  # fmt: skip
+            + [
+                json.dumps([0.0] * self._width),
+                json.dumps([1e38] * self._width),
+                json.dumps([1e39] * self._width),
+                json.dumps([0.5] * 5000),
+                "[]",
+                "[null]",
+                "[true]",
+                "0.5",
+                '["0.5"]',
+                "[1e400]",
+                "[[" * 50,
+            ]
+        )
 
     def _put_json(self, chance: random.Random) -> Request:
         parts = []
@@ -183,9 +238,21 @@ class WritingGenerator(Generator):
     def _delete(self, chance: random.Random) -> Request:
         said = chance.choice(
             [{"filter": one} for one in _FILTERS]
-            + [{"ids": [f"item/{chance.randrange(_NAMES)}"]}, {"ids": ["x"] * 10_001}, {"ids": []}, {"ids": [""]}, {"ids": ["\ud800"]}, {"all": True}, {"all": False},
-               {"all": True, "ids": ["x"]}, {"filter": None}, {"filter": {"price": {"<": 3, "in": [1]}}}, {"filter": {"and": [{}] * 3000}}, {}]
-        )  # fmt: skip
+            + [
+                {"ids": [f"item/{chance.randrange(_NAMES)}"]},
+                {"ids": ["x"] * 10_001},
+                {"ids": []},
+                {"ids": [""]},
+                {"ids": ["\ud800"]},
+                {"all": True},
+                {"all": False},
+                {"all": True, "ids": ["x"]},
+                {"filter": None},
+                {"filter": {"price": {"<": 3, "in": [1]}}},
+                {"filter": {"and": [{}] * 3000}},
+                {},
+            ]
+        )
         if chance.random() < 0.2:
             return Request("delete", _named("DELETE", f"/v1/items/{self._id(chance)}", post(b"")))
         return Request("delete", _named("POST", "/v1/delete", post(json.dumps(said).encode())))
@@ -228,6 +295,17 @@ class WritingGenerator(Generator):
         name = chance.choice(
             ["still", "nobody", "..", "%2e%2e%2fstill", "still%00", "x" * 3000, "STILL"]
         )
-        method, end = chance.choice([("GET", "index"), ("GET", "items"), ("POST", "delete"), ("PUT", "items/x"), ("POST", "search"), ("POST", "items"), ("POST", "snapshots"), ("DELETE", "items/x")])  # fmt: skip
+        method, end = chance.choice(
+            [
+                ("GET", "index"),
+                ("GET", "items"),
+                ("POST", "delete"),
+                ("PUT", "items/x"),
+                ("POST", "search"),
+                ("POST", "items"),
+                ("POST", "snapshots"),
+                ("DELETE", "items/x"),
+            ]
+        )
         body = chance.choice([b'{"all": true}', b'{"vector": [0.5]}', form(self.sound)])
         return Request("other index", _named(method, f"/v1/indexes/{name}/{end}", post(body)))

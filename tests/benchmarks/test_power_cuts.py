@@ -101,7 +101,13 @@ def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path: Path) -> None:
     seen = set()
     for seed in range(200):
         draw, target = random.Random(seed), tmp_path / f"left{seed}"
-        disk.write(target, disk.time, draw.choice(["none", "all", "prefix", "any"]), draw.choice(["none", "all", "prefix", "any"]), draw)  # fmt: skip
+        disk.write(
+            target,
+            disk.time,
+            draw.choice(["none", "all", "prefix", "any"]),
+            draw.choice(["none", "all", "prefix", "any"]),
+            draw,
+        )
         left = {path.name: path.read_bytes() for path in target.iterdir()}
         content = left.pop("a")  # its folder was synced after it had its name
         assert len(content) == 4000 and all(
@@ -152,9 +158,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize(
     ("call", "held"),
-    [(call, "exit") for call in ("write", "pwrite64", "ftruncate", "openat", "mkdir", "unlink", "rename", "link")]
+    [
+        (call, "exit")
+        for call in (
+            "write",
+            "pwrite64",
+            "ftruncate",
+            "openat",
+            "mkdir",
+            "unlink",
+            "rename",
+            "link",
+        )
+    ]
     + [("write", "enter"), ("rename", "enter")],
-)  # fmt: skip
+)
 def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(
     call: str, held: str, tmp_path: Path
 ) -> None:

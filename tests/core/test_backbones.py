@@ -283,9 +283,12 @@ def test_no_network_for_timm(
 
 
 def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     pytest.importorskip("timm")
     from huggingface_hub import constants
 

@@ -132,8 +132,12 @@ def test_image_folder(plugins: Plugins, tmp_path: Path) -> None:
     (tmp_path / "cat" / "notes.txt").write_text("no image")
     data = build(plugins, "image_folder", folder=tmp_path)
     assert dict(zip(data.keys, data.labels, strict=True)) == {
-        "cat/1.png": "cat", "cat/2.PNG": "cat", "cat/more/3.jpg": "cat", "dog 2/x.png": "dog 2", "dog 10/y.webp": "dog 10",
-    }  # fmt: skip
+        "cat/1.png": "cat",
+        "cat/2.PNG": "cat",
+        "cat/more/3.jpg": "cat",
+        "dog 2/x.png": "dog 2",
+        "dog 10/y.webp": "dog 10",
+    }
     assert data.splits is None and data.roles is None
     x = next(inputs(data, [list(data.keys).index("dog 2/x.png")], PRE, 1))
     assert x.shape == (1, 3, 6, 6) and (x == 30).all()
@@ -145,9 +149,11 @@ def test_image_folder_with_a_split(plugins: Plugins, tmp_path: Path) -> None:
     data = build(plugins, "image_folder", folder=tmp_path)
     rows = set(zip(data.keys, data.labels, data.splits or (), strict=True))
     assert rows == {
-        ("train/a/1.png", "a", "train"), ("train/b/1.png", "b", "train"),
-        ("val/a/2.png", "a", "validation"), ("test/a/3.png", "a", "test"),
-    }  # fmt: skip
+        ("train/a/1.png", "a", "train"),
+        ("train/b/1.png", "b", "train"),
+        ("val/a/2.png", "a", "validation"),
+        ("test/a/3.png", "a", "test"),
+    }
     assert data.roles is None
     shutil.move(tmp_path / "test", tmp_path / "query")
     picture(tmp_path / "gallery/a/9.png")
@@ -279,11 +285,19 @@ def test_all_problems_of_a_csv_at_once(plugins: Plugins, tmp_path: Path) -> None
         build(plugins, "csv", manifest=manifest)
     text = str(error.value)
     for sentence in (
-        "12 problems", "line 3: 1.png is listed in line 2 already", "line 4: ", "gone.png is not a file",
-        "line 5: path is empty", "line 6: 1.png has no label", "line 7: split must be", "Did you mean 'test'?",
-        "line 8: role must be", "Did you mean 'gallery'?", "line 9: it has 2 values; the header names 4 columns",
+        "12 problems",
+        "line 3: 1.png is listed in line 2 already",
+        "line 4: ",
+        "gone.png is not a file",
+        "line 5: path is empty",
+        "line 6: 1.png has no label",
+        "line 7: split must be",
+        "Did you mean 'test'?",
+        "line 8: role must be",
+        "Did you mean 'gallery'?",
+        "line 9: it has 2 values; the header names 4 columns",
         "and 2 more",
-    ):  # fmt: skip
+    ):
         assert sentence in text
 
 
@@ -336,9 +350,13 @@ def test_features(plugins: Plugins, tmp_path: Path) -> None:
     assert data.kind == "features" and data.labels == ["3", "1", "1", "2", "2", "3"]
     np.testing.assert_array_equal(data.arrays, vectors.astype(np.float32))
     np.savez_compressed(
-        file, features=vectors.astype(np.float16), labels=np.array(list("aabbcc")), keys=np.array(list("uvwxyz")),
-        splits=np.array(["train", "test"] * 3), roles=np.array(["", "query", "", "gallery", "", ""]),
-    )  # fmt: skip
+        file,
+        features=vectors.astype(np.float16),
+        labels=np.array(list("aabbcc")),
+        keys=np.array(list("uvwxyz")),
+        splits=np.array(["train", "test"] * 3),
+        roles=np.array(["", "query", "", "gallery", "", ""]),
+    )
     data = build(plugins, "features", file=file)
     assert (data.labels, data.keys) == (list("aabbcc"), list("uvwxyz"))
     assert (data.splits, data.roles) == (

@@ -212,11 +212,14 @@ def test_hugging_face_saved_on_disk(tmp_path: Path) -> None:
     )
     sides = {
         side: datasets.Dataset.from_dict(
-            {"image": [{"bytes": encoded(n), "path": None} for n in numbers], "label": [n % 2 for n in numbers]},
+            {
+                "image": [{"bytes": encoded(n), "path": None} for n in numbers],
+                "label": [n % 2 for n in numbers],
+            },
             features=features,
         )
         for side, numbers in (("train", [0, 1, 2, 3]), ("test", [4, 5]))
-    }  # fmt: skip
+    }
     datasets.DatasetDict(sides).save_to_disk(str(tmp_path / "saved"))
     data = huggingface(str(tmp_path / "saved"))
     assert data.labels == ["cat", "dog"] * 3 and data.splits == ["train"] * 4 + ["test"] * 2

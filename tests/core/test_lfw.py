@@ -162,15 +162,30 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces
     [
         ("", "people.txt: the file ends where the number of folds is expected."),
         ("ten\n", "people.txt: line 1 is 'ten' where the number of folds is expected."),
-        ("2\n1\nPerson_00\t5\n", "people.txt: the file ends where fold 2's number of people is expected."),
+        (
+            "2\n1\nPerson_00\t5\n",
+            "people.txt: the file ends where fold 2's number of people is expected.",
+        ),
         ("1\n2\nPerson_00\t5\n", "people.txt: fold 1 should have 2 people; after 1 the file ends."),
-        ("2\n2\nPerson_00\t5\n1\nPerson_01\t5\n", "fold 1 should have 2 people; after 1 line 4 is '1', not 'NAME images'."),
-        ("1\n1\nPerson_00\t5\nPerson_01\t5\n", "people.txt: line 4 is after the last person that is counted (1 too many in all)."),
+        (
+            "2\n2\nPerson_00\t5\n1\nPerson_01\t5\n",
+            "fold 1 should have 2 people; after 1 line 4 is '1', not 'NAME images'.",
+        ),
+        (
+            "1\n1\nPerson_00\t5\nPerson_01\t5\n",
+            "people.txt: line 4 is after the last person that is counted (1 too many in all).",
+        ),
         ("1\n1\nPerson_00\t5\n", "people.txt: it has one fold"),
-        ("2\n1\nPerson_00\t5\n1\nPerson_00\t5\n", "people.txt: line 5: Person_00 is in line 3 already."),
-        ("2\n1\nPerson_00\t5\n1\nNobody\t1\n", "line 5: of Nobody's 1 images 1 are missing: Nobody/Nobody_0001."),
+        (
+            "2\n1\nPerson_00\t5\n1\nPerson_00\t5\n",
+            "people.txt: line 5: Person_00 is in line 3 already.",
+        ),
+        (
+            "2\n1\nPerson_00\t5\n1\nNobody\t1\n",
+            "line 5: of Nobody's 1 images 1 are missing: Nobody/Nobody_0001.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_list_of_people_that_is_wrong(
     plugins: Plugins, faces: Path, text: str, says: str
 ) -> None:
@@ -231,8 +246,13 @@ def test_trained_on_one_view_and_verified_by_the_lists_of_both(
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert found["pairs"] == {
-        "same": 12, "different": 12, "items": 24, "folds": 3, "folds_share": "nothing", "file": str(made / "pairs.txt"),
-    }  # fmt: skip
+        "same": 12,
+        "different": 12,
+        "items": 24,
+        "folds": 3,
+        "folds_share": "nothing",
+        "file": str(made / "pairs.txt"),
+    }
     assert found["notes"][0].startswith("16 of 24 pairs") and found["notes"][0].endswith(
         "without such pairs: 3."
     )

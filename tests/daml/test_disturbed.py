@@ -143,12 +143,18 @@ def recipe(file: Path, **more: Any) -> dict[str, Any]:
     x = rng.normal(size=(6, 1, 8)) + 0.5 * rng.normal(size=(6, 10, 8))
     np.savez(file, features=x.reshape(60, 8).astype(np.float32), labels=np.repeat([*"abcdef"], 10))
     return {
-        "name": "disturbed", "data": {"name": "core.features", "file": str(file)}, "backbone": {"name": "core.features"},
-        "split": {"by": "class", "test": ["e", "f"], "validation": 0.0}, "head": {"embedding_size": 4},
-        "sampler": {"classes": 4, "items": 4, "batches": 3}, "train": {"epochs": 2, "device": "cpu"},
-        "miner": {"name": "daml.semi_hard", "pick": "hardest"}, "loss": {"name": "daml.triplet", "margin": 0.5},
-        "generator": {"name": "daml.disturbed_negative"}, **more,
-    }  # fmt: skip
+        "name": "disturbed",
+        "data": {"name": "core.features", "file": str(file)},
+        "backbone": {"name": "core.features"},
+        "split": {"by": "class", "test": ["e", "f"], "validation": 0.0},
+        "head": {"embedding_size": 4},
+        "sampler": {"classes": 4, "items": 4, "batches": 3},
+        "train": {"epochs": 2, "device": "cpu"},
+        "miner": {"name": "daml.semi_hard", "pick": "hardest"},
+        "loss": {"name": "daml.triplet", "margin": 0.5},
+        "generator": {"name": "daml.disturbed_negative"},
+        **more,
+    }
 
 
 @pytest.mark.parametrize(

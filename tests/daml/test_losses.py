@@ -220,9 +220,12 @@ def test_a_combiner_measures_and_is_trained(name: str, args: dict[str, Any]) -> 
 def test_distances_that_mean_the_same_give_the_same(name: str) -> None:
     """Of unit vectors: Euclidean with or without normalising, squared, cosine, inner product."""
     same: list[Any] = [
-        LpDistance(normalize_embeddings=False), LpDistance(), LpDistance(power=2), CosineSimilarity(),
+        LpDistance(normalize_embeddings=False),
+        LpDistance(),
+        LpDistance(power=2),
+        CosineSimilarity(),
         DotProductSimilarity(normalize_embeddings=False),
-    ]  # fmt: skip
+    ]
     values = [LOSSES[name](distance=distance)(X, Y).item() for distance in same]
     assert values == pytest.approx([values[0]] * len(same), rel=1e-9)
     assert LOSSES[name](distance=LpDistance(p=1))(X, Y).item() != pytest.approx(values[0], rel=1e-3)

@@ -122,8 +122,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kills = json.dumps({name: steps for name, (_, steps) in RUNS.items()})
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, kills],
-        cwd=folder, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -79,9 +79,16 @@ def batches(
     labels = np.unique(np.array(dataset.labels), return_inverse=True)[1]
     transforms = [PLUGINS.build("augmentations", each) for each in augmentation.transforms]
     return TrainBatches(
-        dataset, np.arange(len(dataset)), labels, Preprocessing((8, 8), 1, (0.5,), (0.5,)),
-        sampler=sampler, augmentation=augmentation, transforms=transforms, seed=3, **more,
-    )  # fmt: skip
+        dataset,
+        np.arange(len(dataset)),
+        labels,
+        Preprocessing((8, 8), 1, (0.5,), (0.5,)),
+        sampler=sampler,
+        augmentation=augmentation,
+        transforms=transforms,
+        seed=3,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("name", PLUGINS.factories("augmentations"))

@@ -144,11 +144,17 @@ def test_a_file_cut_short(
 @pytest.mark.parametrize(
     "journal",
     [
-        b"", b"\n", b"nonsense\n", b"[]\n", b'{"key":"other","features":3}\n', b"\xff\xfe\n",
-        b'{"key":"KEY","features":-1}', b'{"key":"KEY","features":2}\n{"block":0,"sum":"x"}\n',
+        b"",
+        b"\n",
+        b"nonsense\n",
+        b"[]\n",
+        b'{"key":"other","features":3}\n',
+        b"\xff\xfe\n",
+        b'{"key":"KEY","features":-1}',
+        b'{"key":"KEY","features":2}\n{"block":0,"sum":"x"}\n',
         b'{"key":"KEY","features":3}\n{"block":99,"sum":"x"}\n{"block":"a"}\n[1]\n',
     ],
-)  # fmt: skip
+)
 def test_a_damaged_journal_is_not_trusted(
     data: ArrayDataset, tmp_path: Path, journal: bytes
 ) -> None:
@@ -218,7 +224,15 @@ def test_unknown_content_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_features_must_be_finite_rows(data: ArrayDataset, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"features of 8 are not finite"):
-        compute(lambda x: torch.full((len(x), 2), torch.inf) if x[0, 0, 0, 0] == data.arrays[8, 0, 0] else x.flatten(1)[:, :2].float(), data, tmp_path)  # fmt: skip
+        compute(
+            lambda x: (
+                torch.full((len(x), 2), torch.inf)
+                if x[0, 0, 0, 0] == data.arrays[8, 0, 0]
+                else x.flatten(1)[:, :2].float()
+            ),
+            data,
+            tmp_path,
+        )
     with pytest.raises(DataError, match="shape"):
         compute(lambda x: x.float(), data, tmp_path, fingerprint="map")
 

@@ -97,8 +97,15 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
     said = json.loads(Path("found.json").read_text())
     assert said["counts"] == {
         "few_levels": 0,
-        "broken": 2, "same": 2, "items_too_many": 2, "near": 3, "leaks": 3, "label_errors": 4, "labels_of_one_item": 2, "labels_spelt_alike": 0,
-    }  # fmt: skip
+        "broken": 2,
+        "same": 2,
+        "items_too_many": 2,
+        "near": 3,
+        "leaks": 3,
+        "label_errors": 4,
+        "labels_of_one_item": 2,
+        "labels_spelt_alike": 0,
+    }
     assert [Path(each["item"]).name for each in said["broken"]] == ["cut.png", "empty.jpg"]
     assert (
         "damaged" in said["broken"][0]["why"] and "is empty (0 bytes)" in said["broken"][1]["why"]
@@ -127,9 +134,11 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
         "train": 13,
     }
     for line in (
-        "2 items cannot be read:", "3 pairs of images look the same (within 0.08), 2 across the split and 2 with different labels:",
-        "1 group of files is the same, 1 with different labels:", "LABEL  photos/train/c0/0.png (train, c0)  photos/train/c1/twice.png (train, c1)",
-    ):  # fmt: skip
+        "2 items cannot be read:",
+        "3 pairs of images look the same (within 0.08), 2 across the split and 2 with different labels:",
+        "1 group of files is the same, 1 with different labels:",
+        "LABEL  photos/train/c0/0.png (train, c0)  photos/train/c1/twice.png (train, c1)",
+    ):
         assert line in done.out
     pairs = done.out.partition("look the same")[2].splitlines()[1:4]
     assert [line.split()[:2] for line in pairs[:2]] == [["LEAK", "LABEL"]] * 2, (
@@ -400,8 +409,12 @@ def test_ctrl_c_leaves_nothing(photos: Path) -> None:
         "sys.argv = ['retrieval', 'data', 'check', 'photos', '--output', 'found.json']\nmain()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert process.stdout is not None and process.stdout.readline() == "began\n"
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)

@@ -65,9 +65,15 @@ def batches(
     indices = np.arange(len(dataset)) if indices is None else indices
     labels = np.unique(np.array(dataset.labels)[indices], return_inverse=True)[1]
     return TrainBatches(
-        dataset, indices, labels, preprocessing,
-        sampler=sampler, augmentation=augmentation, seed=seed, workers=workers,
-    )  # fmt: skip
+        dataset,
+        indices,
+        labels,
+        preprocessing,
+        sampler=sampler,
+        augmentation=augmentation,
+        seed=seed,
+        workers=workers,
+    )
 
 
 def assert_same(a: Iterator[tuple[Tensor, Tensor]], b: Iterator[tuple[Tensor, Tensor]]) -> int:
@@ -99,9 +105,14 @@ def test_a_small_class_repeats_its_items() -> None:
     data = ArrayDataset(np.arange(7, dtype=np.float32)[:, None], ["a", *"bbbccc"], kind="features")
     labels = np.array([0, 1, 1, 1, 2, 2, 2])
     loader = TrainBatches(
-        data, np.arange(7), labels, None, sampler=Sampler(classes=3, items=2, batches=4),
-        augmentation=Augmentation(), seed=0,
-    )  # fmt: skip
+        data,
+        np.arange(7),
+        labels,
+        None,
+        sampler=Sampler(classes=3, items=2, batches=4),
+        augmentation=Augmentation(),
+        seed=0,
+    )
     assert len(loader) == 4
     for x, y in loader.epoch(0):
         assert x.dtype == torch.float32 and x.shape == (6, 1)

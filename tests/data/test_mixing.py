@@ -34,9 +34,14 @@ def batches(mix: Any, **more: Any) -> TrainBatches:
         (found.images * 15).astype(np.uint8), [str(label) for label in found.target]
     )
     return TrainBatches(
-        dataset, np.arange(len(found.target)), found.target, Preprocessing((8, 8), 1, (0.5,), (0.5,)),
-        sampler=Sampler(classes=4, items=3, batches=6), augmentation=Augmentation(mix=mix, **more), seed=4,
-    )  # fmt: skip
+        dataset,
+        np.arange(len(found.target)),
+        found.target,
+        Preprocessing((8, 8), 1, (0.5,), (0.5,)),
+        sampler=Sampler(classes=4, items=3, batches=6),
+        augmentation=Augmentation(mix=mix, **more),
+        seed=4,
+    )
 
 
 def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels() -> None:

@@ -31,8 +31,14 @@ def test_natural_order_of_classes() -> None:
 
 def test_natural_mixes_numbers_and_text() -> None:
     assert sorted(["b", "2", "10", "a2", "a10", "a", "²"], key=natural) == [
-        "2", "10", "a", "a2", "a10", "b", "²",
-    ]  # fmt: skip
+        "2",
+        "10",
+        "a",
+        "a2",
+        "a10",
+        "b",
+        "²",
+    ]
 
 
 @pytest.mark.parametrize(

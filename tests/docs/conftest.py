@@ -194,9 +194,20 @@ class Reader:
         assert self.server.stdout is not None
         assert self.server.stdout.readline().startswith("Serving ")
         done = subprocess.run(
-            ["curl", "-sS", "--retry", "50", "--retry-delay", "1", "--retry-connrefused", "-f",
-             f"http://127.0.0.1:{self.port}/readyz"], capture_output=True, timeout=120,
-        )  # fmt: skip
+            [
+                "curl",
+                "-sS",
+                "--retry",
+                "50",
+                "--retry-delay",
+                "1",
+                "--retry-connrefused",
+                "-f",
+                f"http://127.0.0.1:{self.port}/readyz",
+            ],
+            capture_output=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
 
     def close(self) -> None:

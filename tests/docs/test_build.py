@@ -35,9 +35,25 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", str(folder / "trees"), "-b", "html",
-         str(root / "docs"), str(folder / "html")], capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-q",
+            "-E",
+            "-W",
+            "--keep-going",
+            "-d",
+            str(folder / "trees"),
+            "-b",
+            "html",
+            str(root / "docs"),
+            str(folder / "html"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return folder / "html"
 
@@ -78,9 +94,9 @@ def elsewhere(page: str) -> list[str]:
 
 
 def test_what_another_host_would_send_is_seen() -> None:
-    assert elsewhere('<script src="https://host/x.js"></script><img src="//host/x.png"><a href="https://host/">x</a>') == [
-        "https://host/x.js", "//host/x.png"
-    ]  # fmt: skip
+    assert elsewhere(
+        '<script src="https://host/x.js"></script><img src="//host/x.png"><a href="https://host/">x</a>'
+    ) == ["https://host/x.js", "//host/x.png"]
     assert elsewhere(
         '<link rel="stylesheet" href="https://host/x.css"><p style="background:url(//host/p)">'
     )
@@ -136,9 +152,23 @@ def test_a_wrong_formula_is_a_warning(site: Path, root: Path, tmp_path: Path) ->
     )
     (tmp_path / "index.md").write_text("# Title\n\n$$\n\\fracc{1}{2}\n$$\n", encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-W", "-D", "extensions=myst_parser", "-b", "html",
-         str(tmp_path), str(tmp_path / "html")], capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-q",
+            "-W",
+            "-D",
+            "extensions=myst_parser",
+            "-b",
+            "html",
+            str(tmp_path),
+            str(tmp_path / "html"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode != 0 and "fracc" in done.stderr and "index.md:3" in done.stderr
 
 

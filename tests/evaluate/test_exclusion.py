@@ -78,9 +78,13 @@ def test_against_the_definitions(same_label, tied, parted):
     gallery, theirs, their_cameras = items(2, 50, tied) if parted else (None, None, None)
     expected, asked = plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label)
     found = evaluate(
-        codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL,
+        codes,
+        labels,
+        gallery=gallery,
+        gallery_labels=theirs,
+        metrics=ALL,
         exclude=Exclusion(cameras, their_cameras, same_label),
-    )  # fmt: skip
+    )
     assert found.values == pytest.approx(expected, abs=1e-12)
     assert (found.queries, found.singletons) == (asked, 70 - asked)
     alike = evaluate(codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL)
@@ -145,9 +149,11 @@ def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
     """Return the places that a query may see."""
     shared = [cameras[i] not in (None, "") and cameras[i] == c for c in their_cameras]
     return [
-        j for j in range(len(theirs))
-        if not (itself and i == j) and not (shared[j] and (not same_label or labels[i] == theirs[j]))
-    ]  # fmt: skip
+        j
+        for j in range(len(theirs))
+        if not (itself and i == j)
+        and not (shared[j] and (not same_label or labels[i] == theirs[j]))
+    ]
 
 
 def distances(ours, others):
@@ -180,7 +186,10 @@ def test_open_set_by_the_definition(same_label, tied, parted):
             false = sum(
                 a <= t for (a, j), k in zip(best, known, strict=True) if not k
             ) / known.count(False)
-            right = sum(k and a <= t and theirs[j] == labels[i] for i, ((a, j), k) in enumerate(zip(best, known, strict=True)))  # fmt: skip
+            right = sum(
+                k and a <= t and theirs[j] == labels[i]
+                for i, ((a, j), k) in enumerate(zip(best, known, strict=True))
+            )
             rates.append(right / sum(known) if false <= far else 0.0)
         expected[f"dir_at_far_{far:g}"] = max(rates)
     numbers = np.asarray(labels), np.asarray(theirs)
@@ -219,7 +228,10 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     rows, apart = Search(codes, gallery if parted else None, hidden).nearest(38, asked)
     far = distances(codes, gallery)
     for place, i in enumerate(asked.tolist()):
-        seen = sorted(seen_by(i, labels, cameras, theirs, their_cameras, not parted, False), key=lambda j: (far[i, j], j))[:38]  # fmt: skip
+        seen = sorted(
+            seen_by(i, labels, cameras, theirs, their_cameras, not parted, False),
+            key=lambda j: (far[i, j], j),
+        )[:38]
         assert rows[place].tolist() == seen + [-1] * (38 - len(seen))
         assert apart[place].tolist() == [*(far[i, j] for j in seen), *[np.inf] * (38 - len(seen))]
     assert (rows < 0).any()
@@ -236,7 +248,15 @@ def test_a_query_is_expanded_with_what_it_may_see(parted):
         total = codes[i].astype(float) / np.linalg.norm(codes[i].astype(float))
         for j in sorted(seen, key=lambda j: (apart[i, j], j))[:4]:
             other = gallery[j].astype(float) / np.linalg.norm(gallery[j].astype(float))
-            total = total + max(float(codes[i].astype(float) @ other) / np.linalg.norm(codes[i].astype(float)), 0) ** 2 * other  # fmt: skip
+            total = (
+                total
+                + max(
+                    float(codes[i].astype(float) @ other) / np.linalg.norm(codes[i].astype(float)),
+                    0,
+                )
+                ** 2
+                * other
+            )
         means.append(total / np.linalg.norm(total) * np.linalg.norm(codes[i].astype(float)))
     hidden = Exclusion(cameras, their_cameras if parted else None).hidden(labels, theirs)
     for given, same in ((hidden, True), (None, False)):
@@ -265,9 +285,14 @@ def test_reranked_answers_lose_what_is_hidden(same_label):
                 labels[15 + min(seen, key=lambda j: (np.float32(apart[i, j]), j))] == labels[i]
             )
     found = evaluate(
-        changed.query, labels[:15], gallery=changed.gallery, gallery_labels=labels[15:], metrics=["recall_at_1"],
-        distance=changed.distance, exclude=Exclusion(cameras[:15], cameras[15:], same_label),
-    )  # fmt: skip
+        changed.query,
+        labels[:15],
+        gallery=changed.gallery,
+        gallery_labels=labels[15:],
+        metrics=["recall_at_1"],
+        distance=changed.distance,
+        exclude=Exclusion(cameras[:15], cameras[15:], same_label),
+    )
     assert found.queries == len(hits) and found.values["recall_at_1"] == pytest.approx(
         np.mean(hits)
     )
@@ -288,7 +313,7 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
         'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation = 0.5\n[sampler]\nclasses = 2\n'
         'items = 2\nbatches = 2\n[backbone]\nname = "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n'
         '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nexclude = "camera"\n'
-    )  # fmt: skip
+    )
     assert cli("train", "r.toml").code == 0
     done = cli("evaluate", "runs/r", "--json")
     assert done.code == 0, done.err
@@ -327,8 +352,9 @@ def check_the_rows() -> Any:
         codes[query], codes[gallery], k=3, hidden=exclude.hidden(labels[query], labels[gallery])
     )
     for name, left, right, distance in (
-        ("", codes[query], codes[gallery], None), (" expanded", changed.query, changed.gallery, changed.distance),
-    ):  # fmt: skip
+        ("", codes[query], codes[gallery], None),
+        (" expanded", changed.query, changed.gallery, changed.distance),
+    ):
         rates = open_set(
             left,
             labels[query],

@@ -159,8 +159,13 @@ def test_block_sizes_give_the_very_same_figures(digits):
     ).values
     for block in (1, 61, 499):
         other = evaluate(
-            codes[:500], labels[:500], gallery=codes, gallery_labels=labels, metrics=names, block=block
-        )  # fmt: skip
+            codes[:500],
+            labels[:500],
+            gallery=codes,
+            gallery_labels=labels,
+            metrics=names,
+            block=block,
+        )
         assert other.values == first
 
 
@@ -300,8 +305,13 @@ def test_a_metric_with_parameters_is_called_by_them(digits):
 
 def test_the_core_plugin_offers_what_the_short_names_mean():
     factories = load_plugins().factories("metrics")
-    for name, full in {"map": "core.map", "map_at_r": "core.map_at_r", "r_precision": "core.r_precision",
-                       "recall_at_1": "core.recall_at", "precision_at_1": "core.precision_at"}.items():  # fmt: skip
+    for name, full in {
+        "map": "core.map",
+        "map_at_r": "core.map_at_r",
+        "r_precision": "core.r_precision",
+        "recall_at_1": "core.recall_at",
+        "precision_at_1": "core.precision_at",
+    }.items():
         assert factories[full].make is type(metric(name))
 
 

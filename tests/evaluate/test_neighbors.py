@@ -278,8 +278,11 @@ def test_memory_does_not_hold_queries_times_gallery():
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     added = [int(line) for line in done.stdout.split()]
     assert len(added) == 3
     assert max(added) < 120 * 1024, added

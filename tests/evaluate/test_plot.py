@@ -192,8 +192,14 @@ def test_curves_without_validation_has_one_panel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "Give the folder of a run"), ("{", "not JSON"), ("", "no epoch"), ('{"loss": "x"}\n', "no epoch"), ("3\n", "no epoch")],
-)  # fmt: skip
+    [
+        (None, "Give the folder of a run"),
+        ("{", "not JSON"),
+        ("", "no epoch"),
+        ('{"loss": "x"}\n', "no epoch"),
+        ("3\n", "no epoch"),
+    ],
+)
 def test_curves_says_what_is_wrong_with_a_folder(
     tmp_path: Path, text: str | None, said: str
 ) -> None:
@@ -253,6 +259,9 @@ def test_map_says_what_it_cannot_draw(codes: Any, labels: Any, method: Any, said
 
 
 def test_no_picture_touches_pyplot(process: Any) -> None:
-    done = process("-c", "import retrieval, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]); print('matplotlib.pyplot' in sys.modules)")  # fmt: skip
+    done = process(
+        "-c",
+        "import retrieval, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]); print('matplotlib.pyplot' in sys.modules)",
+    )
     assert done.out.strip() == "False", done.err
     assert "plot" in dir(retrieval) and sys.modules["retrieval.evaluation.plot"] is retrieval.plot

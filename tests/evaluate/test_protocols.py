@@ -36,7 +36,14 @@ def items(seed: int, count: int, tied: bool = False):
 def ranked(codes, gallery, i, itself, hidden=lambda j: False):
     """Return places of the gallery, nearest first, by distance rounded to float32 and then by place."""
     there = [j for j in range(len(gallery)) if not (itself and i == j) and not hidden(j)]
-    apart = {j: float(np.float32(sum((float(a) - float(b)) ** 2 for a, b in zip(codes[i], gallery[j], strict=True)))) for j in there}  # fmt: skip
+    apart = {
+        j: float(
+            np.float32(
+                sum((float(a) - float(b)) ** 2 for a, b in zip(codes[i], gallery[j], strict=True))
+            )
+        )
+        for j in there
+    }
     return sorted(there, key=lambda j: (apart[j], j))
 
 
@@ -100,9 +107,14 @@ def test_levels_of_classes(tied, parted):
         codes, gallery, grade, 3, not parted, lambda i, j: cameras[i] == their_cameras[j]
     )
     found = evaluate(
-        codes, labels, gallery=gallery if parted else None, gallery_labels=rest[1] if parted else None, metrics=GRADED,
-        relevance=Levels(ours, others if parted else None), exclude=Exclusion(cameras, their_cameras if parted else None),
-    )  # fmt: skip
+        codes,
+        labels,
+        gallery=gallery if parted else None,
+        gallery_labels=rest[1] if parted else None,
+        metrics=GRADED,
+        relevance=Levels(ours, others if parted else None),
+        exclude=Exclusion(cameras, their_cameras if parted else None),
+    )
     assert found.values == pytest.approx(expected, abs=1e-12) and found.queries == asked
 
 
@@ -124,7 +136,9 @@ def test_binary_relevance_by_either_way_gives_the_same():
     codes, labels, _ = items(4, 60)
     metrics = {**GRADED, "map": RecallAt(3)}
     plainly = evaluate(codes, labels, metrics=metrics)
-    assert evaluate(codes, labels, metrics=metrics, relevance=Levels([list(labels)])).values == pytest.approx(plainly.values, abs=1e-12)  # fmt: skip
+    assert evaluate(
+        codes, labels, metrics=metrics, relevance=Levels([list(labels)])
+    ).values == pytest.approx(plainly.values, abs=1e-12)
     expected, _ = plain(codes, codes, lambda i, j: float(labels[i] == labels[j]), 1, True)
     assert {name: plainly.values[name] for name in GRADED} == pytest.approx(expected, abs=1e-12)
 
@@ -156,7 +170,21 @@ def test_open_set(tied):
     gallery, theirs = gallery[keep], theirs[keep]
     found = open_set(codes, labels, gallery, theirs, fars=(0.0, 0.1, 0.5, 1.0))
     nearest = [ranked(codes, gallery, i, False)[0] for i in range(60)]
-    apart = [np.float32(math.sqrt(float(np.float32(sum((float(a) - float(b)) ** 2 for a, b in zip(codes[i], gallery[nearest[i]], strict=True)))))) for i in range(60)]  # fmt: skip
+    apart = [
+        np.float32(
+            math.sqrt(
+                float(
+                    np.float32(
+                        sum(
+                            (float(a) - float(b)) ** 2
+                            for a, b in zip(codes[i], gallery[nearest[i]], strict=True)
+                        )
+                    )
+                )
+            )
+        )
+        for i in range(60)
+    ]
     known = [label in set(theirs.tolist()) for label in labels]
     for far, value in zip((0.0, 0.1, 0.5, 1.0), found.values(), strict=True):
         best = 0.0
@@ -165,7 +193,10 @@ def test_open_set(tied):
                 a <= t for a, k in zip(apart, known, strict=True) if not k
             ) / known.count(False)
             if accepted <= far:
-                right = sum(k and a <= t and theirs[n] == label for a, k, n, label in zip(apart, known, nearest, labels, strict=True))  # fmt: skip
+                right = sum(
+                    k and a <= t and theirs[n] == label
+                    for a, k, n, label in zip(apart, known, nearest, labels, strict=True)
+                )
                 best = max(best, right / known.count(True))
         assert value == pytest.approx(best, abs=1e-12)
     with pytest.raises(DataError, match="no query is unknown"):
@@ -201,9 +232,13 @@ def test_expansion_of_queries_and_of_the_gallery(parted, queries, alpha):
             hits.append(names[order[0]] == labels[i])
     changed = expanded(codes, gallery if parted else None, k=4, alpha=alpha, queries=queries)
     found = evaluate(
-        changed.query, labels, gallery=changed.gallery, gallery_labels=theirs if parted else None, metrics=["recall_at_1"],
+        changed.query,
+        labels,
+        gallery=changed.gallery,
+        gallery_labels=theirs if parted else None,
+        metrics=["recall_at_1"],
         distance=changed.distance,
-    )  # fmt: skip
+    )
     assert found.values["recall_at_1"] == pytest.approx(np.mean(hits)) and found.queries == len(
         hits
     )
@@ -283,7 +318,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation = 0\n[sampler]\nclasses = 2\n'
         'items = 2\nbatches = 1\n[backbone]\nname = "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n'
         '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nmetrics = ["recall_at_1", "ndcg_at_5"]\n'
-    )  # fmt: skip
+    )
     return "r.toml"
 
 

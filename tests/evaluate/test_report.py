@@ -168,8 +168,16 @@ def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
     file: Path, run_folder: Path
 ) -> None:
     text = file.read_text(encoding="utf-8")
-    for each in ("Best queries", "Worst queries", "Random queries", "Classes taken for one another", "Curves of training", "PCA of the codes",
-                 "A &lt;panel&gt; of mine", "&lt;b&gt;8&lt;/b&gt;"):  # fmt: skip
+    for each in (
+        "Best queries",
+        "Worst queries",
+        "Random queries",
+        "Classes taken for one another",
+        "Curves of training",
+        "PCA of the codes",
+        "A &lt;panel&gt; of mine",
+        "&lt;b&gt;8&lt;/b&gt;",
+    ):
         assert each in text
     assert "<b>" not in text and text.count("</script>") == 3, "two of data, one of the script"
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "url(" not in text
@@ -202,9 +210,12 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
             [tmp_path / "gone", run_folder, tmp_path / "other"], tmp_path / "r.html", progress=False
         )
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"output": tmp_path}, "is a folder"), ({"map": "lle"}, "tsne, umap, pca, none"), ({"thumbnails": -1}, "from 0 to 5,000"),
-        ({"sample": 9}, "from 10"), ({"queries": 0}, "from 1"),
-    ]  # fmt: skip
+        ({"output": tmp_path}, "is a folder"),
+        ({"map": "lle"}, "tsne, umap, pca, none"),
+        ({"thumbnails": -1}, "from 0 to 5,000"),
+        ({"sample": 9}, "from 10"),
+        ({"queries": 0}, "from 1"),
+    ]
     for options, sentence in wrong:
         with pytest.raises(DataError, match=sentence):
             write.report(
@@ -287,13 +298,22 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"gallery_items": 2, "repetitions": 3}, "The gallery is 2 items of each class, drawn at random"),
+        (
+            {"gallery_items": 2, "repetitions": 3},
+            "The gallery is 2 items of each class, drawn at random",
+        ),
         ({"gallery_items": 1, "repetitions": 2, "levels": ["part"]}, "label, part"),
-        ({"levels": ["part", "parity"]}, "nDCG grades an item by the finest it shares with the query: label, part, parity"),
+        (
+            {"levels": ["part", "parity"]},
+            "nDCG grades an item by the finest it shares with the query: label, part, parity",
+        ),
         ({"tags": "tags"}, "Right is what shares one of the query’s tags"),
-        ({"tags": "tags", "exclude": "parity", "by": "part", "latency": True}, "leaves out by, latency"),
+        (
+            {"tags": "tags", "exclude": "parity", "by": "part", "latency": True},
+            "leaves out by, latency",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_protocols_figures_are_those_of_evaluate(
     run_folder: Path, given: dict[str, Any], sentence: str
 ) -> None:
@@ -338,8 +358,9 @@ def test_a_sample_of_graded_queries_is_of_all(run_folder: Path) -> None:
 
 def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
     for given, sentence in (
-        ({"tags": "tag"}, "no column 'tag' of metadata"), ({"gallery_items": 99}, "no class has so many test items"),
-    ):  # fmt: skip
+        ({"tags": "tag"}, "no column 'tag' of metadata"),
+        ({"gallery_items": 99}, "no class has so many test items"),
+    ):
         with pytest.raises(DataError, match=sentence):
             measured.measure(protocol(run_folder, **given), 100, 20)
 

@@ -88,16 +88,22 @@ def test_all_faults_of_a_csv_file_at_once(tmp_path: Path) -> None:
         ("first,second,same\na,b,1\nb,c,1\n", "all 2 pairs are the same: both kinds are needed."),
         ("first,second,same\na,b,0\nb,c,0\n", "all 2 pairs are different: both kinds are needed."),
         ("first,second,same,fold\na,b,0,x\nb,c,1,x\n", "all pairs are in one fold ('x')"),
-        ("first,second,same,fold\na,b,0,x\nb,c,1,x\na,c,0,y\n", "outside the fold 'x' all pairs are different"),
+        (
+            "first,second,same,fold\na,b,0,x\nb,c,1,x\na,c,0,y\n",
+            "outside the fold 'x' all pairs are different",
+        ),
         ("first,second,same\n", "it lists no pair."),
         ("", "it is not a list of pairs: its first line must be"),
         ("a;b;1\n", "it is 'a;b;1'."),
-        ("first,secnd,same\na,b,1\n", "no column 'second' (it has: first, secnd, same). Did you mean 'secnd'?"),
+        (
+            "first,secnd,same\na,b,1\n",
+            "no column 'second' (it has: first, secnd, same). Did you mean 'secnd'?",
+        ),
         ("first,second,same,same\na,b,1,1\n", "the first line names 'same' twice."),
         ('first,second,same\n"a,b,1\n', "not valid CSV"),
         ("first,second,same\na,d,1\na,b,0\n", "'d': 2 items have that name."),
     ],
-)  # fmt: skip
+)
 def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(DataError) as error:
         read(tmp_path, text, ["a", "b", "c", "d", "d"])
@@ -107,23 +113,62 @@ def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) ->
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (LFW.replace("2\t2\n", "2\t3\n", 1), ["line 1 states 2 × 3 same and as many different pairs, 12 lines; 8 follow."]),
-        (LFW.replace("2\t2\n", "3\t2\n", 1), ["line 1 states 3 × 2 same and as many different pairs, 12 lines; 8 follow."]),
-        (LFW.replace("2\t2\n", "0\t2\n", 1), ["line 1: '0 2' states 0 folds of 2 pairs: neither may be 0."]),
-        ("1\t4\n" + LFW.partition("\n")[2], ["all pairs are in one fold ('1')"]),
-        (LFW.replace("Cy\t2\t3", "Cy\t2\tBo\t3"), ["fold 1 (lines 2 to 5) has 1 same and 3 different pairs; line 1 states 2 of each."]),
-        (LFW.replace("Bo\t1\t2", "Bo\t1\t4"), ["line 2: the image Bo/Bo_0004: there is no such item (the data's have keys such as 'Ann_Lee/"]),
-        (LFW.replace("Bo\t1\t2", "Bo\t1\t1"), ["line 2: the image Bo/Bo_0001 is paired with itself."]),
-        (LFW.replace("Bo\t1\tCy\t1", "Bo\t1\tBo\t2"), ["line 4: it is among the different pairs, and names Bo twice."]),
-        (LFW.replace("Bo\t1\t2", "Bo\t1"), ["line 2: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not 2 words ('Bo 1')."]),
-        (LFW.replace("Bo\t1\t2", "Bo\tone\t0"), ["line 2: images are numbered from 1; 'one 0' are not such numbers."]),
         (
-            LFW.replace("Bo\t1\t2", "Bo\t1\t1").replace("Cy\t2\t3", "Cy\t2\t9").replace("Ann_Lee\t1\t3", "Ann_Lee") + "x\n",
-            ["has 5 problems", "line 1 states 2", "line 6: 'NAME", "line 10: 'NAME", "line 2: the image", "line 3: the image"],
+            LFW.replace("2\t2\n", "2\t3\n", 1),
+            ["line 1 states 2 × 3 same and as many different pairs, 12 lines; 8 follow."],
+        ),
+        (
+            LFW.replace("2\t2\n", "3\t2\n", 1),
+            ["line 1 states 3 × 2 same and as many different pairs, 12 lines; 8 follow."],
+        ),
+        (
+            LFW.replace("2\t2\n", "0\t2\n", 1),
+            ["line 1: '0 2' states 0 folds of 2 pairs: neither may be 0."],
+        ),
+        ("1\t4\n" + LFW.partition("\n")[2], ["all pairs are in one fold ('1')"]),
+        (
+            LFW.replace("Cy\t2\t3", "Cy\t2\tBo\t3"),
+            ["fold 1 (lines 2 to 5) has 1 same and 3 different pairs; line 1 states 2 of each."],
+        ),
+        (
+            LFW.replace("Bo\t1\t2", "Bo\t1\t4"),
+            [
+                "line 2: the image Bo/Bo_0004: there is no such item (the data's have keys such as 'Ann_Lee/"
+            ],
+        ),
+        (
+            LFW.replace("Bo\t1\t2", "Bo\t1\t1"),
+            ["line 2: the image Bo/Bo_0001 is paired with itself."],
+        ),
+        (
+            LFW.replace("Bo\t1\tCy\t1", "Bo\t1\tBo\t2"),
+            ["line 4: it is among the different pairs, and names Bo twice."],
+        ),
+        (
+            LFW.replace("Bo\t1\t2", "Bo\t1"),
+            ["line 2: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not 2 words ('Bo 1')."],
+        ),
+        (
+            LFW.replace("Bo\t1\t2", "Bo\tone\t0"),
+            ["line 2: images are numbered from 1; 'one 0' are not such numbers."],
+        ),
+        (
+            LFW.replace("Bo\t1\t2", "Bo\t1\t1")
+            .replace("Cy\t2\t3", "Cy\t2\t9")
+            .replace("Ann_Lee\t1\t3", "Ann_Lee")
+            + "x\n",
+            [
+                "has 5 problems",
+                "line 1 states 2",
+                "line 6: 'NAME",
+                "line 10: 'NAME",
+                "line 2: the image",
+                "line 3: the image",
+            ],
         ),
         ("3\nBo\t1\t2\n", ["line 1 states 1 × 3 same", "the only pair is the same"]),
     ],
-)  # fmt: skip
+)
 def test_an_lfw_list_that_cannot_be_used(tmp_path: Path, text: str, says: list[str]) -> None:
     found = "\n".join(refused(tmp_path, text))
     for sentence in says:
@@ -204,15 +249,23 @@ def test_few_items_are_shared_by_folds_but_no_pair_is() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "says"),
     [
-        ([5, 5], {"count": 60}, "no more pairs than 20 of one class and 25 of two classes; 10 folds of 3 of each kind need more"),
-        ([5, 5], {"count": 30}, "30 pairs cannot be drawn, half of them same, in 10 equal folds: take a multiple of 20"),
+        (
+            [5, 5],
+            {"count": 60},
+            "no more pairs than 20 of one class and 25 of two classes; 10 folds of 3 of each kind need more",
+        ),
+        (
+            [5, 5],
+            {"count": 30},
+            "30 pairs cannot be drawn, half of them same, in 10 equal folds: take a multiple of 20",
+        ),
         ([5, 5], {"folds": 1}, "folds = 1 is too few"),
         ([9], {}, "they are of one class, so no two differ"),
         ([1, 1, 1], {}, "no class has two items, so no two are the same"),
         ([2, 1], {}, "no more pairs than 1 of one class and 2 of two classes; 2 folds need more"),
         ([1], {"count": 7}, "3 problems"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_drawn_is_said(sizes: list[int], options: dict[str, int], says: str) -> None:
     labels = labels_of(*sizes)
     with pytest.raises(DataError) as error:

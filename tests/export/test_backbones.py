@@ -216,9 +216,24 @@ def test_a_plugin_brings_backbones_too(tmp_path):
 
 def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
     done = command(
-        "--model", "core.pixels", "--set", "size=5", "--set", "backbone.channels=3", "--whiten", folder,
-        "--dimensions", 8, "--variant", "int8", "--allow-drift", "--output", tmp_path / "b", "--exporter", "torchscript",
-    )  # fmt: skip
+        "--model",
+        "core.pixels",
+        "--set",
+        "size=5",
+        "--set",
+        "backbone.channels=3",
+        "--whiten",
+        folder,
+        "--dimensions",
+        8,
+        "--variant",
+        "int8",
+        "--allow-drift",
+        "--output",
+        tmp_path / "b",
+        "--exporter",
+        "torchscript",
+    )
     assert done.exit_code == 0, done.output
     assert "on 80 photos (tolerance 0.0001)" in done.output and "int8: " in done.output
     manifest = read_manifest(tmp_path / "b")
@@ -249,18 +264,43 @@ def test_mistakes_are_sentences_and_leave_nothing(tmp_path, folder):
     out = tmp_path / "b"
     cases = [
         (PluginError, "core.pixel.*core.pixels", ("core.pixel",), {}),
-        (RecipeError, "core.pixels has 1 problem.*siez", ("core.pixels",), {"parameters": {"siez": 3}}),
+        (
+            RecipeError,
+            "core.pixels has 1 problem.*siez",
+            ("core.pixels",),
+            {"parameters": {"siez": 3}},
+        ),
         (RecipeError, "named already", ("core.pixels",), {"parameters": {"name": "core.convnet"}}),
-        (RecipeError, "core.timm has 1 problem.*no timm model", ("core.timm",), {"parameters": {"model": "resnet81"}}),
+        (
+            RecipeError,
+            "core.timm has 1 problem.*no timm model",
+            ("core.timm",),
+            {"parameters": {"model": "resnet81"}},
+        ),
         (BundleError, "takes vectors, not images", ("core.features",), {}),
         (BundleError, "name photos to whiten by", ("core.pixels",), {"dimensions": 4}),
         (BundleError, "calibrated on photos, and none", ("core.pixels",), {"variants": "int8"}),
         (BundleError, "At least 1 photo", ("core.pixels",), {"most_photos": 0}),
         (DataError, "does not exist", ("core.pixels",), {"whiten": tmp_path / "nowhere"}),
-        (DataError, "785 dimensions cannot be had.*784", ("core.pixels",), {"whiten": folder, "dimensions": 785}),
-        (DataError, "160 photos are too few to whiten 160", ("core.pixels",), {"whiten": folder, "dimensions": 160}),
-        (DataError, "50 photos are too few to whiten 128", ("core.pixels",), {"whiten": folder, "most_photos": 50}),
-    ]  # fmt: skip
+        (
+            DataError,
+            "785 dimensions cannot be had.*784",
+            ("core.pixels",),
+            {"whiten": folder, "dimensions": 785},
+        ),
+        (
+            DataError,
+            "160 photos are too few to whiten 160",
+            ("core.pixels",),
+            {"whiten": folder, "dimensions": 160},
+        ),
+        (
+            DataError,
+            "50 photos are too few to whiten 128",
+            ("core.pixels",),
+            {"whiten": folder, "most_photos": 50},
+        ),
+    ]
     for kind, said, words, options in cases:
         with pytest.raises(kind, match=f"(?s){said}"):
             export_backbone(*words, out, progress=False, **options)
@@ -334,9 +374,14 @@ def test_no_photo_both_calibrates_int8_and_measures_it(tmp_path, folder, monkeyp
 
     monkeypatch.setattr(exporting, "export_model", noting)
     export_backbone(
-        "core.pixels", tmp_path / "b", whiten=folder, dimensions=4, variants="int8", allow_drift=True,
+        "core.pixels",
+        tmp_path / "b",
+        whiten=folder,
+        dimensions=4,
+        variants="int8",
+        allow_drift=True,
         **{**SMALL, "parameters": {"size": 12}},
-    )  # fmt: skip
+    )
     sides = [{image.tobytes() for image in given[name]} for name in ("items", "calibration")]
     assert [len(side) for side in sides] == [80, 80] and not sides[0] & sides[1]
     one = tmp_path / "one"

@@ -94,7 +94,15 @@ def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
         assert run("evaluate", trained / name).exit_code == 0
         bundles = []
         for more in ((), ("--dimensions", 3)):
-            result = run("export", trained / name, "-o", tmp_path / f"{name}{len(more)}", "--exporter", "torchscript", *more)  # fmt: skip
+            result = run(
+                "export",
+                trained / name,
+                "-o",
+                tmp_path / f"{name}{len(more)}",
+                "--exporter",
+                "torchscript",
+                *more,
+            )
             assert result.exit_code == 0, result.output
             bundles.append(Bundle.open(tmp_path / f"{name}{len(more)}", threads=1))
         whole, cut = bundles

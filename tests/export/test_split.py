@@ -78,9 +78,16 @@ def test_a_backbone_is_known_again_whatever_the_head_and_the_items(net, digits, 
 
 def test_variants_of_a_split_encoder_are_whole(net, digits, tmp_path):
     manifest = export_model(
-        net, digits[0][:40], tmp_path / "b", name="m", split=True, variants=["fp16", "int8"],
-        calibration=digits[0][40:80], allow_drift=True, **QUICK,
-    )  # fmt: skip
+        net,
+        digits[0][:40],
+        tmp_path / "b",
+        name="m",
+        split=True,
+        variants=["fp16", "int8"],
+        calibration=digits[0][40:80],
+        allow_drift=True,
+        **QUICK,
+    )
     assert sorted(manifest.files) == [
         "backbone.onnx",
         "encoder_fp16.onnx",

@@ -14,14 +14,44 @@ import retrieval
 ROOT = Path(__file__).parents[2]
 
 VERBS = {
-    "build_index", "check_data", "compare", "create", "evaluate", "evaluate_run", "export_backbone", "export_run", "load_run", "names",
-    "open_bundle", "open_index", "read_recipe", "report", "serve", "train", "verify_run",
-}  # fmt: skip
+    "build_index",
+    "check_data",
+    "compare",
+    "create",
+    "evaluate",
+    "evaluate_run",
+    "export_backbone",
+    "export_run",
+    "load_run",
+    "names",
+    "open_bundle",
+    "open_index",
+    "read_recipe",
+    "report",
+    "serve",
+    "train",
+    "verify_run",
+}
 CLASSES = {"AsyncClient", "Bundle", "Client", "Index", "Recipe", "Run"}
 CONTRACTS = {
-    "Backbone", "Combiner", "Dataset", "Generator", "IndexBackend", "Item", "Learner", "Loss", "Metric", "Miner", "Preprocessing",
-    "Store", "Subspace", "TrackedRun", "Tracker", "Transform", "TripletIndices",
-}  # fmt: skip
+    "Backbone",
+    "Combiner",
+    "Dataset",
+    "Generator",
+    "IndexBackend",
+    "Item",
+    "Learner",
+    "Loss",
+    "Metric",
+    "Miner",
+    "Preprocessing",
+    "Store",
+    "Subspace",
+    "TrackedRun",
+    "Tracker",
+    "Transform",
+    "TripletIndices",
+}
 HELP = {
     "CheckedLoss",
     "LinearMap",
@@ -35,9 +65,15 @@ HELP = {
     "traits",
 }
 ERRORS = {
-    "BundleError", "DataError", "MissingDependency", "PluginError", "RecipeError", "RetrievalError", "ServerError",
+    "BundleError",
+    "DataError",
+    "MissingDependency",
+    "PluginError",
+    "RecipeError",
+    "RetrievalError",
+    "ServerError",
     "StoreError",
-}  # fmt: skip
+}
 
 
 def test_dir_shows_exactly_the_face() -> None:

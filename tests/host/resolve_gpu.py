@@ -45,7 +45,19 @@ def reduced(entries: list[dict[str, Any]], lines: list[str]) -> dict[str, Any]:
 
 
 def resolved(*given: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--only-binary=:all:", "--report", "-", *given]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--quiet",
+        "--only-binary=:all:",
+        "--report",
+        "-",
+        *given,
+    ]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return list(json.loads(done.stdout)["install"])
 

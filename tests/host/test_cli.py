@@ -153,10 +153,13 @@ HOOK = "from retrieval import hookimpl\nimport click\n@hookimpl\ndef retrieval_c
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("app.add_command(click.Command('train', callback=retrieval_commands))", "host_bad adds the command 'train', which is built in"),
+        (
+            "app.add_command(click.Command('train', callback=retrieval_commands))",
+            "host_bad adds the command 'train', which is built in",
+        ),
         ("1 / 0", "A plugin failed in retrieval_commands: ZeroDivisionError: division by zero"),
     ],
-)  # fmt: skip
+)
 def test_a_plugin_that_spoils_the_commands(
     tmp_path: Path, install: Callable[..., None], process: Callable[..., Any], body: str, words: str
 ) -> None:

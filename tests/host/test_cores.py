@@ -51,7 +51,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         # the path of the host, in a container that sees its own group as the root
         ("0::/docker/0123\n", {"cpu.max": "400000 100000"}, 4),
         ("0::/../..\n", {"cpu.max": "400000 100000"}, 4),
-        ("3:memory:/\n2:cpu,cpuacct:/\n", {f"cpu,cpuacct/{V1[0]}": "250000", f"cpu,cpuacct/{V1[1]}": "100000"}, 3),
+        (
+            "3:memory:/\n2:cpu,cpuacct:/\n",
+            {f"cpu,cpuacct/{V1[0]}": "250000", f"cpu,cpuacct/{V1[1]}": "100000"},
+            3,
+        ),
         ("1:cpu:/\n0::/\n", {f"cpu/{V1[0]}": "-1", f"cpu/{V1[1]}": "100000"}, 16),
         ("1:cpuacct,cpu:/a\n", {f"cpu/a/{V1[0]}": "200000", f"cpu/a/{V1[1]}": "100000"}, 2),
         ("1:cpu:/\n0::/\n", {"unified/cpu.max": "200000 100000"}, 2),
@@ -60,7 +64,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0::/\n", {"cpu.max": ""}, 16),
         ("", {}, 16),
     ],
-)  # fmt: skip
+)
 def test_the_quota_of_a_cgroup(
     groups: str, files: dict[str, str], expected: int, tmp_path: Path
 ) -> None:
@@ -102,8 +106,13 @@ def asked(code: str, *, one_core: bool = True) -> Any:
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-c", f"import json, os\nos.cpu_count = lambda: 64\n{pin}\n{code}"],
-        env=environment, check=True, capture_output=True, text=True, timeout=120, cwd=ROOT,
-    )  # fmt: skip
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -79,14 +79,30 @@ def everything(
 
 def test_values_arrive_in_the_types_that_were_asked_for() -> None:
     values = {
-        "count": 3, "scale": 2, "name": "ü", "on": False, "kind": "sum", "limit": 9, "sizes": [1, 2], "span": [0, 0.5],
-        "many": [1, 2, 3], "folder": "a/b", "weights": {"a": 1}, "share": 2, "mode": "hard", "free": {"a": [1, "b"]},
-    }  # fmt: skip
+        "count": 3,
+        "scale": 2,
+        "name": "ü",
+        "on": False,
+        "kind": "sum",
+        "limit": 9,
+        "sizes": [1, 2],
+        "span": [0, 0.5],
+        "many": [1, 2, 3],
+        "folder": "a/b",
+        "weights": {"a": 1},
+        "share": 2,
+        "mode": "hard",
+        "free": {"a": [1, "b"]},
+    }
     checked, problems = read(everything).check(values, "[loss]")
     assert problems == []
     assert checked == {
-        **values, "span": (0.0, 0.5), "many": (1, 2, 3), "folder": Path("a/b"), "mode": Mode.HARD,
-    }  # fmt: skip
+        **values,
+        "span": (0.0, 0.5),
+        "many": (1, 2, 3),
+        "folder": Path("a/b"),
+        "mode": Mode.HARD,
+    }
     assert type(checked["scale"]) is float and type(checked["weights"]["a"]) is float
     assert read(everything).build(checked)["folder"] == Path("a/b")
 
@@ -106,15 +122,24 @@ def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None
         ({"count": True}, "[loss] count: should be an integer, not true."),
         ({"count": 5.0}, "[loss] count: should be an integer, not 5.0."),
         ({"count": [5]}, "[loss] count: should be an integer, not [5]."),
-        ({"scale": "1e-3"}, '[loss] scale: should be a number, not "1e-3". Write it without quotes.'),
+        (
+            {"scale": "1e-3"},
+            '[loss] scale: should be a number, not "1e-3". Write it without quotes.',
+        ),
         ({"scale": True}, "[loss] scale: should be a number, not true."),
         ({"scale": float("nan")}, "[loss] scale: is nan, which is not a number."),
         ({"name": 3}, "[loss] name: should be text, not 3."),
         ({"on": 1}, "[loss] on: should be true or false, not 1."),
         ({"on": "true"}, '[loss] on: should be true or false, not "true".'),
-        ({"kind": "man"}, '[loss] kind: should be "mean" or "sum", not "man". Did you mean \'mean\'?'),
+        (
+            {"kind": "man"},
+            '[loss] kind: should be "mean" or "sum", not "man". Did you mean \'mean\'?',
+        ),
         ({"limit": 0}, "[loss] limit: should be an integer (≥ 1, ≤ 9), not 0."),
-        ({"limit": "3"}, '[loss] limit: should be an integer (≥ 1, ≤ 9), not "3". Write it without quotes.'),
+        (
+            {"limit": "3"},
+            '[loss] limit: should be an integer (≥ 1, ≤ 9), not "3". Write it without quotes.',
+        ),
         ({"sizes": 3}, "[loss] sizes: should be a list of integer, not 3."),
         ({"sizes": [1, "a"]}, '[loss] sizes.1: should be an integer, not "a".'),
         ({"span": [1.0]}, "[loss] span: should be a list [number, number], not [1.0]."),
@@ -125,13 +150,22 @@ def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None
         ({"weights": {"a": "b"}}, '[loss] weights.a: should be a number, not "b".'),
         ({"weights": 3}, "[loss] weights: should be a table of number, not 3."),
         ({"share": 0}, '[loss] share: should be an integer (≥ 1) or "all", not 0.'),
-        ({"share": "al"}, '[loss] share: should be an integer (≥ 1) or "all", not "al". Did you mean \'all\'?'),
-        ({"mode": "sft"}, '[loss] mode: should be "soft" or "hard", not "sft". Did you mean \'soft\'?'),
-        ({"free": object()}, "[loss] free: is of type object, which nothing here takes. If it is text, put it in quotes."),
+        (
+            {"share": "al"},
+            '[loss] share: should be an integer (≥ 1) or "all", not "al". Did you mean \'all\'?',
+        ),
+        (
+            {"mode": "sft"},
+            '[loss] mode: should be "soft" or "hard", not "sft". Did you mean \'soft\'?',
+        ),
+        (
+            {"free": object()},
+            "[loss] free: is of type object, which nothing here takes. If it is text, put it in quotes.",
+        ),
         ({"name": "\udcff"}, "[loss] name: holds characters that are not valid Unicode."),
         ({"name": ["x" * 200]}, '[loss] name: should be text, not ["' + "x" * 75 + "…."),
     ],
-)  # fmt: skip
+)
 def test_wrong_values_are_one_readable_sentence(values: dict[str, Any], sentence: str) -> None:
     wrong = {"count": 1, **values} if values else {}
     assert only(everything, **wrong) == sentence

@@ -82,7 +82,15 @@ def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_no
     tmp_path: Path,
 ) -> None:
     plugin = FilePlugin.at(write(tmp_path / "my_plugin", 3))
-    names = ["__init__.py", "helpers.py", "json.py", "later.py", "kit/__init__.py", "kit/inner.py", "kit/words.txt"]  # fmt: skip
+    names = [
+        "__init__.py",
+        "helpers.py",
+        "json.py",
+        "later.py",
+        "kit/__init__.py",
+        "kit/inner.py",
+        "kit/words.txt",
+    ]
     assert list(plugin.files) == names
     before = plugin.sums
     (tmp_path / "my_plugin" / "later.py").write_text("def late():\n    return 0\n")

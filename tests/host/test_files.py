@@ -116,7 +116,10 @@ def test_a_folder_appears_whole(tmp_path: Path) -> None:
         (temporary / "below" / "a").write_text("1")
         assert not target.exists()
     assert (target / "below" / "a").read_text() == "1"
-    with pytest.raises(DataError, match="taken"), files.whole_folder(target, replace=False, taken=taken) as other:  # fmt: skip
+    with (
+        pytest.raises(DataError, match="taken"),
+        files.whole_folder(target, replace=False, taken=taken) as other,
+    ):
         (other / "b").write_text("2")
     with pytest.raises(ZeroDivisionError), files.whole_folder(target, replace=True, taken=taken):
         _ = 1 / 0
@@ -125,7 +128,11 @@ def test_a_folder_appears_whole(tmp_path: Path) -> None:
         (other / "b").write_text("2")
     assert names(target) == ["b"]
     assert names(target.parent) == ["folder"]
-    with full_disk(1000), pytest.raises(OSError, match="File too large"), files.whole_folder(target, replace=True, taken=taken) as other:  # fmt: skip
+    with (
+        full_disk(1000),
+        pytest.raises(OSError, match="File too large"),
+        files.whole_folder(target, replace=True, taken=taken) as other,
+    ):
         (other / "c").write_bytes(bytes(5000))
     assert names(target) == ["b"]
     assert names(target.parent) == ["folder"]

@@ -63,12 +63,37 @@ def test_it_is_of_the_extras_as_they_are(kept: dict[str, Any], resolve: Any) -> 
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a FAISS of CUDA 12": (lambda kept: kept["packages"].append({"name": "faiss-gpu-cu12", "version": "1.14.1", "requires": []}), "several majors"),
-    "two that give onnxruntime": (lambda kept: kept["packages"].append({"name": "onnxruntime", "version": "1.31.0", "requires": []}), "not one package"),
-    "a torch of CUDA 12": (lambda kept: kept["packages"].append({"name": "x", "version": "1", "requires": ["nvidia-cuda-runtime==12.8.*"]}), "several majors"),
-    "one library under two names": (lambda kept: kept["packages"].append({"name": "nvidia-cublas-cu13", "version": "13.0", "requires": []}), "is there twice"),
-    "an older FAISS": (lambda kept: next(each for each in kept["packages"] if each["name"] == "faiss-gpu-cuvs").update(version="1.15.0"), "is not met"),
-}  # fmt: skip
+    "a FAISS of CUDA 12": (
+        lambda kept: kept["packages"].append(
+            {"name": "faiss-gpu-cu12", "version": "1.14.1", "requires": []}
+        ),
+        "several majors",
+    ),
+    "two that give onnxruntime": (
+        lambda kept: kept["packages"].append(
+            {"name": "onnxruntime", "version": "1.31.0", "requires": []}
+        ),
+        "not one package",
+    ),
+    "a torch of CUDA 12": (
+        lambda kept: kept["packages"].append(
+            {"name": "x", "version": "1", "requires": ["nvidia-cuda-runtime==12.8.*"]}
+        ),
+        "several majors",
+    ),
+    "one library under two names": (
+        lambda kept: kept["packages"].append(
+            {"name": "nvidia-cublas-cu13", "version": "13.0", "requires": []}
+        ),
+        "is there twice",
+    ),
+    "an older FAISS": (
+        lambda kept: next(
+            each for each in kept["packages"] if each["name"] == "faiss-gpu-cuvs"
+        ).update(version="1.15.0"),
+        "is not met",
+    ),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)

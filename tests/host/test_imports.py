@@ -215,8 +215,25 @@ def test_plugins_import_the_face_and_what_is_listed() -> None:
     assert not allowed - used, "no plugin needs it any more"
 
 
-HEAVY = {"torch", "torchvision", "pytorch_metric_learning", "onnx", "onnxruntime", "faiss", "sklearn", "scipy", "numpy",
-         "PIL", "matplotlib", "accelerate", "pydantic", "docstring_parser", "starlette", "uvicorn", "tqdm"}  # fmt: skip
+HEAVY = {
+    "torch",
+    "torchvision",
+    "pytorch_metric_learning",
+    "onnx",
+    "onnxruntime",
+    "faiss",
+    "sklearn",
+    "scipy",
+    "numpy",
+    "PIL",
+    "matplotlib",
+    "accelerate",
+    "pydantic",
+    "docstring_parser",
+    "starlette",
+    "uvicorn",
+    "tqdm",
+}
 SHOW = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 

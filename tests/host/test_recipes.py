@@ -75,9 +75,11 @@ metrics = ["recall_at_1", "map_at_s"]
             '[loss] margin: should be a number, not "0.1". Write it without quotes.',
             caught.value.problems[-2],
             caught.value.problems[-1],
-            "[optimiser]: there is no such table (known: " + ", ".join(Recipe.model_fields) + "). Did you mean 'optimizer'?",
+            "[optimiser]: there is no such table (known: "
+            + ", ".join(Recipe.model_fields)
+            + "). Did you mean 'optimizer'?",
         ]
-    )  # fmt: skip
+    )
     assert caught.value.problems[-2].startswith("[optimizer] name: torch.optim has no 'Adamw'")
     assert caught.value.problems[-2].endswith("Did you mean 'AdamW'?")
     assert caught.value.problems[-1].startswith(
@@ -89,50 +91,131 @@ metrics = ["recall_at_1", "map_at_s"]
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"loss": "everything.margin"}, '[loss]: should be a table, not "everything.margin". Write: [loss] name = "everything.margin", or in Python loss={"name": "everything.margin"}.'),
+        (
+            {"loss": "everything.margin"},
+            '[loss]: should be a table, not "everything.margin". Write: [loss] name = "everything.margin", or in Python loss={"name": "everything.margin"}.',
+        ),
         ({"loss": {"scale": 1}}, '[loss] must name a loss: name = "PLUGIN.NAME".'),
         ({"loss": {"name": 3}}, '[loss] must name a loss: name = "PLUGIN.NAME".'),
-        ({"loss": {"name": "everything.items"}}, "[loss] name: There is no loss 'everything.items'. 'everything.items' is a dataset."),
+        (
+            {"loss": {"name": "everything.items"}},
+            "[loss] name: There is no loss 'everything.items'. 'everything.items' is a dataset.",
+        ),
         ({"data": None}, "[data]: is required (a table)."),
-        ({"backbone": {"name": "everything.same", "frozen": "yes"}}, '[backbone] frozen: should be true or false, not "yes".'),
+        (
+            {"backbone": {"name": "everything.same", "frozen": "yes"}},
+            '[backbone] frozen: should be true or false, not "yes".',
+        ),
         ({"plugins": "mine.py"}, 'plugins: should be a list of text, not "mine.py".'),
         ({"name": 3}, "name: should be text, not 3."),
         ({"head": {"hidden": [64, 0]}}, "[head] hidden.1: should be an integer (≥ 1), not 0."),
         ({"head": 3}, "[head]: should be a table, not 3."),
-        ({"head": {"embeding_size": 3}}, "[head] embeding_size: unknown key (known: embedding_size, hidden, normalize, identity). Did you mean 'embedding_size'?"),
-        ({"split": {"test": "half"}}, '[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not "half".'),
-        ({"split": {"test": 1.5}}, "[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not 1.5."),
-        ({"split": {"test": [True]}}, "[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not [true]."),
+        (
+            {"head": {"embeding_size": 3}},
+            "[head] embeding_size: unknown key (known: embedding_size, hidden, normalize, identity). Did you mean 'embedding_size'?",
+        ),
+        (
+            {"split": {"test": "half"}},
+            '[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not "half".',
+        ),
+        (
+            {"split": {"test": 1.5}},
+            "[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not 1.5.",
+        ),
+        (
+            {"split": {"test": [True]}},
+            "[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not [true].",
+        ),
         ({"split": {"validation": 1}}, "[split] validation: should be a number (≥ 0, < 1), not 1."),
         ({"sampler": {"classes": 1}}, "[sampler] classes: should be an integer (≥ 2), not 1."),
-        ({"augmentation": {"crop_scale": [0.5]}}, "[augmentation] crop_scale: should be a list [number, number], not [0.5]."),
-        ({"augmentation": {"crop_scale": [0.5, 0.2]}}, "[augmentation]: crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1."),
+        (
+            {"augmentation": {"crop_scale": [0.5]}},
+            "[augmentation] crop_scale: should be a list [number, number], not [0.5].",
+        ),
+        (
+            {"augmentation": {"crop_scale": [0.5, 0.2]}},
+            "[augmentation]: crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1.",
+        ),
         ({"optimizer": {"lr": float("inf")}}, "[optimizer] lr: should be a number (> 0), not inf."),
         ({"optimizer": {"lr": float("nan")}}, "[optimizer] lr: is nan, which is not a number."),
-        ({"optimizer": {"lr_factor": {"hed": 2}}}, "[optimizer] lr_factor.hed: unknown key (known: backbone, head, combiner, loss, generator). Did you mean 'head'?"),
-        ({"optimizer": {"lr_factor": {"head": -2}}}, "[optimizer] lr_factor.head: should be a number (≥ 0), not -2."),
-        ({"optimizer": {"options": {"weight_dcay": 1}}}, "[optimizer] options.weight_dcay: AdamW takes no such argument (it takes: "),
+        (
+            {"optimizer": {"lr_factor": {"hed": 2}}},
+            "[optimizer] lr_factor.hed: unknown key (known: backbone, head, combiner, loss, generator). Did you mean 'head'?",
+        ),
+        (
+            {"optimizer": {"lr_factor": {"head": -2}}},
+            "[optimizer] lr_factor.head: should be a number (≥ 0), not -2.",
+        ),
+        (
+            {"optimizer": {"options": {"weight_dcay": 1}}},
+            "[optimizer] options.weight_dcay: AdamW takes no such argument (it takes: ",
+        ),
         ({"schedule": {"name": "cosin"}}, "[schedule] name: there is no schedule 'cosin' (known: "),
-        ({"schedule": {"name": "StepLR", "options": {"step_size": 2}, "warmup": 0.1}}, "[schedule] warmup: goes with constant, linear and cosine, not with StepLR."),
+        (
+            {"schedule": {"name": "StepLR", "options": {"step_size": 2}, "warmup": 0.1}},
+            "[schedule] warmup: goes with constant, linear and cosine, not with StepLR.",
+        ),
         ({"phase": [{"epochs": 0}]}, "[[phase]] 0.epochs: should be an integer (≥ 1), not 0."),
-        ({"phase": [{"train": ["heads"]}]}, '[[phase]] 0.train.0: should be "backbone" or "head" or "combiner" or "loss" or "generator", not "heads". Did you mean \'head\'?'),
+        (
+            {"phase": [{"train": ["heads"]}]},
+            '[[phase]] 0.train.0: should be "backbone" or "head" or "combiner" or "loss" or "generator", not "heads". Did you mean \'head\'?',
+        ),
         ({"phase": [{"train": []}]}, "[[phase]] train: train must name at least one part."),
-        ({"phase": [{"epoch": 1}]}, "[[phase]] 0.epoch: unknown key (known: name, epochs, train, lr, generator_lr, synthetic). Did you mean 'epochs'?"),
+        (
+            {"phase": [{"epoch": 1}]},
+            "[[phase]] 0.epoch: unknown key (known: name, epochs, train, lr, generator_lr, synthetic). Did you mean 'epochs'?",
+        ),
         ({"phase": {"epochs": 1}}, "[[phase]]: should be a list of table, not { epochs = 1 }."),
-        ({"train": {"precision": "bf61"}}, '[train] precision: should be "no" or "bf16" or "fp16", not "bf61". Did you mean \'bf16\'?'),
-        ({"train": {"device": None}}, '[train] device: should be "auto" or "cpu" or "cuda", not none.'),
-        ({"evaluate": {"metrics": ["everything.bst"]}}, "[evaluate] metrics: There is no metric 'everything.bst'. Did you mean 'everything.best'?"),
-        ({"evaluate": {"metrics": ["recall_at_0"]}}, "[evaluate] metrics: recall_at_0 looks at no neighbour; the smallest is recall_at_1."),
-        ({"evaluate": {"metrics": ["map", {"name": "core.recal_at", "k": 5}]}}, "[evaluate] metrics.1 name: There is no metric 'core.recal_at'. Did you mean 'core.recall_at'?"),
-        ({"evaluate": {"metrics": [{"name": "recal_at", "k": 5}]}}, "[evaluate] metrics.0 name: There is no metric 'recal_at'. Did you mean 'recall_at'?"),
-        ({"evaluate": {"metrics": [{"name": "core.recall_at", "kk": 5}]}}, "[evaluate] metrics.0 kk: core.recall_at has no such parameter (it has: k). Did you mean 'k'?"),
-        ({"evaluate": {"metrics": [{"name": "core.recall_at", "k": 0}]}}, "[evaluate] metrics.0 k: should be an integer (≥ 1), not 0."),
-        ({"evaluate": {"metrics": [{"name": "core.recall_at", "k": "5"}]}}, '[evaluate] metrics.0 k: should be an integer (≥ 1), not "5". Write it without quotes.'),
-        ({"evaluate": {"metrics": [{"name": "map_at_r", "k": 5}]}}, "[evaluate] metrics.0 k: core.map_at_r has no such parameter (it has: none)."),
-        ({"evaluate": {"metrics": [{"k": 5}]}}, '[evaluate] metrics.0 must name a metric: name = "PLUGIN.NAME".'),
-        ({"evaluate": {"metrics": ["map", 3]}}, "[evaluate] metrics.1: should be text or table, not 3."),
+        (
+            {"train": {"precision": "bf61"}},
+            '[train] precision: should be "no" or "bf16" or "fp16", not "bf61". Did you mean \'bf16\'?',
+        ),
+        (
+            {"train": {"device": None}},
+            '[train] device: should be "auto" or "cpu" or "cuda", not none.',
+        ),
+        (
+            {"evaluate": {"metrics": ["everything.bst"]}},
+            "[evaluate] metrics: There is no metric 'everything.bst'. Did you mean 'everything.best'?",
+        ),
+        (
+            {"evaluate": {"metrics": ["recall_at_0"]}},
+            "[evaluate] metrics: recall_at_0 looks at no neighbour; the smallest is recall_at_1.",
+        ),
+        (
+            {"evaluate": {"metrics": ["map", {"name": "core.recal_at", "k": 5}]}},
+            "[evaluate] metrics.1 name: There is no metric 'core.recal_at'. Did you mean 'core.recall_at'?",
+        ),
+        (
+            {"evaluate": {"metrics": [{"name": "recal_at", "k": 5}]}},
+            "[evaluate] metrics.0 name: There is no metric 'recal_at'. Did you mean 'recall_at'?",
+        ),
+        (
+            {"evaluate": {"metrics": [{"name": "core.recall_at", "kk": 5}]}},
+            "[evaluate] metrics.0 kk: core.recall_at has no such parameter (it has: k). Did you mean 'k'?",
+        ),
+        (
+            {"evaluate": {"metrics": [{"name": "core.recall_at", "k": 0}]}},
+            "[evaluate] metrics.0 k: should be an integer (≥ 1), not 0.",
+        ),
+        (
+            {"evaluate": {"metrics": [{"name": "core.recall_at", "k": "5"}]}},
+            '[evaluate] metrics.0 k: should be an integer (≥ 1), not "5". Write it without quotes.',
+        ),
+        (
+            {"evaluate": {"metrics": [{"name": "map_at_r", "k": 5}]}},
+            "[evaluate] metrics.0 k: core.map_at_r has no such parameter (it has: none).",
+        ),
+        (
+            {"evaluate": {"metrics": [{"k": 5}]}},
+            '[evaluate] metrics.0 must name a metric: name = "PLUGIN.NAME".',
+        ),
+        (
+            {"evaluate": {"metrics": ["map", 3]}},
+            "[evaluate] metrics.1: should be text or table, not 3.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_mistake_is_one_sentence(
     table: dict[str, Any], problems: Problems, changes: dict[str, Any], sentence: str
 ) -> None:
@@ -157,41 +240,151 @@ FIXED = {"loss": {"name": "everything.fixed"}}
 
 def several(*losses: str) -> dict[str, Any]:
     return {
-        "loss": {"name": "everything.several", "losses": [{"name": f"everything.{x}"} | ({"scale": 1} if x == "margin" else {}) for x in losses]}
-    }  # fmt: skip
+        "loss": {
+            "name": "everything.several",
+            "losses": [
+                {"name": f"everything.{x}"} | ({"scale": 1} if x == "margin" else {})
+                for x in losses
+            ],
+        }
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({**COMBINER, **FIXED}, ["[combiner] everything.cosine", "takes a `distance`, and everything.fixed takes none", "everything.margin"]),
-        ({**COMBINER, **several("margin", "fixed")}, ["[combiner] everything.cosine", "everything.several takes none"]),
-        ({**GENERATOR, **FIXED}, ["[generator] everything.middle", "everything.fixed takes no `ref_emb`", "everything.margin"]),
+        (
+            {**COMBINER, **FIXED},
+            [
+                "[combiner] everything.cosine",
+                "takes a `distance`, and everything.fixed takes none",
+                "everything.margin",
+            ],
+        ),
+        (
+            {**COMBINER, **several("margin", "fixed")},
+            ["[combiner] everything.cosine", "everything.several takes none"],
+        ),
+        (
+            {**GENERATOR, **FIXED},
+            [
+                "[generator] everything.middle",
+                "everything.fixed takes no `ref_emb`",
+                "everything.margin",
+            ],
+        ),
         ({**GENERATOR, **several("margin", "fixed")}, ["everything.several takes no `ref_emb`"]),
-        ({"miner": {"name": "everything.all_pairs"}, **FIXED}, ["[miner] everything.all_pairs", "everything.fixed has no use for them", "everything.margin"]),
-        ({**COMBINER, "loss": {"name": "everything.margin", "scale": 1, "distance": "everything.euclidean"}}, ["[loss] distance: [combiner] everything.cosine is the distance already"]),
-        ({**COMBINER, "head": {"identity": True}}, ["[head] identity: a [combiner] brings its own head"]),
-        ({**COMBINER, "head": {"hidden": [8]}}, ["[head] hidden: a [combiner] brings its own head"]),
-        ({**COMBINER, "head": {"normalize": False}}, ["[head] normalize: a [combiner] brings its own head"]),
+        (
+            {"miner": {"name": "everything.all_pairs"}, **FIXED},
+            [
+                "[miner] everything.all_pairs",
+                "everything.fixed has no use for them",
+                "everything.margin",
+            ],
+        ),
+        (
+            {
+                **COMBINER,
+                "loss": {
+                    "name": "everything.margin",
+                    "scale": 1,
+                    "distance": "everything.euclidean",
+                },
+            },
+            ["[loss] distance: [combiner] everything.cosine is the distance already"],
+        ),
+        (
+            {**COMBINER, "head": {"identity": True}},
+            ["[head] identity: a [combiner] brings its own head"],
+        ),
+        (
+            {**COMBINER, "head": {"hidden": [8]}},
+            ["[head] hidden: a [combiner] brings its own head"],
+        ),
+        (
+            {**COMBINER, "head": {"normalize": False}},
+            ["[head] normalize: a [combiner] brings its own head"],
+        ),
         ({"learner": {"name": "everything.centre"}}, ["either a [loss] or a [learner], not both"]),
         ({"loss": None}, ["either a [loss] or a [learner]; it has neither"]),
-        ({"loss": None, "learner": {"name": "everything.centre"}, "miner": {"name": "everything.all_pairs"}}, ["[miner] goes with a [loss]"]),
-        ({"loss": None, "learner": {"name": "everything.centre"}, "augmentation": {"horizontal_flip": 0.5}}, ["[augmentation]", "with a [learner]"]),
-        ({"backbone": {"name": "everything.same", "frozen": True}, "augmentation": {"horizontal_flip": 0.5}}, ["[augmentation] changes images anew in each epoch", "[backbone] frozen = true", "computed once"]),
-        ({"backbone": {"name": "everything.same", "frozen": True}, "phase": [{"train": ["backbone"]}]}, ["[[phase]] train: trains only the backbone", "frozen = true"]),
-        ({"phase": [{"train": ["generator"]}]}, ["trains only a generator, and the recipe has no [generator]"]),
-        ({"generator_optimizer": {"lr": 1}}, ["[generator_optimizer] is of no use without a [generator]"]),
-        ({**OWN, "optimizer": {"lr_factor": {"generator": 2, "head": 3}}}, ["[optimizer] lr_factor.generator", "[generator_optimizer]"]),
-        ({**GENERATOR, "generator_optimizer": {"lr_factor": {"generator": 2, "head": 3}}}, ["[generator_optimizer] lr_factor.head", "[optimizer] lr_factor"]),
-        ({**OWN, "phase": [{"train": ["generator"], "lr": 0.1}]}, ["[[phase]] train: lr is instead of [optimizer] lr", "Use generator_lr"]),
-        ({"phase": [{"generator_lr": 0.1}]}, ["[[phase]] train: generator_lr is of no use without a [generator]"]),
-        ({**OWN, "phase": [{"train": ["head"], "generator_lr": 0.1}]}, ["[[phase]] train: generator_lr", "the generator does not train", 'add "generator" to train']),
+        (
+            {
+                "loss": None,
+                "learner": {"name": "everything.centre"},
+                "miner": {"name": "everything.all_pairs"},
+            },
+            ["[miner] goes with a [loss]"],
+        ),
+        (
+            {
+                "loss": None,
+                "learner": {"name": "everything.centre"},
+                "augmentation": {"horizontal_flip": 0.5},
+            },
+            ["[augmentation]", "with a [learner]"],
+        ),
+        (
+            {
+                "backbone": {"name": "everything.same", "frozen": True},
+                "augmentation": {"horizontal_flip": 0.5},
+            },
+            [
+                "[augmentation] changes images anew in each epoch",
+                "[backbone] frozen = true",
+                "computed once",
+            ],
+        ),
+        (
+            {
+                "backbone": {"name": "everything.same", "frozen": True},
+                "phase": [{"train": ["backbone"]}],
+            },
+            ["[[phase]] train: trains only the backbone", "frozen = true"],
+        ),
+        (
+            {"phase": [{"train": ["generator"]}]},
+            ["trains only a generator, and the recipe has no [generator]"],
+        ),
+        (
+            {"generator_optimizer": {"lr": 1}},
+            ["[generator_optimizer] is of no use without a [generator]"],
+        ),
+        (
+            {**OWN, "optimizer": {"lr_factor": {"generator": 2, "head": 3}}},
+            ["[optimizer] lr_factor.generator", "[generator_optimizer]"],
+        ),
+        (
+            {**GENERATOR, "generator_optimizer": {"lr_factor": {"generator": 2, "head": 3}}},
+            ["[generator_optimizer] lr_factor.head", "[optimizer] lr_factor"],
+        ),
+        (
+            {**OWN, "phase": [{"train": ["generator"], "lr": 0.1}]},
+            ["[[phase]] train: lr is instead of [optimizer] lr", "Use generator_lr"],
+        ),
+        (
+            {"phase": [{"generator_lr": 0.1}]},
+            ["[[phase]] train: generator_lr is of no use without a [generator]"],
+        ),
+        (
+            {**OWN, "phase": [{"train": ["head"], "generator_lr": 0.1}]},
+            [
+                "[[phase]] train: generator_lr",
+                "the generator does not train",
+                'add "generator" to train',
+            ],
+        ),
         ({"train": {"real_weight": 1}}, ["[train] real_weight is of no use without a [generator]"]),
-        ({"train": {"loss_weight": 2}}, ["[train] loss_weight is of no use without a [generator] or a [combiner]"]),
+        (
+            {"train": {"loss_weight": 2}},
+            ["[train] loss_weight is of no use without a [generator] or a [combiner]"],
+        ),
         ({"train": {"coupling": "joint"}}, ["[train] coupling is of no use without a [generator]"]),
-        ({"train": {"patience": 3}, "split": {"by": "class", "validation": 0}}, ["[train] patience needs a validation part", "[split] validation above 0"]),
+        (
+            {"train": {"patience": 3}, "split": {"by": "class", "validation": 0}},
+            ["[train] patience needs a validation part", "[split] validation above 0"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_go_together(
     table: dict[str, Any], problems: Problems, changes: dict[str, Any], words: list[str]
 ) -> None:
@@ -254,9 +447,15 @@ def test_a_wrong_table_hides_nothing_of_the_others_and_invents_nothing(
     table: dict[str, Any], problems: Problems
 ) -> None:
     found = problems(
-        {**table, **COMBINER, "loss": {"name": "everything.fixed"}, "head": {"identity": True, "hidden": 3},
-         "train": {"patience": 1, "epochs": 0}, "split": {"by": "class", "validation": 0.0}}
-    )  # fmt: skip
+        {
+            **table,
+            **COMBINER,
+            "loss": {"name": "everything.fixed"},
+            "head": {"identity": True, "hidden": 3},
+            "train": {"patience": 1, "epochs": 0},
+            "split": {"by": "class", "validation": 0.0},
+        }
+    )
     assert len(found) == 5, found
     assert len(problems({**table, "loss": 3})) == 1
 

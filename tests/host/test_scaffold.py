@@ -98,8 +98,19 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
         tmp_path / "site",
         [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)],
     )
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
-           "--disable-pip-version-check", "--target", str(site)]  # fmt: skip
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--disable-pip-version-check",
+        "--target",
+        str(site),
+    ]
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     built = process("-c", BUILD, wheels, *folders[1:])  # the first is left to pip

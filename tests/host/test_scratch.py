@@ -31,7 +31,12 @@ with whole_folder(Path(sys.argv[1]), replace=False, taken=DataError("taken")) as
 
 def writer(target: Path) -> subprocess.Popen[str]:
     """Start a process that fills a folder until its standard input ends."""
-    started = subprocess.Popen([sys.executable, "-c", _WRITER, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+    started = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, target],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert started.stdout is not None and started.stdout.readline() == "filled\n"
     return started
 
@@ -81,7 +86,11 @@ def test_nothing_else_is_cleared(tmp_path: Path) -> None:
         pass
     assert names(tmp_path) == before
     assert (elsewhere / "kept").is_file()
-    assert all((tmp_path / name / "kept").is_file() for name in before if (tmp_path / name).is_dir() and name[0] == ".")  # fmt: skip
+    assert all(
+        (tmp_path / name / "kept").is_file()
+        for name in before
+        if (tmp_path / name).is_dir() and name[0] == "."
+    )
     if os.geteuid() == 0:  # another user's lock
         (tmp_path / ".a.67890123.part").mkdir()
         lock = tmp_path / ".a.67890123.part.lock"

@@ -50,19 +50,49 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["train.device=gpu"], "[train] device: should be \"auto\" or \"cpu\" or \"cuda\", not \"gpu\". Did you mean 'cuda'?"),
-        (["backbone.name=resnet50"], "core.timm and core.torchvision take a model by its name: name = \"core.torchvision\", model = \"resnet50\"."),
+        (
+            ["train.device=gpu"],
+            '[train] device: should be "auto" or "cpu" or "cuda", not "gpu". Did you mean \'cuda\'?',
+        ),
+        (
+            ["backbone.name=resnet50"],
+            'core.timm and core.torchvision take a model by its name: name = "core.torchvision", model = "resnet50".',
+        ),
         (["optimizer.weight_decay=0.1"], "It is an argument of AdamW: write options.weight_decay."),
-        (["optimizer.name=SGD", "optimizer.momentum=0.9"], "It is an argument of SGD: write options.momentum."),
-        (["schedule.name=StepLR"], "[schedule] options.step_size: is required; StepLR has no default for it."),
-        (["schedule.name=StepLR", "schedule.step_size=3"], "It is an argument of StepLR: write options.step_size."),
-        (["data.name=core.image_folder", "data.folder="], "[data] folder: is empty; name a file or folder."),
-        (["data.name=core.csv", "data.manifest="], "[data] manifest: is empty; name a file or folder."),
-        (["sampler.classes=50"], "r.toml: [sampler] classes: a batch takes 50 classes, and only 5 train."),
-        (["data.name=core.image_folder", "data.folder=gone"], "r.toml: [data] folder: gone is not a folder."),
-        (["backbone.size=2", "backbone.depth=4"], "r.toml has 1 problem:\n  - core.convnet refuses its parameters: size 2"),
+        (
+            ["optimizer.name=SGD", "optimizer.momentum=0.9"],
+            "It is an argument of SGD: write options.momentum.",
+        ),
+        (
+            ["schedule.name=StepLR"],
+            "[schedule] options.step_size: is required; StepLR has no default for it.",
+        ),
+        (
+            ["schedule.name=StepLR", "schedule.step_size=3"],
+            "It is an argument of StepLR: write options.step_size.",
+        ),
+        (
+            ["data.name=core.image_folder", "data.folder="],
+            "[data] folder: is empty; name a file or folder.",
+        ),
+        (
+            ["data.name=core.csv", "data.manifest="],
+            "[data] manifest: is empty; name a file or folder.",
+        ),
+        (
+            ["sampler.classes=50"],
+            "r.toml: [sampler] classes: a batch takes 50 classes, and only 5 train.",
+        ),
+        (
+            ["data.name=core.image_folder", "data.folder=gone"],
+            "r.toml: [data] folder: gone is not a folder.",
+        ),
+        (
+            ["backbone.size=2", "backbone.depth=4"],
+            "r.toml has 1 problem:\n  - core.convnet refuses its parameters: size 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_recipe_is_mended_by_its_sentence(
     recipe: Path, cli: Callable[..., Any], changes: list[str], words: str
 ) -> None:
@@ -131,8 +161,16 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("10MB", 10_000_000), ("10M", 10_000_000), ("1.5 gb", 1_500_000_000), ("64KiB", 65_536), ("20000000", 20_000_000), ("20_000", 20_000), ("7B", 7)],
-)  # fmt: skip
+    [
+        ("10MB", 10_000_000),
+        ("10M", 10_000_000),
+        ("1.5 gb", 1_500_000_000),
+        ("64KiB", 65_536),
+        ("20000000", 20_000_000),
+        ("20_000", 20_000),
+        ("7B", 7),
+    ],
+)
 def test_sizes(text: str, number: int) -> None:
     assert Bytes().convert(text, None, None) == number
 
@@ -165,9 +203,13 @@ def test_a_wrong_host_is_no_wrong_port() -> None:
 def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe: Path, tmp_path: Path) -> None:
     words = ["train", "r.toml", "--set", "train.epochs=1000", "--output", "a run"]
     with subprocess.Popen(
-        [sys.executable, "-m", "retrieval.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}, cwd=tmp_path,
-    ) as running:  # fmt: skip
+        [sys.executable, "-m", "retrieval.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        cwd=tmp_path,
+    ) as running:
         assert running.stdout is not None and running.stderr is not None
         assert running.stdout.readline().startswith("epoch 1:")
         running.send_signal(signal.SIGINT)

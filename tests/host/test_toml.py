@@ -76,8 +76,13 @@ def test_a_recipe_survives_writing_and_reading(
         return [without_none(v) for v in value] if isinstance(value, list) else value
 
     recipe = Tables(
-        name=name, data=data, backbone={"name": "b"}, loss=loss, optimizer={"options": options}, phase=phases  # type: ignore[arg-type]
-    )  # fmt: skip
+        name=name,
+        data=data,
+        backbone={"name": "b"},
+        loss=loss,
+        optimizer={"options": options},
+        phase=phases,  # type: ignore[arg-type]
+    )
     again = Tables(**tomllib.loads(to_toml(recipe)))
     assert again.model_dump() == {**recipe.model_dump(), "data": without_none(data)}
     assert to_toml(again) == to_toml(recipe)
@@ -104,7 +109,18 @@ def test_a_recipe_file_and_its_written_form_check_alike(
     table["augmentation"] = {"crop_scale": [0.2, 1]}
     table["phase"] = [{"name": 'a "b" \\ c\n', "train": ["head"], "epochs": 2}, {"lr": 1e-7}]
     first = tmp_path / "first.toml"
-    first.write_text(to_toml(Tables(**{**table, "phase": [Phase(**p) for p in table["phase"]], "augmentation": {"crop_scale": (0.2, 1.0)}})), encoding="utf-8")  # fmt: skip
+    first.write_text(
+        to_toml(
+            Tables(
+                **{
+                    **table,
+                    "phase": [Phase(**p) for p in table["phase"]],
+                    "augmentation": {"crop_scale": (0.2, 1.0)},
+                }
+            )
+        ),
+        encoding="utf-8",
+    )
     recipe = read_recipe(first)
     (tmp_path / "second.toml").write_text(to_toml(recipe), encoding="utf-8")
     assert read_recipe(tmp_path / "second.toml") == recipe
@@ -168,14 +184,23 @@ def test_the_last_set_of_a_key_counts() -> None:
         ("seed", "--set seed: write it as table.key=value."),
         ("=3", "--set =3: write it as table.key=value."),
         ("a..b=3", "--set a..b=3: write it as table.key=value."),
-        ("name.x=3", "--set name.x=3: name is \"run\", and no table to set a key in."),
-        ("loss.name.x=3", "--set loss.name.x=3: loss.name is \"x\", and no table to set a key in."),
-        ("phase.5.epochs=3", "--set phase.5.epochs=3: phase has 1 entry, numbered from 0; '5' is none of them."),
-        ("phase.first.epochs=3", "--set phase.first.epochs=3: phase has 1 entry, numbered from 0; 'first' is none of them."),
-        ("phase.epochs=3", "--set phase.epochs=3: phase is a list; name an entry's key by the entry's number, as in phase.0.epochs=…"),
+        ("name.x=3", '--set name.x=3: name is "run", and no table to set a key in.'),
+        ("loss.name.x=3", '--set loss.name.x=3: loss.name is "x", and no table to set a key in.'),
+        (
+            "phase.5.epochs=3",
+            "--set phase.5.epochs=3: phase has 1 entry, numbered from 0; '5' is none of them.",
+        ),
+        (
+            "phase.first.epochs=3",
+            "--set phase.first.epochs=3: phase has 1 entry, numbered from 0; 'first' is none of them.",
+        ),
+        (
+            "phase.epochs=3",
+            "--set phase.epochs=3: phase is a list; name an entry's key by the entry's number, as in phase.0.epochs=…",
+        ),
         ("phases.0.epochs=3", "--set phases.0.epochs=3: the recipe has no list 'phases'."),
     ],
-)  # fmt: skip
+)
 def test_set_that_fits_nowhere(text: str, problem: str) -> None:
     table: dict[str, Any] = {"name": "run", "loss": {"name": "x"}, "phase": [{"epochs": 1}]}
     with pytest.raises(RecipeError) as caught:

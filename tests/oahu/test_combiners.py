@@ -339,9 +339,14 @@ epochs = 1
 
 
 @pytest.mark.parametrize(
-    "part", [LEARNER.format(search="score"), DEEP.format(combiner="hedge"), DEEP.format(combiner="hedge_sum")],
+    "part",
+    [
+        LEARNER.format(search="score"),
+        DEEP.format(combiner="hedge"),
+        DEEP.format(combiner="hedge_sum"),
+    ],
     ids=["learner", "hedge", "hedge_sum"],
-)  # fmt: skip
+)
 def test_from_recipe_to_answers(part: str, cli: Callable[..., Any], tmp_path: Path) -> None:
     def run(*words: str | Path) -> str:
         outcome = cli(*words)

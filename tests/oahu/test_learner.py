@@ -195,11 +195,21 @@ def test_one_bad_triplet_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tau", 0.0), ("tau", 2.0), ("tau", float("nan")), ("beta", 0.0), ("beta", 1.0), ("smoothing", 0.0),
-        ("smoothing", 1.5), ("learning_rate", 0.0), ("depth", -1), ("hidden", 0), ("rule", "both"), ("dtype", "float16"),
+        ("tau", 0.0),
+        ("tau", 2.0),
+        ("tau", float("nan")),
+        ("beta", 0.0),
+        ("beta", 1.0),
+        ("smoothing", 0.0),
+        ("smoothing", 1.5),
+        ("learning_rate", 0.0),
+        ("depth", -1),
+        ("hidden", 0),
+        ("rule", "both"),
+        ("dtype", "float16"),
         ("search", "best"),
     ],
-)  # fmt: skip
+)
 def test_parameters_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         OAHU(**{**SMALL, name: value}).prepare(clouds()[0])

@@ -172,12 +172,20 @@ def test_opml_makes_one_pass() -> None:
 @pytest.mark.parametrize(
     ("learner", "words"),
     [
-        (LEGO(learning_rate=0.0), "learning_rate"), (LEGO(upper=0.0), "upper"), (LEGO(lower=100.0), "lower"),
-        (RDML(learning_rate=-1.0), "learning_rate"), (OASIS(aggressiveness=0.0), "aggressiveness"),
-        (OASIS(margin=float("nan")), "margin"), (OPML(gamma=0.0), "gamma"), (Warm(components=0), "components"), (Warm(memory=255), "memory"),
-        (Warm(prior=0.0), "prior"), (Warm(ridge=0.0), "ridge"), (Warm(doubt=1.0), "doubt"),
+        (LEGO(learning_rate=0.0), "learning_rate"),
+        (LEGO(upper=0.0), "upper"),
+        (LEGO(lower=100.0), "lower"),
+        (RDML(learning_rate=-1.0), "learning_rate"),
+        (OASIS(aggressiveness=0.0), "aggressiveness"),
+        (OASIS(margin=float("nan")), "margin"),
+        (OPML(gamma=0.0), "gamma"),
+        (Warm(components=0), "components"),
+        (Warm(memory=255), "memory"),
+        (Warm(prior=0.0), "prior"),
+        (Warm(ridge=0.0), "ridge"),
+        (Warm(doubt=1.0), "doubt"),
     ],
-)  # fmt: skip
+)
 def test_parameters_out_of_range_are_refused_by_name(learner: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         learner.prepare(clouds()[0])

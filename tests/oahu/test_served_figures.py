@@ -67,8 +67,10 @@ def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path)
         tmp_path / "d.npz", features=digits.data[:300] / 16, labels=digits.target[:300].astype(str)
     )
     (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "d.npz"))
-    for words in (("train", tmp_path / "recipe.toml", "--output", tmp_path / "run"),
-                  ("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")):  # fmt: skip
+    for words in (
+        ("train", tmp_path / "recipe.toml", "--output", tmp_path / "run"),
+        ("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript"),
+    ):
         assert cli(*words).code == 0
     run = load_run(tmp_path / "run")
     metrics = ["recall_at_1", "recall_at_10"]

@@ -237,9 +237,12 @@ def test_judges_by_the_distances_of_its_codes() -> None:
 
 def memory(places: int) -> Memory:
     return Memory(
-        np.zeros((places, 2)), np.zeros((places, 2), np.uint64), np.arange(places), np.zeros((places, places), bool),
+        np.zeros((places, 2)),
+        np.zeros((places, 2), np.uint64),
+        np.arange(places),
+        np.zeros((places, places), bool),
         np.zeros(places, np.int64),
-    )  # fmt: skip
+    )
 
 
 def test_the_memory_knows_what_follows_and_forgets_what_lies_longest() -> None:

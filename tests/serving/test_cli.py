@@ -196,9 +196,13 @@ def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle
     ]
     words += ["--backend", "hnsw"]
     with subprocess.Popen(
-        [sys.executable, "-c", HANGING, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
-    ) as running:  # fmt: skip
+        [sys.executable, "-c", HANGING, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+    ) as running:
         assert running.stdout.readline() == "encoding\n"
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 130

@@ -47,8 +47,12 @@ def folder(photos: Path, tmp_path: Path) -> Path:
 def push(server, folder, *options, **settings):
     return subprocess.run(
         [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url, *options],
-        capture_output=True, text=True, timeout=60, cwd=folder.parent, **settings,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder.parent,
+        **settings,
+    )
 
 
 def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path):
@@ -225,8 +229,11 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder)
     command = [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url]
     pushing = subprocess.Popen(
         [*command, "--batch", "1", "--connections", "1"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder.parent,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder.parent,
+    )
     with Client(server.url) as client:
         while client.index().items < 2:
             assert pushing.poll() is None, pushing.communicate()

@@ -67,10 +67,27 @@ def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNam
     certificates = tmp_path / "certificates"
     certificates.mkdir()
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", certificates / "privkey.pem", "-out", certificates / "fullchain.pem"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-subj",
+            "/CN=localhost",
+            "-days",
+            "2",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-keyout",
+            certificates / "privkey.pem",
+            "-out",
+            certificates / "fullchain.pem",
+        ],
+        check=True,
+        capture_output=True,
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")

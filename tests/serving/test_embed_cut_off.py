@@ -104,9 +104,15 @@ def test_a_node_that_is_cut_off_costs_no_item(spaces, start, photos, bundle_path
     temporary = Path("/tmp") / f"r{os.getpid()}"  # sockets have short names
     common = "--disable-usage-stats"
     start(
-        head, "--head", "--port=6379", "--node-ip-address=10.77.0.1", "--include-dashboard=false", common,
-        f"--temp-dir={temporary}", f"--system-config={_HEALTH}",
-    )  # fmt: skip
+        head,
+        "--head",
+        "--port=6379",
+        "--node-ip-address=10.77.0.1",
+        "--include-dashboard=false",
+        common,
+        f"--temp-dir={temporary}",
+        f"--system-config={_HEALTH}",
+    )
     try:
         seen = SimpleNamespace(end=time.monotonic() + 120)
         ask = [

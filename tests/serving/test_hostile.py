@@ -65,8 +65,13 @@ def test_a_manifest_that_lies(change, says, bundle, makers):
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 5000, '{"a": ' * 65 + "1" + "}" * 65, '["\\"[", ' + "[" * 64 + "]" * 64 + "]", '"' + '\\"[' * 200_000 + "\\" ],
-)  # fmt: skip
+    [
+        "[" * 5000,
+        '{"a": ' * 65 + "1" + "}" * 65,
+        '["\\"[", ' + "[" * 64 + "]" * 64 + "]",
+        '"' + '\\"[' * 200_000 + "\\",
+    ],
+)
 def test_depth_is_bounded_whatever_python_s_own_limit_is(text):
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(before + 100_000)  # as some libraries do

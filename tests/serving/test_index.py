@@ -322,8 +322,13 @@ def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path, 
 
     def build():
         return create_index(
-            tmp_path / "i", bundle_path, [photos], backend="mine.brute", plugins=[str(plugin)], progress=False
-        )  # fmt: skip
+            tmp_path / "i",
+            bundle_path,
+            [photos],
+            backend="mine.brute",
+            plugins=[str(plugin)],
+            progress=False,
+        )
 
     named = rf"he index back end mine\.brute, asked to {method}, failed: KeyError: 'no such key' \(.*mine\.py, line {line}\)\."
     if method == "load":  # searched exactly, and the log says why

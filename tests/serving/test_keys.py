@@ -59,7 +59,19 @@ def test_what_is_kept_says_nothing_of_the_secret():
 def test_the_command_makes_lists_and_removes(cli, tmp_path):
     path = tmp_path / "keys.jsonl"
     made = cli("keys", "add", "shop", "--output", path)
-    limited = cli("keys", "add", "importer", "--role", "write", "--index", "photos", "--index", "shoes", "-o", path)  # fmt: skip
+    limited = cli(
+        "keys",
+        "add",
+        "importer",
+        "--role",
+        "write",
+        "--index",
+        "photos",
+        "--index",
+        "shoes",
+        "-o",
+        path,
+    )
     assert (made.code, limited.code) == (0, 0), limited.err
     sent = made.out.strip()
     assert "\n" not in sent and sent not in path.read_text() and sent not in made.err
@@ -126,8 +138,17 @@ def test_every_fault_of_a_file_is_told_without_what_is_there():
     with pytest.raises(RetrievalError) as caught:
         parse_keys("\n".join(lines).encode(), "keys.jsonl")
     text = str(caught.value)
-    for says in ("line 4 has the name shop of line 3 again", "line 5 is not", "line 6: role", "line 7: hash",
-                 "line 8: created", "line 9: expires", "line 10", "line 11", "line 12"):  # fmt: skip
+    for says in (
+        "line 4 has the name shop of line 3 again",
+        "line 5 is not",
+        "line 6: role",
+        "line 7: hash",
+        "line 8: created",
+        "line 9: expires",
+        "line 10",
+        "line 11",
+        "line 12",
+    ):
         assert says in text, (says, text)
     assert sent not in text and "rk_secret" not in text and good["hash"] not in text
 

@@ -61,7 +61,12 @@ def test_an_image_by_any_id(makers, bundle_path, served, tmp_path):
     server = served(tmp_path / "i", "--images", str(tmp_path / "photos"))
     with Index.open(tmp_path / "i", threads=1) as index:
         vectors = np.eye(len(IDS), WIDTH, dtype=np.float32)
-        index.upsert([Item(id, path=path, arrays={"vector": vector}) for id, path, vector in zip(IDS, paths, vectors, strict=True)])  # fmt: skip
+        index.upsert(
+            [
+                Item(id, path=path, arrays={"vector": vector})
+                for id, path, vector in zip(IDS, paths, vectors, strict=True)
+            ]
+        )
         hits = {hit["id"]: hit for hit in found(server, k=20)}
         assert set(hits) == set(IDS)
         for id, path in zip(IDS, paths, strict=True):
@@ -176,7 +181,9 @@ def test_filters(living, photos, served):
     image = next(photos.rglob("*.png")).read_bytes()
 
     def form(where):
-        return server.client.post("/v1/search", files={"image": ("q", image)}, data={"filter": where, "k": "300"})  # fmt: skip
+        return server.client.post(
+            "/v1/search", files={"image": ("q", image)}, data={"filter": where, "k": "300"}
+        )
 
     wanted = sum(1 for path in photos.rglob("*.png") if path.parent.name in "37")
     for answer in (
@@ -372,12 +379,19 @@ def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
     vectors[30:] = vectors[:30]
     create_index(tmp_path / "i", bundle_path, progress=False)
     with Index.open(tmp_path / "i", threads=1) as index:
-        index.upsert([Item(f"{n * 7 % 60}", metadata={"n": n, "of": [n]}, arrays={"vector": v}) for n, v in enumerate(vectors)])  # fmt: skip
+        index.upsert(
+            [
+                Item(f"{n * 7 % 60}", metadata={"n": n, "of": [n]}, arrays={"vector": v})
+                for n, v in enumerate(vectors)
+            ]
+        )
         asked = vectors[::4] + random.integers(0, 2, (15, WIDTH)).astype(np.float32) / 3
         for where, k in ((None, 7), ("n < 11", 5), ("n < 3", 10), ("n < 0", 4), (None, 100)):
             together = index.search(asked, k, where=where)
             assert together == [index.search(one, k, where=where) for one in asked]
-            assert {len(hits) for hits in together} == {min(k, {None: 60, "n < 11": 11, "n < 3": 3, "n < 0": 0}[where])}  # fmt: skip
+            assert {len(hits) for hits in together} == {
+                min(k, {None: 60, "n < 11": 11, "n < 3": 3, "n < 0": 0}[where])
+            }
         together[0][0].metadata["of"].append("mine")
         assert all(
             "mine" not in hit.metadata["of"] for hits in index.search(asked, 100) for hit in hits

@@ -46,7 +46,13 @@ class Client(threading.Thread):
 
     def __init__(self, url, content, expected, always, stop):
         super().__init__()
-        self._url, self._content, self._expected, self._always, self._stop_ = url, content, expected, always, stop  # fmt: skip
+        self._url, self._content, self._expected, self._always, self._stop_ = (
+            url,
+            content,
+            expected,
+            always,
+            stop,
+        )
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
 
@@ -105,7 +111,9 @@ def test_no_request_fails_and_no_answer_is_of_two_bundles(makers, served, tmp_pa
         distances = np.linalg.norm(vectors - vectors[paths.index(query)], axis=1)
         expected[bundle.sha256] = dict(zip((keys[path] for path in paths), distances, strict=True))
         # added from its own folder, an item is called otherwise
-        expected[bundle.sha256] |= {path.name: expected[bundle.sha256][keys[path]] for path in paths if path.parent == extra}  # fmt: skip
+        expected[bundle.sha256] |= {
+            path.name: expected[bundle.sha256][keys[path]] for path in paths if path.parent == extra
+        }
     server = served(tmp_path / "i", "--workers", "2", "--images", str(tmp_path / "photos"))
     stop = threading.Event()
     content, always = query.read_bytes(), {keys[path] for path in kept}

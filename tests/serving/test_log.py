@@ -77,9 +77,20 @@ def test_as_text(served, index_path):
 
 @pytest.mark.parametrize(
     "given",
-    ["", "x", PARENT.upper(), PARENT[:-1], PARENT + "-more", PARENT.replace("00-", "ff-", 1), f"00-{'0' * 32}-00f067aa0ba902b7-01",
-     f"00-{TRACE}-{'0' * 16}-01", PARENT.replace("4", "g"), "٠" * 55, PARENT + "\n"],
-)  # fmt: skip
+    [
+        "",
+        "x",
+        PARENT.upper(),
+        PARENT[:-1],
+        PARENT + "-more",
+        PARENT.replace("00-", "ff-", 1),
+        f"00-{'0' * 32}-00f067aa0ba902b7-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        PARENT.replace("4", "g"),
+        "٠" * 55,
+        PARENT + "\n",
+    ],
+)
 def test_a_parent_that_is_none_is_not_taken(given):
     assert trace_id([(b"traceparent", given.encode("utf-8"))]) == ""
 

@@ -47,23 +47,68 @@ def request(
 def attacks(url: str, folder: Path, image: bytes):
     """Every place of a request that could be taken for a path or an address."""
     paths = [
-        f"../../../../{folder}/{MARK}", f"{folder}/{MARK}", f"..\\..\\{MARK}", f"....//....//{MARK}", f"{MARK}\0.png", f"~/{MARK}", f"\\\\host\\{MARK}",
-        f"file://{folder}/{MARK}", f"{url}/{MARK}", url.replace("http", "ftp") + f"/{MARK}", url.replace("http:", "") + f"/{MARK}", f"s3://{MARK}/x", f"memory://{MARK}",
-        f"/proc/self/cwd/{MARK}", f"{MARK}; touch {folder}/{MARK}", f"$(touch {folder}/{MARK})", f"data:image/png;base64,{MARK}",
-    ]  # fmt: skip
+        f"../../../../{folder}/{MARK}",
+        f"{folder}/{MARK}",
+        f"..\\..\\{MARK}",
+        f"....//....//{MARK}",
+        f"{MARK}\0.png",
+        f"~/{MARK}",
+        f"\\\\host\\{MARK}",
+        f"file://{folder}/{MARK}",
+        f"{url}/{MARK}",
+        url.replace("http", "ftp") + f"/{MARK}",
+        url.replace("http:", "") + f"/{MARK}",
+        f"s3://{MARK}/x",
+        f"memory://{MARK}",
+        f"/proc/self/cwd/{MARK}",
+        f"{MARK}; touch {folder}/{MARK}",
+        f"$(touch {folder}/{MARK})",
+        f"data:image/png;base64,{MARK}",
+    ]
     for text in paths:
         quoted = quote(text, safe="")
-        for path in (f"/{text}", f"/{quoted}", f"/page.js/../{text}", f"/v1/items/{quoted}", f"/v1/items/{quoted}/image", f"/v1/items/{quoted}/thumbnail",
-                     f"/v1/item?id={quoted}", f"/v1/item/image?id={quoted}", f"/v1/indexes/{quoted}/index", f"/v1/items?filter={quoted}", f"/v1/items?cursor={quoted}"):  # fmt: skip
+        for path in (
+            f"/{text}",
+            f"/{quoted}",
+            f"/page.js/../{text}",
+            f"/v1/items/{quoted}",
+            f"/v1/items/{quoted}/image",
+            f"/v1/items/{quoted}/thumbnail",
+            f"/v1/item?id={quoted}",
+            f"/v1/item/image?id={quoted}",
+            f"/v1/indexes/{quoted}/index",
+            f"/v1/items?filter={quoted}",
+            f"/v1/items?cursor={quoted}",
+        ):
             if path.isascii() and path.isprintable() and " " not in path:
                 yield request("GET", path)
         for path, content in (
-            ("/v1/search", {"image": text}), ("/v1/search", {"url": text}), ("/v1/search", {"vector": text}), ("/v1/search", {"id": text}), ("/v1/search", {"id": text, "filter": text}),
-            ("/v1/search", {"vector": [0.25] * 16, "fields": [text], "filter": {"id": text}}), ("/v1/search/batch", {"queries": [{"id": text}, {"image": text}]}),
-            ("/v1/items", {"items": [{"id": text, "image": text}]}), ("/v1/items", {"items": [{"id": text, "path": text, "vector": [0.25] * 16}]}),
-            ("/v1/items", {"items": [{"id": f"v {text}", "label": text, "metadata": {"path": text, "image": text, "url": text}, "vector": [0.25] * 16}]}),
-            ("/v1/delete", {"ids": [text]}), ("/v1/delete", {"filter": {"metadata": text}}), ("/v1/snapshots", {"path": text, "name": text, "folder": text}),
-        ):  # fmt: skip
+            ("/v1/search", {"image": text}),
+            ("/v1/search", {"url": text}),
+            ("/v1/search", {"vector": text}),
+            ("/v1/search", {"id": text}),
+            ("/v1/search", {"id": text, "filter": text}),
+            ("/v1/search", {"vector": [0.25] * 16, "fields": [text], "filter": {"id": text}}),
+            ("/v1/search/batch", {"queries": [{"id": text}, {"image": text}]}),
+            ("/v1/items", {"items": [{"id": text, "image": text}]}),
+            ("/v1/items", {"items": [{"id": text, "path": text, "vector": [0.25] * 16}]}),
+            (
+                "/v1/items",
+                {
+                    "items": [
+                        {
+                            "id": f"v {text}",
+                            "label": text,
+                            "metadata": {"path": text, "image": text, "url": text},
+                            "vector": [0.25] * 16,
+                        }
+                    ]
+                },
+            ),
+            ("/v1/delete", {"ids": [text]}),
+            ("/v1/delete", {"filter": {"metadata": text}}),
+            ("/v1/snapshots", {"path": text, "name": text, "folder": text}),
+        ):
             yield request("POST", path, json.dumps(content).encode())
         yield request(
             "PUT",
@@ -76,14 +121,29 @@ def attacks(url: str, folder: Path, image: bytes):
             named = text.replace("\\", "\\\\").replace('"', "'")
             yield request("PUT", f"/v1/items/{quoted}", wire.form(image, filename=named), wire.FORM)
             yield request("POST", "/v1/search", wire.form(image, filename=named), wire.FORM)
-            yield request("GET", "/v1/index", b"", "text/plain", f"X-Original-URL: {text}", f"X-Rewrite-URL: {text}",
-                          f"X-Forwarded-Host: {MARK}", f"Referer: {text}", f"Forwarded: for={MARK}", f"Authorization: Bearer {text}", f"Idempotency-Key: {text}")  # fmt: skip
+            yield request(
+                "GET",
+                "/v1/index",
+                b"",
+                "text/plain",
+                f"X-Original-URL: {text}",
+                f"X-Rewrite-URL: {text}",
+                f"X-Forwarded-Host: {MARK}",
+                f"Referer: {text}",
+                f"Forwarded: for={MARK}",
+                f"Authorization: Bearer {text}",
+                f"Idempotency-Key: {text}",
+            )
         yield request("POST", "/v1/search", wire.form(text.encode(), filename=None), wire.FORM)
         yield request("POST", "/v1/search", wire.form(text.encode()), wire.FORM)
     for text in (
-        f'<svg xmlns="http://www.w3.org/2000/svg"><image href="{url}/{MARK}"/></svg>', f"#EXTM3U\n{url}/{MARK}\n", f'push graphic-context\nfill "url({url}/{MARK})"\n',
-        f'<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b SYSTEM "{url}/{MARK}">]><a>&b;</a>', f"%!PS\n({folder}/{MARK}) (w) file\n", f"P6 @{folder}/{MARK}",
-    ):  # fmt: skip
+        f'<svg xmlns="http://www.w3.org/2000/svg"><image href="{url}/{MARK}"/></svg>',
+        f"#EXTM3U\n{url}/{MARK}\n",
+        f'push graphic-context\nfill "url({url}/{MARK})"\n',
+        f'<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b SYSTEM "{url}/{MARK}">]><a>&b;</a>',
+        f"%!PS\n({folder}/{MARK}) (w) file\n",
+        f"P6 @{folder}/{MARK}",
+    ):
         yield request("POST", "/v1/search", wire.form(text.encode()), wire.FORM)
         yield request("PUT", "/v1/items/x", wire.form(text.encode()), wire.FORM)
     for text in (

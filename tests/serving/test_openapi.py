@@ -184,7 +184,14 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 
                 @given(case=operation.as_strategy(generation_mode=mode))
-                @settings(max_examples=3, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate])  # fmt: skip
+                @settings(
+                    max_examples=3,
+                    deadline=None,
+                    database=None,
+                    derandomize=True,
+                    suppress_health_check=list(HealthCheck),
+                    phases=[Phase.generate],
+                )
                 def test(case):
                     nonlocal asked
                     asked += 1

@@ -37,8 +37,12 @@ def two_processes(folder: Path, *options: str) -> Iterator[SimpleNamespace]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "retrieval.cli", *words, "--log-format", "json"],
-            stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     try:
         line = process.stdout.readline()
         assert line.startswith("Serving 200 items"), line + (folder / "log").read_text()

@@ -115,7 +115,9 @@ def test_images_are_encoded_to_the_vectors_of_one_at_a_time(index, photos):
     np.testing.assert_allclose(vectors, one_by_one, atol=1e-6)
     assert told == [("encoding", done, 70) for done in (16, 32, 48, 64, 70)]
     assert index.bundle.encode_images([], progress=False).shape == (0, 16)
-    np.testing.assert_allclose(index.bundle.encode_images(str(paths[0]), progress=False), one_by_one[:1], atol=1e-6)  # fmt: skip
+    np.testing.assert_allclose(
+        index.bundle.encode_images(str(paths[0]), progress=False), one_by_one[:1], atol=1e-6
+    )
 
 
 def test_progress_is_shown_or_not(index, paths, capsys, monkeypatch):

@@ -37,7 +37,9 @@ def test_a_folder_that_is_removed_ends_readiness(living, served):
     assert str(living) not in wire.not_ready(server)
 
 
-def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, living, bundle_path, photos, served, tmp_path):  # fmt: skip
+def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(
+    makers, living, bundle_path, photos, served, tmp_path
+):
     """Also one with another bundle, and back again, under searches and after a write."""
     other = makers.make_bundle(tmp_path / "other", seed=7)
     server = served(living, "--open", "admin", "--workers", "2")

@@ -25,28 +25,70 @@ def test_ambiguous_framing_is_refused(port):
     line, host, end = b"POST /v1/search HTTP/1.1\r\n", b"Host: localhost\r\n", b"\r\n"
     kind, body = b"Content-Type: application/json\r\n", b'{"vector": [1]}'
     for name, request, status in (
-        ("both lengths", line + host + kind + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-        ("both, in the other order", line + host + kind + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", 400),
+        (
+            "both lengths",
+            line
+            + host
+            + kind
+            + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (
+            "both, in the other order",
+            line
+            + host
+            + kind
+            + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+            400,
+        ),
         ("a list of lengths", line + host + kind + b"Content-Length: 0, 0\r\n\r\n", 400),
-        ("two lengths", line + host + kind + b"Content-Length: 15\r\nContent-Length: 15\r\n\r\n" + body, 400),
+        (
+            "two lengths",
+            line + host + kind + b"Content-Length: 15\r\nContent-Length: 15\r\n\r\n" + body,
+            400,
+        ),
         ("a signed length", line + host + kind + b"Content-Length: +15\r\n\r\n" + body, 400),
-        ("twice chunked", line + host + kind + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", 400),
-        ("another encoding", line + host + kind + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
+        (
+            "twice chunked",
+            line + host + kind + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (
+            "another encoding",
+            line + host + kind + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
         ("a bare line feed", b"GET /livez HTTP/1.1\nHost: localhost\n\n", 400),
-        ("a bare line feed in a header", b"GET /livez HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n", 400),
+        (
+            "a bare line feed in a header",
+            b"GET /livez HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
+            400,
+        ),
         ("a folded header", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n", 400),
         ("space before the colon", b"GET /livez HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
         ("a null in a header", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n", 400),
         ("no host", b"GET /livez HTTP/1.1\r\n\r\n", 400),
         ("two hosts", b"GET /livez HTTP/1.1\r\n" + host + host + end, 400),
         ("a bad chunk", line + host + kind + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
-        ("a chunk without its length", line + host + kind + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc", 400),
+        (
+            "a chunk without its length",
+            line + host + kind + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc",
+            400,
+        ),
         ("many headers", b"GET /livez HTTP/1.1\r\n" + host + b"X: y\r\n" * 100 + end, 431),
-        ("a large header", b"GET /livez HTTP/1.1\r\n" + host + b"X: " + b"y" * 40_000 + b"\r\n\r\n", 431),
-        ("a header without an end", b"GET /livez HTTP/1.1\r\n" + host + b"X: " + b"y" * 400_000, 431),
+        (
+            "a large header",
+            b"GET /livez HTTP/1.1\r\n" + host + b"X: " + b"y" * 40_000 + b"\r\n\r\n",
+            431,
+        ),
+        (
+            "a header without an end",
+            b"GET /livez HTTP/1.1\r\n" + host + b"X: " + b"y" * 400_000,
+            431,
+        ),
         ("a long address", b"GET /" + b"y" * 40_000 + b" HTTP/1.1\r\n" + host + end, 431),
         ("no HTTP at all", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), 400),
-    ):  # fmt: skip
+    ):
         answer = wire.ask(port, request)
         assert answer.status == status, (name, answer)
         assert answer.error.endswith("."), name
@@ -147,8 +189,17 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
                 f"/v1/items/{number}/image".replace(" ", "%20"),
             ),
         ).status in (400, 404), number
-    for body in (b'{"vector": [1e999]}', b'{"vector": [' + b"9" * 5000 + b"]}", b'{"vector": [1], "k": ' + b"9" * 5000 + b"}",
-                 b'{"k": 1, "k": 2, "vector": [1]}', b'{"vector": ' + b"[" * 60_000, b'"\\ud800"', b"\xff\xfe{}", b"\x00", b"nul"):  # fmt: skip
+    for body in (
+        b'{"vector": [1e999]}',
+        b'{"vector": [' + b"9" * 5000 + b"]}",
+        b'{"vector": [1], "k": ' + b"9" * 5000 + b"}",
+        b'{"k": 1, "k": 2, "vector": [1]}',
+        b'{"vector": ' + b"[" * 60_000,
+        b'"\\ud800"',
+        b"\xff\xfe{}",
+        b"\x00",
+        b"nul",
+    ):
         answer = wire.ask(port, wire.post(body))
         assert answer.status in (400, 422), (body[:50], answer)
     for name, body in (

@@ -41,8 +41,12 @@ def test_a_search_calls_nobody_and_leaves_the_home_folder_alone(
     traced = [STRACE, "-f", "-qq", "-e", "trace=network", "-o", str(trace)] if STRACE else []
     subprocess.run(
         [*traced, sys.executable, *line, index_path, query],
-        cwd=tmp_path, env=environment(home), check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(home),
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert not list(home.rglob("*"))
     if traced:
         assert "AF_INET" not in trace.read_text(encoding="utf-8", errors="replace")
@@ -81,7 +85,12 @@ def test_every_module_turns_it_off_unless_the_user_has_said_otherwise(
     code = f"import sys, os, {module}; print('onnxruntime' in sys.modules, os.environ['ORT_DISABLE_TELEMETRY'])"
     more = {} if said is None else {"ORT_DISABLE_TELEMETRY": said}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path, **more), check=True,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(tmp_path, **more),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout.split() == ["False", stays]

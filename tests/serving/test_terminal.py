@@ -70,8 +70,17 @@ def test_other_commands_and_mistyped_ones(
     Path(f"{EVIL}.toml").write_text(
         f'[loss]\nname = {json.dumps(EVIL + ".x")}\n"{json.dumps(EVIL)[1:-1]}" = 1\n'
     )
-    calls = [["check", f"{EVIL}.toml"], ["train", f"{EVIL}.toml"], ["evaluate", EVIL], ["export", EVIL], ["serve", EVIL],
-             [EVIL], ["evaluate", "x", f"--{EVIL}"], ["evaluate", "x", "--split", EVIL], ["check", f"{EVIL}.toml", "--set", EVIL]]  # fmt: skip
+    calls = [
+        ["check", f"{EVIL}.toml"],
+        ["train", f"{EVIL}.toml"],
+        ["evaluate", EVIL],
+        ["export", EVIL],
+        ["serve", EVIL],
+        [EVIL],
+        ["evaluate", "x", f"--{EVIL}"],
+        ["evaluate", "x", "--split", EVIL],
+        ["check", f"{EVIL}.toml", "--set", EVIL],
+    ]
     for call in calls:
         outcome = cli(*call)
         assert outcome.code == 2 and "owned\\x07\\x9b31m\\u202e" in harmless(outcome), (

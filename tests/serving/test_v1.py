@@ -97,8 +97,11 @@ def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(served, living,
         "/v1/search", files={"image": image}, data={"k": "5", "filter": "label = '0'"}
     )
     raw = server.client.post(
-        "/v1/search", params={"k": "5", "filter": '{"label": "0"}'}, content=image, headers={"Content-Type": "image/png"}
-    )  # fmt: skip
+        "/v1/search",
+        params={"k": "5", "filter": '{"label": "0"}'},
+        content=image,
+        headers={"Content-Type": "image/png"},
+    )
     vector = server.client.get(path_of(key), params={"vector": "true"}).json()["vector"]
     numbers = server.client.post(
         "/v1/search", json={"vector": vector, "k": 5, "filter": {"label": "0"}}
@@ -178,14 +181,40 @@ def test_a_batch_answers_as_its_searches_do(served, living, photos):
         assert [hit["id"] for hit in one["results"]] == [hit["id"] for hit in single]
     for answer, status, says in (
         (server.client.post("/v1/search/batch", files=images * 13), 400, "100 at most"),
-        (server.client.post("/v1/search/batch", json={"queries": mixed * 34}), 400, "102 queries; 100 are the most"),
+        (
+            server.client.post("/v1/search/batch", json={"queries": mixed * 34}),
+            400,
+            "102 queries; 100 are the most",
+        ),
         (server.client.post("/v1/search/batch", json={"queries": []}), 400, '"queries" must be'),
         (server.client.post("/v1/search/batch", json={"queries": [{}]}), 400, "A query must be"),
-        (server.client.post("/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [True]}]}), 400, 'entry 1: "vector" must be a list'),
-        (server.client.post("/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [1, 2]}]}), 422, "same number"),
-        (server.client.post("/v1/search/batch", json={"queries": [{"id": key}, {"id": "no"}]}), 404, "Query 2"),
-        (server.client.post("/v1/search/batch", files=[images[0], ("image", ("x", b"no image"))]), 422, "Image 2"),
-    ):  # fmt: skip
+        (
+            server.client.post(
+                "/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [True]}]}
+            ),
+            400,
+            'entry 1: "vector" must be a list',
+        ),
+        (
+            server.client.post(
+                "/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [1, 2]}]}
+            ),
+            422,
+            "same number",
+        ),
+        (
+            server.client.post("/v1/search/batch", json={"queries": [{"id": key}, {"id": "no"}]}),
+            404,
+            "Query 2",
+        ),
+        (
+            server.client.post(
+                "/v1/search/batch", files=[images[0], ("image", ("x", b"no image"))]
+            ),
+            422,
+            "Image 2",
+        ),
+    ):
         wire.refused(answer, status, says)
 
 
@@ -225,15 +254,38 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
         (add(fresh[:3], images[:4]), 400, "each of the 4 images"),
         (add([fresh[0]] * 2, images[:2]), 400, "an id twice"),
         (add(fresh, []), 415, "multipart/form-data"),
-        (server.client.post("/v1/items", files={"items": (None, "[]")}), 400, 'a file in its field "image"'),
+        (
+            server.client.post("/v1/items", files={"items": (None, "[]")}),
+            400,
+            'a file in its field "image"',
+        ),
         (add([{"id": "x", "vector": [1.0] * WIDTH}], images[:1]), 400, "without vectors"),
         (add([{"id": ""}], images[:1]), 400, '"id" must be text'),
         (add([{"id": "x\0"}], images[:1]), 400, "NUL"),
-        (server.client.post("/v1/items", json={"items": [{"id": f"w{n}"} for n in range(101)]}), 400, "100 are the most"),
-        (server.client.post("/v1/items", json={"items": [{"id": "nobody", "label": "x"}]}), 422, "no item 'nobody'"),
-        (server.client.post("/v1/items", json={"items": [{"id": "x", "vector": [1.0]}]}), 422, "has 16 numbers, not 1"),
-        (server.client.post("/v1/items", json={"items": [vectors[0] | {"id": "x"}, {"id": "y", "vector": [1e300] * WIDTH}]}), 422, "beyond float32"),
-    ):  # fmt: skip
+        (
+            server.client.post("/v1/items", json={"items": [{"id": f"w{n}"} for n in range(101)]}),
+            400,
+            "100 are the most",
+        ),
+        (
+            server.client.post("/v1/items", json={"items": [{"id": "nobody", "label": "x"}]}),
+            422,
+            "no item 'nobody'",
+        ),
+        (
+            server.client.post("/v1/items", json={"items": [{"id": "x", "vector": [1.0]}]}),
+            422,
+            "has 16 numbers, not 1",
+        ),
+        (
+            server.client.post(
+                "/v1/items",
+                json={"items": [vectors[0] | {"id": "x"}, {"id": "y", "vector": [1e300] * WIDTH}]},
+            ),
+            422,
+            "beyond float32",
+        ),
+    ):
         wire.refused(answer, status, says)
     assert server.client.get("/v1/index").json()["items"] == 15  # nothing of what was refused
 
@@ -303,8 +355,14 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(served, living):
     forged = base64.urlsafe_b64encode(b'["' + b"[" * 5000 + b'", ""]').decode()
     for said, status, says in (
         ({"cursor": cursor, "filter": "label = '7'"}, 400, "cursor"),
-        *(({"cursor": bad}, 400, "cursor") for bad in ("", "x", "é", "a" * 9000, forged, "W10=", "e30=", cursor[:-8])),
-        *(({"limit": bad}, 400, "1 to 1000") for bad in ("0", "1001", "-1", "x", "9" * 20, "1.5", "²")),
+        *(
+            ({"cursor": bad}, 400, "cursor")
+            for bad in ("", "x", "é", "a" * 9000, forged, "W10=", "e30=", cursor[:-8])
+        ),
+        *(
+            ({"limit": bad}, 400, "1 to 1000")
+            for bad in ("0", "1001", "-1", "x", "9" * 20, "1.5", "²")
+        ),
         ({"filter": "label ="}, 400, "filter"),
         ({"filter": "lable = '7'"}, 422, "No item of this index has a field 'lable'"),
         ({"filter": "{"}, 400, "not JSON"),
@@ -312,7 +370,7 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(served, living):
         ({"fields": ",".join(map(str, range(101)))}, 400, "100 names"),
         ({"fields": "[1]"}, 400, "100 names"),
         ({"offset": "3"}, 400, "no parameter 'offset'"),
-    ):  # fmt: skip
+    ):
         wire.refused(server.client.get("/v1/items", params=said), status, says)
     wire.refused(server.client.get("/v1/items?limit=1&limit=2"), 400, "twice")
 
@@ -427,10 +485,15 @@ def test_other_bodies_are_refused(served, empty):
         ("PUT", "/v1/items/%ff%fe", "{}", 400),
         ("PUT", "/v1/item", "{}", 400),
         ("PUT", "/v1/item?id=", "{}", 400),
-        ("PUT", "/v1/items/x", json.dumps({"vector": [1.0] * WIDTH, "metadata": {"a": "x" * 1_100_000}}), 422),
+        (
+            "PUT",
+            "/v1/items/x",
+            json.dumps({"vector": [1.0] * WIDTH, "metadata": {"a": "x" * 1_100_000}}),
+            422,
+        ),
         ("POST", "/v1/delete", "null", 400),
         ("POST", "/v1/delete", '{"filter": ' + '{"not":' * 60 + "1" + "}" * 61, 400),
-    ):  # fmt: skip
+    ):
         head = {"Content-Type": "application/json"}
         answer = server.client.request(method, path, content=body, headers=head)
         assert answer.status_code == status, (path[:40], body[:60], answer.text[:300])

@@ -59,9 +59,16 @@ def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
         path = f"car_ims/{number + 1:06d}.jpg"
         picture(root / path, number)
         rows.append(
-            {"relative_im_path": path, "bbox_x1": 3, "bbox_y1": 2, "bbox_x2": 13, "bbox_y2": 9, "class": c,
-             "test": number % 2}
-        )  # fmt: skip
+            {
+                "relative_im_path": path,
+                "bbox_x1": 3,
+                "bbox_y1": 2,
+                "bbox_x2": 13,
+                "bbox_y2": 9,
+                "class": c,
+                "test": number % 2,
+            }
+        )
     savemat(root / "cars_annos.mat", annotations(rows), do_compression=True)
     return root
 
@@ -78,8 +85,15 @@ def cars_divided(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Pat
                 root / f"cars_{side}" / f"{number + 1:05d}.jpg", number + 100 * (side == "test")
             )
             rows.append(
-                {"bbox_x1": 3, "bbox_y1": 2, "bbox_x2": 13, "bbox_y2": 9, "class": c, "fname": f"{number + 1:05d}.jpg"}
-            )  # fmt: skip
+                {
+                    "bbox_x1": 3,
+                    "bbox_y1": 2,
+                    "bbox_x2": 13,
+                    "bbox_y2": 9,
+                    "class": c,
+                    "fname": f"{number + 1:05d}.jpg",
+                }
+            )
         savemat(root / "devkit" / name, annotations(rows))
     return root
 
@@ -111,14 +125,25 @@ def in_shop(root: Path) -> Path:
             picture(root / path, 10 * item + view)
             rows.append(f"{path}    id_{item:08d}    {status}")
             boxes.append(f"{path} 1 2 4 5 14 12")
-    lines(root / "Eval" / "list_eval_partition.txt", [str(len(rows)), "image_name item_id evaluation_status", *rows])  # fmt: skip
-    lines(root / "Anno" / "list_bbox_inshop.txt", [str(len(rows)), "image_name clothes_type pose_type x_1 y_1 x_2 y_2", *boxes])  # fmt: skip
+    lines(
+        root / "Eval" / "list_eval_partition.txt",
+        [str(len(rows)), "image_name item_id evaluation_status", *rows],
+    )
+    lines(
+        root / "Anno" / "list_bbox_inshop.txt",
+        [str(len(rows)), "image_name clothes_type pose_type x_1 y_1 x_2 y_2", *boxes],
+    )
     return root
 
 
 def vehicle_id(root: Path) -> Path:
     number = 0
-    for name, ids in (("train_list", (1, 2)), ("test_list_800", (3, 4)), ("test_list_1600", (5, 6)), ("test_list_2400", (7, 8))):  # fmt: skip
+    for name, ids in (
+        ("train_list", (1, 2)),
+        ("test_list_800", (3, 4)),
+        ("test_list_1600", (5, 6)),
+        ("test_list_2400", (7, 8)),
+    ):
         rows = []
         for vehicle in ids:
             for _ in range(3):
@@ -208,10 +233,15 @@ def landmarks(root: Path) -> Path:
         root / "index_image_to_landmark.csv",
         ["id,landmark_id", *(f"{name},{3 + i % 2}" for i, name in enumerate(index))],
     )
-    lines(root / "retrieval_solution_v2.1.csv", [
-        "id,images,Usage", f"{test[0]},{index[0]} {index[2]} {index[1]},Public", f"{test[1]},{index[1]},Private",
-        f"{test[2]},None,Ignored",
-    ])  # fmt: skip
+    lines(
+        root / "retrieval_solution_v2.1.csv",
+        [
+            "id,images,Usage",
+            f"{test[0]},{index[0]} {index[2]} {index[1]},Public",
+            f"{test[1]},{index[1]},Private",
+            f"{test[2]},None,Ignored",
+        ],
+    )
     return root
 
 

@@ -33,17 +33,45 @@ layouts: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(layouts)
 
 SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path], str]] = {
-    "vehicle_id": (vehicle_id, layouts.vehicle_id, "110,178 images of 13,134 classes or 113,346 images of 13,164"),
+    "vehicle_id": (
+        vehicle_id,
+        layouts.vehicle_id,
+        "110,178 images of 13,134 classes or 113,346 images of 13,164",
+    ),
     "veri": (veri776, layouts.veri, "its gallery side has 11,579 images of 200 classes"),
-    "market": (market1501, layouts.market, "its query side has 3,368 images of 750 classes; here it has 2 images of 2"),
+    "market": (
+        market1501,
+        layouts.market,
+        "its query side has 3,368 images of 750 classes; here it has 2 images of 2",
+    ),
     "inat": (inaturalist2018, layouts.inat, "its test side has 136,093 images of 2,452 classes"),
-    "landmarks": (google_landmarks_v2, layouts.landmarks, "its gallery side has 761,757 images; here it has 6 images"),
-    "food": (food101, layouts.food, "its train side has 75,750 images of 101 classes; here it has 4"),
+    "landmarks": (
+        google_landmarks_v2,
+        layouts.landmarks,
+        "its gallery side has 761,757 images; here it has 6 images",
+    ),
+    "food": (
+        food101,
+        layouts.food,
+        "its train side has 75,750 images of 101 classes; here it has 4",
+    ),
     "dtd": (dtd, layouts.dtd, "its validation side has 1,880 images of 47 classes"),
-    "caltech101": (caltech101, layouts.caltech101, "it has 8,677 images of 101 classes; here it has 4 images of 2"),
-    "caltech256": (caltech256, layouts.caltech256, "it has 29,780 images of 256 classes; here it has 4 images of 2"),
-    "cifar100": (cifar100, layouts.cifar100, "its test side has 10,000 images of 100 classes; here it has 2"),
-}  # fmt: skip
+    "caltech101": (
+        caltech101,
+        layouts.caltech101,
+        "it has 8,677 images of 101 classes; here it has 4 images of 2",
+    ),
+    "caltech256": (
+        caltech256,
+        layouts.caltech256,
+        "it has 29,780 images of 256 classes; here it has 4 images of 2",
+    ),
+    "cifar100": (
+        cifar100,
+        layouts.cifar100,
+        "its test side has 10,000 images of 100 classes; here it has 2",
+    ),
+}
 FILES = [name for name in SETS if name != "cifar100"]
 LISTED = [name for name in FILES if name[:4] not in ("veri", "mark", "calt")]
 
@@ -94,9 +122,13 @@ def test_people_of_market_without_junk_and_with_cameras(tmp_path: Path) -> None:
 
 def test_veri_and_an_empty_gallery(tmp_path: Path) -> None:
     root = layouts.veri(tmp_path / "VeRi")
-    assert {side: len(labels) for side, labels in sides(veri776(tmp_path, counts="any")).items()} == {
-        "train": 4, "query": 2, "gallery": 4,
-    }  # fmt: skip
+    assert {
+        side: len(labels) for side, labels in sides(veri776(tmp_path, counts="any")).items()
+    } == {
+        "train": 4,
+        "query": 2,
+        "gallery": 4,
+    }
     for file in (root / "image_test").iterdir():
         file.unlink()
     text = refused(veri776, root, counts="any")
@@ -140,7 +172,10 @@ def test_landmarks_and_their_queries(tmp_path: Path) -> None:
 
 
 def test_dishes_textures_and_things(tmp_path: Path) -> None:
-    assert sides(food101(layouts.food(tmp_path / "food-101").parent, counts="any"))["test"] == ["apple_pie"] * 2 + ["sushi"] * 2  # fmt: skip
+    assert (
+        sides(food101(layouts.food(tmp_path / "food-101").parent, counts="any"))["test"]
+        == ["apple_pie"] * 2 + ["sushi"] * 2
+    )
     found = sides(dtd(layouts.dtd(tmp_path / "dtd"), partition=2, counts="any"))
     assert set(found) == {"train", "validation", "test"} and set(found["test"]) == {
         "banded",

@@ -102,8 +102,14 @@ def test_in_shop_has_queries_and_a_gallery(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "box"), [("cub", (2, 3, 12, 8)), ("cars", (3, 2, 13, 9)), ("cars_divided", (3, 2, 13, 9)), ("in_shop", (4, 5, 14, 12))]
-)  # fmt: skip
+    ("name", "box"),
+    [
+        ("cub", (2, 3, 12, 8)),
+        ("cars", (3, 2, 13, 9)),
+        ("cars_divided", (3, 2, 13, 9)),
+        ("in_shop", (4, 5, 14, 12)),
+    ],
+)
 def test_boxes_are_cut_out(tmp_path: Path, name: str, box: tuple[int, int, int, int]) -> None:
     load, make = SETS[name]
     root = make(tmp_path / "set")

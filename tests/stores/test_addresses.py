@@ -34,11 +34,25 @@ def retrieval_stores():
         ("qdrant://h", ("qdrant", "h", None, "", {})),
         (
             "x1://h/n?timeout=5&fast=true&level=strong&share=.5&big=NaN&none=null&list=[1]&empty=",
-            ("x1", "h", None, "/n", {"timeout": 5, "fast": True, "level": "strong", "share": ".5", "big": "NaN",
-                                     "none": None, "list": "[1]", "empty": ""}),
+            (
+                "x1",
+                "h",
+                None,
+                "/n",
+                {
+                    "timeout": 5,
+                    "fast": True,
+                    "level": "strong",
+                    "share": ".5",
+                    "big": "NaN",
+                    "none": None,
+                    "list": "[1]",
+                    "empty": "",
+                },
+            ),
         ),
     ],
-)  # fmt: skip
+)
 def test_an_address_is_read(text: str, expected: tuple[Any, ...]) -> None:
     found = place_of(text)
     assert isinstance(found, Address) and str(found) == text and place_of(found) is found

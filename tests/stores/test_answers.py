@@ -68,7 +68,10 @@ class Known:
         assert {len(one.items) for one in proposed} == {min(k, matching)}
         for turn in (None, 1):
             found = self.index.search(queries, k, where=None if turn is None else f"turn = {turn}")
-            alone = [self.index.search(one, k, where=None if turn is None else f"turn = {turn}") for one in queries]  # fmt: skip
+            alone = [
+                self.index.search(one, k, where=None if turn is None else f"turn = {turn}")
+                for one in queries
+            ]
             assert found == alone
             for query, hits in zip(queries, found, strict=True):
                 assert [(hit.id, hit.distance) for hit in hits] == self.nearest(query, k, turn)
@@ -146,7 +149,10 @@ def test_a_pair_has_one_distance_whoever_measures_it() -> None:
         if width > 4:
             span = slice(1, width - 2)
             within = distances.measured(query.astype(np.float64)[:, span], some, *pairs, span)
-            assert np.array_equal(within, distances.measured(query.astype(np.float64)[:, span], some[:, span].copy(), *pairs))  # fmt: skip
+            assert np.array_equal(
+                within,
+                distances.measured(query.astype(np.float64)[:, span], some[:, span].copy(), *pairs),
+            )
 
 
 def test_what_the_store_measured_is_not_measured_again(
@@ -221,7 +227,13 @@ def test_candidates_are_as_the_contract_says(tmp_path: Path, plain_bundle: Path)
 
 def test_a_hit_is_a_plain_value() -> None:
     one = Hit("a", None, 0.5, {"b": 1})
-    assert one == Hit(id="a", label=None, distance=0.5, metadata={"b": 1}, path=None) != Hit("a", "b", 0.5, {})  # fmt: skip
-    assert repr(one).startswith("Hit(id='a', label=None, distance=0.5, metadata={'b': 1}, path=None, keep='reference'")  # fmt: skip
+    assert (
+        one
+        == Hit(id="a", label=None, distance=0.5, metadata={"b": 1}, path=None)
+        != Hit("a", "b", 0.5, {})
+    )
+    assert repr(one).startswith(
+        "Hit(id='a', label=None, distance=0.5, metadata={'b': 1}, path=None, keep='reference'"
+    )
     with pytest.raises(AttributeError):
         one.distance = 1.0  # type: ignore[misc]

@@ -18,9 +18,29 @@ from retrieval.serving.store.testing.bundles import WIDTH, opened
 from retrieval.serving.store.writing import create_local
 
 KINDS: list[Any] = [
-    7, 7.0, -0.0, 0, 12.5, 2**53, 1e300, 5e-324, "7", "shoe", "", "é💥", True, False, None, [], [7, "shoe"], [[7]], [{"x": 7}], [None, True],
-    {}, {"x": 7},
-]  # fmt: skip
+    7,
+    7.0,
+    -0.0,
+    0,
+    12.5,
+    2**53,
+    1e300,
+    5e-324,
+    "7",
+    "shoe",
+    "",
+    "é💥",
+    True,
+    False,
+    None,
+    [],
+    [7, "shoe"],
+    [[7]],
+    [{"x": 7}],
+    [None, True],
+    {},
+    {"x": 7},
+]
 
 
 @pytest.fixture(autouse=True)

@@ -307,7 +307,13 @@ def test_each_command_says_that_the_disk_is_full_and_does_it_later(
 ) -> None:
     makers.write_digits(tmp_path / "photos", 40)
     makers.write_digits(tmp_path / "more", 60)
-    names = {"disk": disk, "photos": tmp_path / "photos", "more": tmp_path / "more", "bundle": plain_bundle, "other": other_bundle}  # fmt: skip
+    names = {
+        "disk": disk,
+        "photos": tmp_path / "photos",
+        "more": tmp_path / "more",
+        "bundle": plain_bundle,
+        "other": other_bundle,
+    }
     assert (
         cli("index", "create", disk / "i.index", tmp_path / "photos", "--bundle", plain_bundle).code
         == 0

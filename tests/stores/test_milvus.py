@@ -256,7 +256,7 @@ def test_the_verbs_of_the_command_line(
         ("tune", (), "1,200"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
         ("show", ("nobody",), "has no item 'nobody'"),
-    ]:  # fmt: skip
+    ]:
         told = verb(name, *words, code=2, json_=False)
         assert said in told.err and "Traceback" not in told.err, (name, told.err)
     run = {"port": 0, "wait": False}

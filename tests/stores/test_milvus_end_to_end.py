@@ -160,7 +160,9 @@ def cluster() -> Iterator[SimpleNamespace | None]:
     from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 100 * 2**20}
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store})  # fmt: skip
+    started = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store}
+    )
     try:
         node = started.add_node(num_cpus=1, **store)
         yield SimpleNamespace(
@@ -290,7 +292,9 @@ class Scene:
             assert {found for _, found in load.answers if isinstance(found, int)} == {503}, (
                 load.said
             )
-            assert all("The store of this index cannot be reached now." in one for one in load.said), load.said  # fmt: skip
+            assert all(
+                "The store of this index cannot be reached now." in one for one in load.said
+            ), load.said
 
     def agrees(self) -> None:
         """The index, and whoever serves it, finds what the folder finds."""
@@ -342,7 +346,11 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
 
         scene.migrates(other_bundle)
         more = tmp_path / "more"
-        scene.takes(lambda: late if cluster is None else embed_as_a_node_ends(cluster, other_bundle, late, more))  # fmt: skip
+        scene.takes(
+            lambda: (
+                late if cluster is None else embed_as_a_node_ends(cluster, other_bundle, late, more)
+            )
+        )
         kept = {f"{image.parent.name}/{image.name}" for image in images[46:]}
         assert kept <= {item.id for item in index.store.scan()}
         writer = Writer(writing, folder, images[40:46])

@@ -130,14 +130,23 @@ def test_a_token_that_is_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("?tls=true", "the certificate of localhost:{port} is not trusted: self-signed certificate. Name the file"),
-        ("?tls=true&ca={folder}/none.pem", "The certificates {folder}/none.pem cannot be read: no such file"),
-        ("?tls=true&ca={folder}/nonsense.pem", "The certificates {folder}/nonsense.pem cannot be read: "),
+        (
+            "?tls=true",
+            "the certificate of localhost:{port} is not trusted: self-signed certificate. Name the file",
+        ),
+        (
+            "?tls=true&ca={folder}/none.pem",
+            "The certificates {folder}/none.pem cannot be read: no such file",
+        ),
+        (
+            "?tls=true&ca={folder}/nonsense.pem",
+            "The certificates {folder}/nonsense.pem cannot be read: ",
+        ),
         ("?ca={ca}", "write ?tls=true&ca=FILE."),
         ("?timeout=1", "If the server speaks TLS, write ?tls=true."),
         ("?tls=true&ca={ca}&database=nowhere", "database not found[database=nowhere]"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(
     options: str, said: str, guarded: Any, token: None, cli: Any, tmp_path: Path
 ) -> None:

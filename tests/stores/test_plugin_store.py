@@ -77,10 +77,14 @@ def test_the_verbs_of_the_command_line(
         ("compact", (), "A journal keeps every transaction"),
         ("tune", (), "chooses by itself how it searches"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
-        ("create", (digits[0], "--bundle", plain_bundle, "--backend", "hnsw", "--replace"), "are of folders"),
+        (
+            "create",
+            (digits[0], "--bundle", plain_bundle, "--backend", "hnsw", "--replace"),
+            "are of folders",
+        ),
         ("migrate", (), "Name the bundle"),
         ("show", ("nobody",), "has no item 'nobody'"),
-    ]:  # fmt: skip
+    ]:
         told = journal(verb, *words, code=2, json_=False)
         assert said in told.err and "Traceback" not in told.err, (verb, told.err)
     (tmp_path / "bad.png").write_bytes(b"no image")

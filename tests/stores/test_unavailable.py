@@ -66,7 +66,19 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
     makers.write_digits(tmp_path / "digits", 12)
     plugin, address = tmp_path / "flaky.py", f"flaky://{tmp_path}/d.index"
     plugin.write_text(FLAKY)
-    assert cli("index", "create", address, tmp_path / "digits", "--bundle", plain_bundle, "--plugin", plugin).code == 0  # fmt: skip
+    assert (
+        cli(
+            "index",
+            "create",
+            address,
+            tmp_path / "digits",
+            "--bundle",
+            plain_bundle,
+            "--plugin",
+            plugin,
+        ).code
+        == 0
+    )
     image = sorted((tmp_path / "digits").rglob("*.png"))[0].read_bytes()
     form = (
         b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'

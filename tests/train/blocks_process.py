@@ -43,7 +43,11 @@ def main() -> None:
     generator = torch.Generator().manual_seed(2)
     codes = nn.functional.normalize(torch.randn(40, 6, generator=generator, dtype=torch.float64))
     share = 40 // WORLD
-    for name, miner in (("pml.contrastive", None), ("pml.multi_similarity", None), ("pml.triplet_margin", "pml.triplet_margin")):  # fmt: skip
+    for name, miner in (
+        ("pml.contrastive", None),
+        ("pml.multi_similarity", None),
+        ("pml.triplet_margin", "pml.triplet_margin"),
+    ):
         loss, indices = create("losses", name).double(), None
         if miner is not None:
             indices = create("miners", miner, margin=0.5)(codes, LABELS)
@@ -51,7 +55,11 @@ def main() -> None:
         whole = loss(expected, LABELS, indices)
         whole.backward()
         of_row = max(40, len(indices[0]) // 40 if indices else 0)
-        for plain, first in ((share * of_row, share), (3 * of_row, max(3, -(-share // WORLD))), (0, -(-share // WORLD))):  # fmt: skip
+        for plain, first in (
+            (share * of_row, share),
+            (3 * of_row, max(3, -(-share // WORLD))),
+            (0, -(-share // WORLD)),
+        ):
             mine = codes.clone().requires_grad_()
             value, calls = rows_at_a_time(loss, mine, indices, plain)
             assert calls[0] == first and sum(calls) == share * (1 if first == share else 2), (

@@ -65,9 +65,12 @@ def forks() -> Iterator[subprocess.Popen[str]]:
     """forks.py, which has imported torch once for all processes of all groups."""
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("forks.py"))], env={**own, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        [sys.executable, str(Path(__file__).with_name("forks.py"))],
+        env={**own, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         yield process
         process.communicate()  # the end of its input is its end
 
@@ -88,13 +91,22 @@ def processes(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str
         each = [
             {
                 "files": [str(file) for file in files[rank]],
-                "environment": {"RETRIEVAL_CACHE": os.environ["RETRIEVAL_CACHE"]} | ({
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                } if world > 1 else {}),
+                "environment": {"RETRIEVAL_CACHE": os.environ["RETRIEVAL_CACHE"]}
+                | (
+                    {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(world),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(store.port),
+                        "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    }
+                    if world > 1
+                    else {}
+                ),
             }
             for rank in range(world)
-        ]  # fmt: skip
+        ]
         order = {
             "arguments": [str(Path(__file__).with_name(script)), *arguments],
             "processes": each,

@@ -38,12 +38,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("flips")
     table = {
-        "name": "flips", "data": {"name": "core.digits"}, "split": {"by": "class"},
+        "name": "flips",
+        "data": {"name": "core.digits"},
+        "split": {"by": "class"},
         "sampler": {"classes": 4, "items": 4, "batches": 4},
         "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 2},
-        "head": {"embedding_size": 4}, "loss": {"name": "pml.contrastive"},
+        "head": {"embedding_size": 4},
+        "loss": {"name": "pml.contrastive"},
         "train": {"epochs": 2, "device": "cpu"},
-    }  # fmt: skip
+    }
     recipe = check_recipe(table)
     (folder / "recipe.toml").write_text(to_toml(recipe))
     train(folder / "run", recipe)
@@ -84,10 +87,14 @@ def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path: Path) -> None:
 
 def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run: Path, tmp_path: Path) -> None:
     for name, command, advice in (
-        ("last", ["train", run / "recipe.toml", "--resume", "--output"], r"--resume goes on from the checkpoint before it"),
+        (
+            "last",
+            ["train", run / "recipe.toml", "--resume", "--output"],
+            r"--resume goes on from the checkpoint before it",
+        ),
         ("best", ["evaluate"], r"Remove it to use last\.safetensors"),
         ("best", ["export"], r"Remove it to use last\.safetensors"),
-    ):  # fmt: skip
+    ):
         folder = tmp_path / command[0]
         shutil.copytree(run / "run", folder)
         path = folder / "checkpoints" / f"{name}.safetensors"

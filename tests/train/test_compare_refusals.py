@@ -28,8 +28,11 @@ def test_what_is_wrong_is_told_at_once(write: Callable[..., Path], tmp_path: Pat
     ):
         go([good, write("triplet", "other")], out)
     for options, sentence in (
-        ({"seeds": 1}, "two seeds at least"), ({"folds": 1}, "two folds"), ({"workers": 0}, "from 1 to 64"), ({"search": -1}, "0 for none"),
-    ):  # fmt: skip
+        ({"seeds": 1}, "two seeds at least"),
+        ({"folds": 1}, "two folds"),
+        ({"workers": 0}, "from 1 to 64"),
+        ({"search": -1}, "0 for none"),
+    ):
         with pytest.raises(DataError, match=sentence):
             go([good, write("proxy")], out, **options)
     (tmp_path / "full").mkdir()
@@ -62,9 +65,11 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(
         and "[search] sampler.classes: data, split" in checked.err
     )
     for range_, sentence in (
-        ({"low": 2, "high": 1}, "low < high"), ({"low": 0, "high": 1, "log": True}, "above 0"), ({"choices": [1], "low": 0}, "either choices"),
+        ({"low": 2, "high": 1}, "low < high"),
+        ({"low": 0, "high": 1, "log": True}, "above 0"),
+        ({"choices": [1], "low": 0}, "either choices"),
         ({"lo": 1}, "low"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(DataError, match=sentence):
             go([write("triplet", search={"loss.margin": range_}), write("proxy")], tmp_path / "out")
     with pytest.raises(DataError, match="6 classes, and each of 4 folds needs two"):
@@ -85,9 +90,11 @@ def test_different_budgets_are_named_and_allowed_only_when_told(
         go([write("triplet"), different], tmp_path / "out", search=0)
     said = str(refused.value)
     for each in (
-        "the epochs: 1 in triplet, 2 in proxy", "[sampler] classes: 3 in triplet, 2 in proxy", "[backbone] width: 8 in triplet, 4 in proxy",
+        "the epochs: 1 in triplet, 2 in proxy",
+        "[sampler] classes: 3 in triplet, 2 in proxy",
+        "[backbone] width: 8 in triplet, 4 in proxy",
         "[data] scrambled: nothing in triplet, true in proxy",
-    ):  # fmt: skip
+    ):
         assert each in said
     found = go([write("triplet"), different], tmp_path / "out", search=0, allow_different=True)
     assert (

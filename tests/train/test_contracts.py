@@ -287,8 +287,12 @@ def test_on_the_command_line(
         "raise" in traced.err
         and traced.err.splitlines()[-1] == cli("check", "recipe.toml").err.strip()
     )
-    for value in ("seed=99999999999999999999", "split.seed=-99999999999999999999", "train.epochs=1e400",
-                  "head.embedding_size=9223372036854775808"):  # fmt: skip
+    for value in (
+        "seed=99999999999999999999",
+        "split.seed=-99999999999999999999",
+        "train.epochs=1e400",
+        "head.embedding_size=9223372036854775808",
+    ):
         outcome = cli("check", "recipe.toml", "--set", value)
         assert outcome.code == 2 and "Traceback" not in outcome.err, outcome
         assert f"{value.partition('=')[0].rpartition('.')[2]}: " in outcome.err

@@ -44,22 +44,40 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda x: (Image.fromarray(x), "3"), r"gave a tuple of 2 \(a Image, a str\); it must give a Pillow image, or uint8 pixels .* Give the image alone"),
+        (
+            lambda x: (Image.fromarray(x), "3"),
+            r"gave a tuple of 2 \(a Image, a str\); it must give a Pillow image, or uint8 pixels .* Give the image alone",
+        ),
         (lambda x: {"image": x}, "gave a dict; it must give a Pillow image.* Give the image alone"),
         (lambda x: None, "gave None; it must give a Pillow image"),
         (lambda x: x.tobytes(), "gave a bytes; it must give a Pillow image"),
         (lambda x: "d/3.png", "gave a str; it must give a Pillow image"),
-        (lambda x: torch.zeros(1, 8, 8), r"gave a tensor of shape \(1, 8, 8\) and type float32; it must .*to_pil_image"),
-        (lambda x: x / 255, r"gave a numpy array of shape \(8, 8\) and type float64; it must give .*round\(\)"),
-        (lambda x: x[None, None], r"gave a numpy array of shape \(1, 1, 8, 8\) and type uint8; it must give"),
+        (
+            lambda x: torch.zeros(1, 8, 8),
+            r"gave a tensor of shape \(1, 8, 8\) and type float32; it must .*to_pil_image",
+        ),
+        (
+            lambda x: x / 255,
+            r"gave a numpy array of shape \(8, 8\) and type float64; it must give .*round\(\)",
+        ),
+        (
+            lambda x: x[None, None],
+            r"gave a numpy array of shape \(1, 1, 8, 8\) and type uint8; it must give",
+        ),
         (lambda x: Image.new("L", (0, 8)), "gave an image of 0 × 8 pixels"),
         (cut_short, "cannot read it: "),
-        (lambda x: 1 / 0, r"failed: ZeroDivisionError: division by zero \(.*test_dataset_contract.py, line \d+\)"),
+        (
+            lambda x: 1 / 0,
+            r"failed: ZeroDivisionError: division by zero \(.*test_dataset_contract.py, line \d+\)",
+        ),
         (lambda x: {}["x"], "failed: KeyError: 'x'"),
         (lambda x: open("nowhere/3.png"), "cannot read it: No such file or directory"),  # noqa: SIM115, PTH123
-        (lambda x: Image.fromarray(x.astype(np.float32)), r"gave an image that is floating-point grey \(mode F\)"),
+        (
+            lambda x: Image.fromarray(x.astype(np.float32)),
+            r"gave an image that is floating-point grey \(mode F\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_image_is_one_sentence_that_names_the_item(make: Any, says: str) -> None:
     dataset = check_dataset(Items(make), "acme.items")
     with pytest.raises((PluginError, DataError), match=says) as caught:
@@ -115,7 +133,10 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ({"labels": [float(i % 4) for i in range(40)]}, r"labels has 0\.0 for item 0 \(and 39 more such entries\), and a label is text or a whole number"),
+        (
+            {"labels": [float(i % 4) for i in range(40)]},
+            r"labels has 0\.0 for item 0 \(and 39 more such entries\), and a label is text or a whole number",
+        ),
         ({"labels": [*NAMES[1:], float("nan")]}, "labels has nan for item 39, and a label is text"),
         ({"labels": [name.encode() for name in NAMES]}, "labels has text as bytes"),
         ({"labels": torch.zeros(40, 4)}, "labels has a list of 4"),
@@ -123,19 +144,40 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
         ({"labels": set(NAMES)}, "labels is a set, and must hold one entry per item, in order"),
         ({"labels": iter(NAMES)}, "labels is a list_iterator, and must hold one entry per item"),
         ({"labels": NAMES[1:]}, "its parts differ in length: 39 labels, 40 keys"),
-        ({"__class__": type("Longer", (Items,), {"__len__": lambda self: 50})}, "differ in length: 40 labels, 40 keys, 50 by len"),
-        ({"keys": [f"d/{i // 2}" for i in range(40)]}, r"the key 'd/0' is that of 2 items, and 19 more keys are there twice"),
+        (
+            {"__class__": type("Longer", (Items,), {"__len__": lambda self: 50})},
+            "differ in length: 40 labels, 40 keys, 50 by len",
+        ),
+        (
+            {"keys": [f"d/{i // 2}" for i in range(40)]},
+            r"the key 'd/0' is that of 2 items, and 19 more keys are there twice",
+        ),
         ({"keys": [None, *NAMES[1:]]}, "1 item has no key"),
         ({"keys": [0.5] * 40}, "keys has 0.5 for item 0 .*, and a key is text or a whole number"),
-        ({"metadata": ["price"] * 40}, "metadata has a str for item 0, and must have a mapping from columns to values"),
+        (
+            {"metadata": ["price"] * 40},
+            "metadata has a str for item 0, and must have a mapping from columns to values",
+        ),
         ({"files": ["a.png"] * 40}, "files has a str for item 0, and must have a pathlib.Path"),
-        ({"arrays": PIXELS / 255}, "arrays has the type float64, and pixels must be uint8, from 0 to 255"),
-        ({"arrays": np.zeros((40, 3, 8, 8), np.uint8)}, r"arrays has the shape \(40, 3, 8, 8\), and must be"),
-        ({"arrays": np.full((40, 2), np.nan), "kind": "features"}, "arrays holds NaN or infinity in 40 rows, first in row 0"),
-        ({"arrays": np.full((40, 2), "x"), "kind": "features"}, "arrays has the type <U1, and must be float32"),
+        (
+            {"arrays": PIXELS / 255},
+            "arrays has the type float64, and pixels must be uint8, from 0 to 255",
+        ),
+        (
+            {"arrays": np.zeros((40, 3, 8, 8), np.uint8)},
+            r"arrays has the shape \(40, 3, 8, 8\), and must be",
+        ),
+        (
+            {"arrays": np.full((40, 2), np.nan), "kind": "features"},
+            "arrays holds NaN or infinity in 40 rows, first in row 0",
+        ),
+        (
+            {"arrays": np.full((40, 2), "x"), "kind": "features"},
+            "arrays has the type <U1, and must be float32",
+        ),
         ({"notes": "read"}, "notes is a str, and must be a list of sentences"),
     ],
-)  # fmt: skip
+)
 def test_columns_that_break_the_contract_are_one_sentence(
     columns: dict[str, Any], says: str
 ) -> None:

@@ -42,8 +42,11 @@ def test_training_on_a_full_disk_is_one_sentence(make: Callable[..., Any], tmp_p
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "recipe.toml"), str(tmp_path / "run")],
-        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "last.safetensors cannot be written" in done.stderr

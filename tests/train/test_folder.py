@@ -24,12 +24,15 @@ from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
 TABLE: dict[str, Any] = {
-    "name": "small", "data": {"name": "core.digits"}, "split": {"by": "class"},
+    "name": "small",
+    "data": {"name": "core.digits"},
+    "split": {"by": "class"},
     "sampler": {"classes": 4, "items": 4, "batches": 4},
     "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 2},
-    "head": {"embedding_size": 4}, "loss": {"name": "pml.contrastive"},
+    "head": {"embedding_size": 4},
+    "loss": {"name": "pml.contrastive"},
     "train": {"epochs": 2, "device": "cpu"},
-}  # fmt: skip
+}
 
 
 def retrieval(*words: object) -> Any:
@@ -114,8 +117,11 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
     """By --resume where there is a folder, by the same command where there is none; both end as if nothing had been."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(recipe), str(tmp_path), "13"],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     begun = 0
     for i in range(8):
@@ -187,8 +193,15 @@ def test_two_resumes_at_once_train_each_epoch_once(recipe: Path, tmp_path: Path)
     folder = tmp_path / "run"
     create_folder(folder, check_recipe(TABLE), {"run.json": {}})
     command = [
-        sys.executable, "-m", "retrieval.cli", "train", str(recipe), "--output", str(folder), "--resume",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "retrieval.cli",
+        "train",
+        str(recipe),
+        "--output",
+        str(folder),
+        "--resume",
+    ]
     both = [
         subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -232,8 +245,23 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../../esc", "a/b", "/tmp/a", "a\\b", " a", "a ", ".hidden", "a\nb", "\x1b[2Ja", "a" * 101]
-)  # fmt: skip
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../../esc",
+        "a/b",
+        "/tmp/a",
+        "a\\b",
+        " a",
+        "a ",
+        ".hidden",
+        "a\nb",
+        "\x1b[2Ja",
+        "a" * 101,
+    ],
+)
 def test_a_name_that_is_no_folders_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(RecipeError, match=r"name: .*cannot be a folder's name") as refused:
         check_recipe(TABLE | {"name": name})

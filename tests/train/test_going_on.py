@@ -230,10 +230,16 @@ def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine: Path)
     train(mine, "run")
     before = {path: path.read_bytes() for path in (mine / "run").rglob("*") if path.is_file()}
     for changes, said in (
-        (["optimizer.lr=0.5"], r"\[optimizer\] differs \(optimizer\.lr was 0\.001, and is 0\.5\).*Only these may change: train\.epochs"),
-        (["optimizer.lr=0.5", "train.epochs=9", "loss.margin=2.0"], r"\[optimizer\], \[loss\] differ \(.*loss\.margin was not set, and is 2\.0"),
+        (
+            ["optimizer.lr=0.5"],
+            r"\[optimizer\] differs \(optimizer\.lr was 0\.001, and is 0\.5\).*Only these may change: train\.epochs",
+        ),
+        (
+            ["optimizer.lr=0.5", "train.epochs=9", "loss.margin=2.0"],
+            r"\[optimizer\], \[loss\] differ \(.*loss\.margin was not set, and is 2\.0",
+        ),
         (["train.epochs=1"], r"has begun epoch 2 of the phase 'train' already: 1 would be fewer"),
-    ):  # fmt: skip
+    ):
         words = [word for change in changes for word in ("--set", change)]
         with pytest.raises(RetrievalError, match=said):
             train(mine, "run", "--resume", *words)

@@ -214,9 +214,13 @@ def test_principal_components_pass_where_training_would(make: Make, tmp_path: Pa
     )
     tables: dict[str, Any] = {
         "data": {"name": "core.features", "file": str(tmp_path / "f.npz")},
-        "backbone": {"name": "core.features"}, "split": {"by": "item", "validation": 0.0},
-        "loss": None, "sampler": None, "head": None, "train": None,
-    }  # fmt: skip
+        "backbone": {"name": "core.features"},
+        "split": {"by": "item", "validation": 0.0},
+        "loss": None,
+        "sampler": None,
+        "head": None,
+        "train": None,
+    }
     made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
     assert "fitted 200 items. The recipe is fine." in run_one_batch(
         made

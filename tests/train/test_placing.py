@@ -153,11 +153,17 @@ def test_without_a_compiler_that_is_said(make: Make, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("tables", "sentence"),
     [
-        ({"backbone": {"name": "toolbox.net", "frozen": True}}, r"with \[backbone\] frozen = true its features"),
+        (
+            {"backbone": {"name": "toolbox.net", "frozen": True}},
+            r"with \[backbone\] frozen = true its features",
+        ),
         ({"loss": None, "learner": {"name": "core.pca"}}, r"with a \[learner\] its features"),
-        ({"train": {"compile": True, "sync_batch_norm": True}}, r"sync_batch_norm = true.*Remove one of the two"),
+        (
+            {"train": {"compile": True, "sync_batch_norm": True}},
+            r"sync_batch_norm = true.*Remove one of the two",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_compiled_is_refused(make: Make, tables: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         make(**{"train": {"compile": True}, **tables})

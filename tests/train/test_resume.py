@@ -110,9 +110,21 @@ def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path: Path) -> 
     kills = random.Random(seed).sample(range(1, STEPS + 1), 10)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RETRIEVAL_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(tmp_path / "recipe.toml"), str(tmp_path), str(seed), json.dumps(kills), "3"],
-        capture_output=True, text=True, env=env, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            DRIVER,
+            str(tmp_path / "recipe.toml"),
+            str(tmp_path),
+            str(seed),
+            json.dumps(kills),
+            "3",
+        ],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     whole = checkpoint.load(tmp_path / "whole" / "checkpoints" / "last.safetensors")
     log = _figures(tmp_path / "whole")

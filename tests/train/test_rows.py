@@ -36,8 +36,16 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("multi_similarity", {"reducer": {"name": "pml.threshold", "low": 0.2, "high": 2.0}}),
 ]
-ITEMWISE = ["normalized_softmax", "soft_triple", "proxy_nca", "arc_face", "cos_face", "sub_center_arc_face", "sphere_face",
-            "large_margin_softmax"]  # fmt: skip
+ITEMWISE = [
+    "normalized_softmax",
+    "soft_triple",
+    "proxy_nca",
+    "arc_face",
+    "cos_face",
+    "sub_center_arc_face",
+    "sphere_face",
+    "large_margin_softmax",
+]
 MINERS: list[tuple[str, dict[str, Any]] | None] = [
     None,
     ("multi_similarity", {}),
@@ -157,7 +165,10 @@ def test_a_loss_that_says_rows_and_is_not_of_them_is_refused() -> None:
 
         def compute_loss(self, *arguments: Any) -> Any:
             value = arguments[0].square().sum()
-            return {"pos_loss": {"losses": value, "indices": None, "reduction_type": "already_reduced"}, "neg_loss": self.zero_loss()}  # fmt: skip
+            return {
+                "pos_loss": {"losses": value, "indices": None, "reduction_type": "already_reduced"},
+                "neg_loss": self.zero_loss(),
+            }
 
     codes, labels = batch(0)
     loss = Reduced()

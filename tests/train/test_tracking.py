@@ -137,8 +137,13 @@ def test_a_tracker_is_told_the_run_and_changes_nothing(
     assert [line["hook"] for line in found] == ["begin", "figures", "figures", "figures", "end"]
     assert {line["thread"] for line in found} == {"tracker acme.notes"}
     assert found[0] | {"thread": 0} == {
-        "hook": "begin", "name": "test", "group": None, "key": None, "seed": 0, "thread": 0,
-    }  # fmt: skip
+        "hook": "begin",
+        "name": "test",
+        "group": None,
+        "key": None,
+        "seed": 0,
+        "thread": 0,
+    }
     kept = [
         json.loads(line)
         for line in (tmp_path / "tracked" / "metrics.jsonl").read_text().splitlines()
@@ -192,9 +197,11 @@ def test_no_tracker_stops_a_training(
     warnings = [line for line in lines if line.startswith("warning")]
     assert len(warnings) == 4
     for name, why in (
-        ("refused", "ConnectionError: nobody listens"), ("full", "No space left on device"),
-        ("hangs", "has not taken everything within 0 seconds"), ("leaves", "wanted to end the process"),
-    ):  # fmt: skip
+        ("refused", "ConnectionError: nobody listens"),
+        ("full", "No space left on device"),
+        ("hangs", "has not taken everything within 0 seconds"),
+        ("leaves", "wanted to end the process"),
+    ):
         assert any(f"The tracker acme.{name} " in line and why in line for line in warnings), (
             warnings
         )
@@ -205,8 +212,13 @@ def test_no_tracker_stops_a_training(
 
 def test_a_learners_run_is_told_too(make: Make, acme: str, tmp_path: Path) -> None:
     made = make(
-        plugins=[*make().plugins, acme], loss=None, head=None, sampler=None, train=None, learner={"name": "core.pca", "n_components": 4},
-    )  # fmt: skip
+        plugins=[*make().plugins, acme],
+        loss=None,
+        head=None,
+        sampler=None,
+        train=None,
+        learner={"name": "core.pca", "n_components": 4},
+    )
     fit(made, tmp_path / "run", "acme.notes")
     assert [line["hook"] for line in told(tmp_path)] == ["begin", "figures", "end"]
 
@@ -237,9 +249,13 @@ def real(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 real_one = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
     for kind in (
-        "DeprecationWarning", "FutureWarning", "ResourceWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning",
+        "DeprecationWarning",
+        "FutureWarning",
+        "ResourceWarning",
+        "UserWarning",
+        "pytest.PytestUnraisableExceptionWarning",
     )
-]  # fmt: skip
+]
 
 
 def several(*marks: Any) -> Callable[[Any], Any]:

@@ -133,10 +133,26 @@ def test_two_processes_train_as_one(
         processes(2, "train_process.py", str(tmp_path), "two")
     else:  # as a user begins it
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrieval.cli", "train",
-             str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "two")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "retrieval.cli",
+                "train",
+                str(tmp_path / "recipe.toml"),
+                "--output",
+                str(tmp_path / "two"),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
     two = weights(tmp_path / "two")
     changed = {name.partition(".")[0] for name in moved(start(tmp_path, made), two)}

@@ -102,7 +102,11 @@ def test_figures_read_late_are_the_same_and_so_are_weights_and_a_resumed_run(
         return stopped(self, *given)
 
     monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
-    again = make(**{**PLAIN, "train": {**PLAIN["train"], "checkpoint_every": 2}}, loss=made.loss.table, generator=made.generator.table)  # type: ignore[dict-item]  # fmt: skip
+    again = make(
+        **{**PLAIN, "train": {**PLAIN["train"], "checkpoint_every": 2}},
+        loss=made.loss.table,
+        generator=made.generator.table,
+    )  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "resumed", again)
     train(tmp_path / "resumed", again, resume=True)

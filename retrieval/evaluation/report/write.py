@@ -54,8 +54,10 @@ def report(
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report is of 1 to {MOST_RUNS} runs, not of {len(runs)}.")
     for name, value, least, most in (
-        ("--queries", queries, 1, 100_000), ("--sample", sample, 10, 3000), ("--thumbnails", thumbnails, 0, 5000),
-    ):  # fmt: skip
+        ("--queries", queries, 1, 100_000),
+        ("--sample", sample, 10, 3000),
+        ("--thumbnails", thumbnails, 0, 5000),
+    ):
         if not least <= value <= most:
             raise DataError(f"{name} is a number from {least:,} to {most:,}, not {value:,}.")
     if map not in METHODS:

@@ -110,15 +110,45 @@ def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
     )
     changed = {_JSON: _ref(models.ItemChangeBody)}
     return [
-        Operation("get", f"{path}/image", "get_image", "Give an item's original, as browsers show it.", None, query),
-        Operation("get", f"{path}/thumbnail", "get_thumbnail", "Give a small JPEG of an item's original.", None, query),
-        Operation("get", path, "get_item", "Give an item.", answers.ItemAnswer, {**query, **_VECTOR}),
-        Operation("put", path, "put_item", "Add an item, or replace the one of this id.", answers.PutAnswer, query,
-                  {_FORM: new, _JSON: _ref(models.ItemBody)}),
-        Operation("patch", path, "patch_item", "Change an item's label or metadata; what is left out stays.",
-                  answers.PutAnswer, query, changed),
+        Operation(
+            "get",
+            f"{path}/image",
+            "get_image",
+            "Give an item's original, as browsers show it.",
+            None,
+            query,
+        ),
+        Operation(
+            "get",
+            f"{path}/thumbnail",
+            "get_thumbnail",
+            "Give a small JPEG of an item's original.",
+            None,
+            query,
+        ),
+        Operation(
+            "get", path, "get_item", "Give an item.", answers.ItemAnswer, {**query, **_VECTOR}
+        ),
+        Operation(
+            "put",
+            path,
+            "put_item",
+            "Add an item, or replace the one of this id.",
+            answers.PutAnswer,
+            query,
+            {_FORM: new, _JSON: _ref(models.ItemBody)},
+        ),
+        Operation(
+            "patch",
+            path,
+            "patch_item",
+            "Change an item's label or metadata; what is left out stays.",
+            answers.PutAnswer,
+            query,
+            changed,
+        ),
         Operation("delete", path, "delete_item", "Delete an item.", answers.Deleted, query),
-    ]  # fmt: skip
+    ]
 
 
 _ONE = {
@@ -131,25 +161,69 @@ _ITEMS = {
     "description": "a JSON list that says what each image is, in their order",
 }
 OPERATIONS = (
-    Operation("post", "/search", "search", "Search with an image, a vector or an item of the index.",
-              answers.SearchAnswer, _OPTIONS, {**_ONE, _JSON: _ref(models.SearchBody)}),
-    Operation("post", "/search/batch", "search_batch", "Search with several images, vectors or items.",
-              answers.BatchAnswer, {},
-              {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}),
-    Operation("get", "/index", "get_index", "Say what the index is and holds.", answers.IndexAnswer),
+    Operation(
+        "post",
+        "/search",
+        "search",
+        "Search with an image, a vector or an item of the index.",
+        answers.SearchAnswer,
+        _OPTIONS,
+        {**_ONE, _JSON: _ref(models.SearchBody)},
+    ),
+    Operation(
+        "post",
+        "/search/batch",
+        "search_batch",
+        "Search with several images, vectors or items.",
+        answers.BatchAnswer,
+        {},
+        {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)},
+    ),
+    Operation(
+        "get", "/index", "get_index", "Say what the index is and holds.", answers.IndexAnswer
+    ),
     Operation("get", "/items", "list_items", "List items, page by page.", answers.Page, _LIST),
-    Operation("post", "/items", "add_items", "Add, replace or change items: all of them, or none.",
-              answers.AddAnswer, {},
-              {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}),
+    Operation(
+        "post",
+        "/items",
+        "add_items",
+        "Add, replace or change items: all of them, or none.",
+        answers.AddAnswer,
+        {},
+        {
+            _FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS),
+            _JSON: _ref(models.ItemsBody),
+        },
+    ),
     *_item_operations("/items/{id}", {}),
     *_item_operations("/item", {"id": _ID}),
-    Operation("post", "/delete", "delete_items", "Delete items by id, by filter, or all.", answers.Deleted, {},
-              {_JSON: _ref(models.DeleteBody)}),
-    Operation("post", "/snapshots", "snapshot", "Write a copy of this moment to the operator's folder.",
-              answers.Snapshot, status=201),
-    Operation("get", "/indexes", "list_indexes", "Name the server's indexes.", answers.Indexes, of_index=False),
+    Operation(
+        "post",
+        "/delete",
+        "delete_items",
+        "Delete items by id, by filter, or all.",
+        answers.Deleted,
+        {},
+        {_JSON: _ref(models.DeleteBody)},
+    ),
+    Operation(
+        "post",
+        "/snapshots",
+        "snapshot",
+        "Write a copy of this moment to the operator's folder.",
+        answers.Snapshot,
+        status=201,
+    ),
+    Operation(
+        "get",
+        "/indexes",
+        "list_indexes",
+        "Name the server's indexes.",
+        answers.Indexes,
+        of_index=False,
+    ),
     Operation("get", "/openapi.json", "openapi", "Give this document.", dict, of_index=False),
-)  # fmt: skip
+)
 """Every route of /v1, in the order in which an address is compared with them."""
 
 

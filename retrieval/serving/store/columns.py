@@ -27,8 +27,12 @@ _NUMBERS = 1 << 24  # different values
 _CHARACTERS = 16 << 20  # of all different values of a column
 _EXACT = 1 << 53
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "=": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+    "=": operator.eq,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 Leaf = Compare | In | Exists
 Name = tuple[str, ...] | str

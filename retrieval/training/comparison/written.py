@@ -123,10 +123,22 @@ def as_csv(result: Comparison) -> str:
 
 LATEX = str.maketrans(
     {
-        "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-        "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "<": "$<$", ">": "$>$",
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "−": "$-$",
+        "<": "$<$",
+        ">": "$>$",
     }
-)  # fmt: skip
+)
 
 
 def latex(result: Comparison) -> str:
@@ -136,8 +148,15 @@ def latex(result: Comparison) -> str:
         lines = [" & ".join(cell.translate(LATEX) for cell in row) + r" \\" for row in rows]
         columns = "l" + "r" * (len(rows[0]) - 1)
         return [
-            rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", "",
-        ]  # fmt: skip
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            lines[0],
+            r"\midrule",
+            *lines[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
+        ]
 
     notes = [
         f"% {line}"

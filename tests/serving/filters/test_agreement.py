@@ -107,9 +107,17 @@ def test_text_and_json_come_back_as_the_same_filter(filter: Filter) -> None:
 
 
 SHOE = {
-    "price": 20, "colour": None, "new": True, "tags": ["red", "blue", 3, ["deep"], {"x": 1}], "none": [],
-    "maker": {"country": "DE", "sites": [{"city": "Ulm"}]}, "unit price": 2.5, "label": "inner", "and": 1, "a.b": 1,
-}  # fmt: skip
+    "price": 20,
+    "colour": None,
+    "new": True,
+    "tags": ["red", "blue", 3, ["deep"], {"x": 1}],
+    "none": [],
+    "maker": {"country": "DE", "sites": [{"city": "Ulm"}]},
+    "unit price": 2.5,
+    "label": "inner",
+    "and": 1,
+    "a.b": 1,
+}
 TRUE = """
 price = 20 | price = 20.0 | price != 19 | price >= 20 and price <= 20 | price in (1, 20.0) | exists(price)
 id = 'shoe-1' | label = 'shoe' | label in ('boot', 'shoe') | label < 'shof' | label >= 'shoe' | exists(label) | exists(id)
@@ -178,10 +186,17 @@ def test_integers_are_compared_exactly(database: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "index"),
-    [("label = 'a'", "labels"), ("label in ('a', 'b')", "labels"), ("label > 'a'", "labels"), ("id = 'a'", "sqlite_autoindex_items_1"),
-     ("id in ('a', 'b')", "sqlite_autoindex_items_1"), ("label = 'a' and price < 3 and not exists(x)", "labels"),
-     ("price < 3 and (x = 1 and (label = 'a' and y = 2))", "labels"), ("label = 'a' or id = 'b'", "labels")],
-)  # fmt: skip
+    [
+        ("label = 'a'", "labels"),
+        ("label in ('a', 'b')", "labels"),
+        ("label > 'a'", "labels"),
+        ("id = 'a'", "sqlite_autoindex_items_1"),
+        ("id in ('a', 'b')", "sqlite_autoindex_items_1"),
+        ("label = 'a' and price < 3 and not exists(x)", "labels"),
+        ("price < 3 and (x = 1 and (label = 'a' and y = 2))", "labels"),
+        ("label = 'a' or id = 'b'", "labels"),
+    ],
+)
 def test_conditions_on_label_and_id_use_an_index(database: Any, text: str, index: str) -> None:
     plan = database.plan(parse_filter(text))
     assert f"USING INDEX {index}" in plan and "SCAN items" not in plan

@@ -330,12 +330,31 @@ def test_sqlite_takes_a_filter_with_its_standard_limits() -> None:
         st.text(max_size=60),
         st.lists(
             st.sampled_from(
-                ["a", "label", "(", ")", "=", "<", "!=", "in", "and", "or", "not", "exists", "'x'", '"y z"', "1", "null", ",", "."]
+                [
+                    "a",
+                    "label",
+                    "(",
+                    ")",
+                    "=",
+                    "<",
+                    "!=",
+                    "in",
+                    "and",
+                    "or",
+                    "not",
+                    "exists",
+                    "'x'",
+                    '"y z"',
+                    "1",
+                    "null",
+                    ",",
+                    ".",
+                ]
             ),
             max_size=12,
         ).map(" ".join),
     )
-)  # fmt: skip
+)
 def test_any_text_is_a_filter_or_a_sentence(text: str) -> None:
     try:
         filter = parse_filter(text)
@@ -350,11 +369,15 @@ def test_any_text_is_a_filter_or_a_sentence(text: str) -> None:
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
         lambda inner: st.one_of(
             st.lists(inner, max_size=3),
-            st.dictionaries(st.sampled_from(["and", "or", "not", "exists", "a", "label", "<", "in", "="]), inner, max_size=3),
+            st.dictionaries(
+                st.sampled_from(["and", "or", "not", "exists", "a", "label", "<", "in", "="]),
+                inner,
+                max_size=3,
+            ),
         ),
         max_leaves=12,
     )
-)  # fmt: skip
+)
 def test_any_json_is_a_filter_or_a_sentence(value: Any) -> None:
     try:
         filter = filter_from_json(value)
