@@ -1,5 +1,5 @@
-"""Serve an index with the command line of `deploy/Dockerfile` and API keys as `deploy/compose.yaml` gives them, ask what its health check asks, and
-stop it as a container is stopped.
+"""Serve an index with the command line of `deploy/Dockerfile` and API keys as `deploy/compose.yaml`
+gives them, ask what its health check asks, and stop it as a container is stopped.
 
 python3 .ci/image.py PATH_OF_RETRIEVAL INDEX
 """

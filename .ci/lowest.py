@@ -1,4 +1,6 @@
-"""Print the lowest versions that setup.cfg allows, as pip's constraints: `python .ci/lowest.py cpu serve train`."""
+"""Print the lowest versions that setup.cfg allows, as pip's constraints: `python .ci/lowest.py cpu
+serve train`.
+"""
 
 import configparser
 import re

@@ -1,9 +1,11 @@
-"""Algorithm 1 of "Adversarial Metric Learning" (projected gradient, ρ = .001, from M = I) beside the search that `aml.aml` uses.
+"""Algorithm 1 of "Adversarial Metric Learning" (projected gradient, ρ = .001, from M = I) beside
+the search that `aml.aml` uses.
 
     python benchmarks/aml_algorithm1.py
 
-α = β = 1, features standardised, all pairs (for sums, the pairs' number in place of their mean). The gradient is the right one
-(docs/aml.md says what Eq 14 lacks), and Eq 16's projection keeps eigenvalues at 0 or above. A singular M has no D(M); here 10⁻¹² stands for 0, so that it can go on.
+α = β = 1, features standardised, all pairs (for sums, the pairs' number in place of their mean).
+The gradient is the right one (docs/aml.md says what Eq 14 lacks), and Eq 16's projection keeps
+eigenvalues at 0 or above. A singular M has no D(M); here 10⁻¹² stands for 0, so that it can go on.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ KEPT = RESULT.parent / "raw" / "aml_algorithm1.json"
 
 
 def descend(objective: Objective, features: int) -> dict[str, Any]:
-    """Follow Algorithm 1; stop where the objective is a thousand times what it was at M = I, or is not a number."""
+    """Follow Algorithm 1; stop where the objective is a thousand times what it was at M = I, or is
+    not a number.
+    """
     m = np.eye(features)
     start, slope = objective(m)
     value = start

@@ -1,16 +1,21 @@
-"""Do AML's adversarial negatives help a deep loss? `aml.confusion` beside the same losses without it, and `aml.geometric_mean`.
+"""Do AML's adversarial negatives help a deep loss?
 
-Fashion-MNIST reduced to 2,000 images per class; 0–4 train, 5–9 are searched; a small convolutional net, 64 dimensions, three epochs of
-60 batches. Three arms for each loss, with the same seeds, weights and order of batches:
+`aml.confusion` beside the same losses without it, and `aml.geometric_mean`.
+
+Fashion-MNIST reduced to 2,000 images per class; 0–4 train, 5–9 are searched; a small convolutional
+net, 64 dimensions, three epochs of 60 batches. Three arms for each loss, with the same seeds,
+weights and order of batches:
 
 - plain: the loss on real items;
-- not moved: the triplets that the generator is given, with their real negatives in the generator's place (β = 10⁹). Without a
-  miner these are each positive pair with one random negative, and not all triplets;
+- not moved: the triplets that the generator is given, with their real negatives in the generator's
+  place (β = 10⁹). Without a miner these are each positive pair with one random negative, and not
+  all triplets;
 - confusion: the same with the adversarial negatives.
 
-Parameters are chosen on the training classes alone: the net trains on 0, 1, 3 and is judged on 2, 4; one seed, highest MAP@R. First
-the loss's own, without a generator; then, with those, β and `real_weight`, so the third arm has had more tries than the first. Then
-three other seeds train on 0–4, and the test classes are looked at once.
+Parameters are chosen on the training classes alone: the net trains on 0, 1, 3 and is judged on 2,
+4; one seed, highest MAP@R. First the loss's own, without a generator; then, with those, β and
+`real_weight`, so the third arm has had more tries than the first. Then three other seeds train on
+0–4, and the test classes are looked at once.
 
     python benchmarks/aml_deep.py            # goes on where it stopped, in benchmarks/work/aml_deep
     python benchmarks/aml_deep.py --report benchmarks/results/aml_deep.md

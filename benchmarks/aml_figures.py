@@ -2,13 +2,15 @@
 
     python benchmarks/aml_figures.py      # less than a minute, then docs/aml_two_classes.png, docs/aml_sensitivity.png
 
-Two classes (Figure 3): 200 training and 200 test items of two normal distributions in 10 dimensions, clean in training (means 4
-apart) and overlapping in the test (means 1.5 apart); shown by the first two principal components, of the training items as they
-are, and of all items under each metric. The crosses are AML's adversarial pairs (Eq 9) of a few training pairs.
+Two classes (Figure 3): 200 training and 200 test items of two normal distributions in 10
+dimensions, clean in training (means 4 apart) and overlapping in the test (means 1.5 apart); shown
+by the first two principal components, of the training items as they are, and of all items under
+each metric. The crosses are AML's adversarial pairs (Eq 9) of a few training pairs.
 
-Sensitivity (Figure 5): 5-nearest-neighbour error on the training part (each item left out) and on the test part, means over five
-80/20 splits, standardised; α varies at β = 1, and β at α = 1. The paper's figure is on MNIST; here are scikit-learn's digits and two
-UCI sets. Needs the packages that `uci.py` names.
+Sensitivity (Figure 5): 5-nearest-neighbour error on the training part (each item left out) and on
+the test part, means over five 80/20 splits, standardised; α varies at β = 1, and β at α = 1. The
+paper's figure is on MNIST; here are scikit-learn's digits and two UCI sets. Needs the packages that
+`uci.py` names.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ K = 5
 
 
 def error(train: Floats, labels: Any, test: Floats, truth: Any, *, left_out: bool = False) -> float:
-    """Return the 5-nearest-neighbour error; `left_out`: the test items are the training items, each without itself."""
+    """Return the 5-nearest-neighbour error; `left_out`: the test items are the training items, each
+    without itself.
+    """
     d = (train**2).sum(1) - 2 * test @ train.T
     if left_out:
         np.fill_diagonal(d, np.inf)

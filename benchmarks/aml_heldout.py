@@ -1,14 +1,19 @@
-"""Does AML gain anything over GMML, or either over LANML⁺, on sets that were chosen by rule before anything was measured?
+"""Does AML gain anything over GMML, or either over LANML⁺, on sets that were chosen by rule before
+anything was measured?
 
     python benchmarks/aml_heldout.py            # what is not measured yet, then the page
     python benchmarks/aml_heldout.py --write    # from what is kept
 
-The 16 evaluation sets of `warm_sets.py`. Random 70/30 splits, features standardised on the training part, at most 1,000 training and 1,500 test items; 5-nearest-neighbour error. Two
-sizes: all of the training part, and ten items of each class, where a metric has most to gain from whatever regularises it. What adversarial pairs could do better than GMML's
-own regularisation shows there, if anywhere.
+The 16 evaluation sets of `warm_sets.py`. Random 70/30 splits, features standardised on the training
+part, at most 1,000 training and 1,500 test items; 5-nearest-neighbour error. Two sizes: all of the
+training part, and ten items of each class, where a metric has most to gain from whatever
+regularises it. What adversarial pairs could do better than GMML's own regularisation shows there,
+if anywhere.
 
-GMML and AML have twenty candidates each and the same five t: GMML four λ, AML four pairs of α and β. LANML⁺ has two. Each choice is by threefold cross-validation on the training
-part, ties going to the first. Splits of a set are averaged, and the intervals are Student's over sets, whose differences are what can be taken as independent.
+GMML and AML have twenty candidates each and the same five t: GMML four λ, AML four pairs of α and
+β. LANML⁺ has two. Each choice is by threefold cross-validation on the training part, ties going to
+the first. Splits of a set are averaged, and the intervals are Student's over sets, whose
+differences are what can be taken as independent.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""Verification of pairs, the paper's Figure 4, on sets at hand: ROC and AUC of distances under each metric, for classes that were never seen.
+"""Verification of pairs, the paper's Figure 4, on sets at hand: ROC and AUC of distances under each
+metric, for classes that were never seen.
 
     python benchmarks/aml_roc.py
 
-The paper has faces (PubFig, LFW) and patches (MVS), whose features are not to be had here. Instead: the pixels of scikit-learn's digits and 3,000 of Fashion-MNIST's images as 64
-principal components of the training classes. Five classes are learned from, pairs of items of the other five are judged: same class or not, 10,000 pairs, half of each. Five
-choices of the classes. GMML's t is chosen by AUC among three of the five classes when learning from the other two, and again with the two exchanged for others; AML has α = β = 1, as the
-paper's Figure 5 advises, at the same t (AML_t) and at .5. ITML and LMNN are metric-learn's.
+The paper has faces (PubFig, LFW) and patches (MVS), whose features are not to be had here. Instead:
+the pixels of scikit-learn's digits and 3,000 of Fashion-MNIST's images as 64 principal components
+of the training classes. Five classes are learned from, pairs of items of the other five are judged:
+same class or not, 10,000 pairs, half of each. Five choices of the classes. GMML's t is chosen by
+AUC among three of the five classes when learning from the other two, and again with the two
+exchanged for others; AML has α = β = 1, as the paper's Figure 5 advises, at the same t (AML_t) and
+at .5. ITML and LMNN are metric-learn's.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""Table 1 of "Adversarial Metric Learning": 5-nearest-neighbour error of GMML, AML and their rivals, beside the paper's figures.
+"""Table 1 of "Adversarial Metric Learning": 5-nearest-neighbour error of GMML, AML and their
+rivals, beside the paper's figures.
 
     python benchmarks/aml_table1.py                     # what is not measured yet, then the tables
     python benchmarks/aml_table1.py --sets vehicle
 
-Each result is kept at once, in `results/raw/aml_table1.jsonl`: a run that stops goes on where it was. Needs the packages that
-`uci.py` names, and metric-learn.
+Each result is kept at once, in `results/raw/aml_table1.jsonl`: a run that stops goes on where it
+was. Needs the packages that `uci.py` names, and metric-learn.
 
-Protocol: random 80/20 splits, 20 (5 for letter); features standardised on the training part; all pairs. Tuned t: the best of
-0, .1, … 1 by 5-fold cross-validation on the training part (letter: one fold, of 4,000 of its items). Tuned α, β: likewise, from
-{.01, .1, 1, 10, 100}². LMNN: metric-learn, 3 target neighbours, its own stopping rule, 5 splits, not on letter. ITML: metric-learn,
-at most 100 iterations, 20 splits (2 on letter).
+Protocol: random 80/20 splits, 20 (5 for letter); features standardised on the training part; all
+pairs. Tuned t: the best of 0, .1, … 1 by 5-fold cross-validation on the training part (letter: one
+fold, of 4,000 of its items). Tuned α, β: likewise, from {.01, .1, 1, 10, 100}². LMNN: metric-learn,
+3 target neighbours, its own stopping rule, 5 splits, not on letter. ITML: metric-learn, at most 100
+iterations, 20 splits (2 on letter).
 
-The second table asks whether *any* α, β helps: all of the paper's grid {10⁻³, …, 10³}², judged on the *test* part, under the
-ways that the paper can be read: its sampled pairs, its sums in place of means, raw features. 5 splits (1 for letter).
+The second table asks whether *any* α, β helps: all of the paper's grid {10⁻³, …, 10³}², judged on
+the *test* part, under the ways that the paper can be read: its sampled pairs, its sums in place of
+means, raw features. 5 splits (1 for letter).
 """
 
 from __future__ import annotations

@@ -1,24 +1,28 @@
-"""Table 2 of "Adaptive Neighborhood Metric Learning" on the sets at hand, honestly and by the paper's protocol.
+"""Table 2 of "Adaptive Neighborhood Metric Learning" on the sets at hand, honestly and by the
+paper's protocol.
 
     python benchmarks/anml_table2.py                     # all sets that are not measured yet, then the table
     python benchmarks/anml_table2.py --sets iris wine    # only these
     python benchmarks/anml_table2.py --fresh --sets iris # measured again, beside what is kept
 
-Each split's result is kept at once, in `results/raw/anml_table2.jsonl`: a run that stops goes on where it was. Needs the
-packages that `uci.py` names, and metric-learn.
+Each split's result is kept at once, in `results/raw/anml_table2.jsonl`: a run that stops goes on
+where it was. Needs the packages that `uci.py` names, and metric-learn.
 
-Protocol: random 70/30 splits, 10 (3 for letter and penbased); features standardised on the training part. Parameters and k
-are chosen together by 3-fold cross-validation on the training part, with 30 iterations a fit; on the two large sets the parameters on 2,000 of its items
-(two thirds against one), and k by leaving one out under the metric that the whole part gave. LMNN and SCML are too slow to be searched over:
-LMNN has 4 target neighbours, SCML the defaults of metric-learn, both without the items of smaller classes (SCML: below ten members) in their fits, and k by leaving one out.
-ITML takes the paper's four γ, at most 100 iterations a fit, and γ = .5 on the
-two large sets. GMML is `aml.gmml` with a regularisation of .001. NCA is scikit-learn's, which starts at the identity here (its other start, by
-discriminants, ends at 65 % on ecoli); on the two large sets it is `PNCA(1.0)`, the same objective, as scikit-learn's holds
-several N × N matrices. "Best k on test" is the paper's
+Protocol: random 70/30 splits, 10 (3 for letter and penbased); features standardised on the training
+part. Parameters and k are chosen together by 3-fold cross-validation on the training part, with 30
+iterations a fit; on the two large sets the parameters on 2,000 of its items (two thirds against
+one), and k by leaving one out under the metric that the whole part gave. LMNN and SCML are too slow
+to be searched over: LMNN has 4 target neighbours, SCML the defaults of metric-learn, both without
+the items of smaller classes (SCML: below ten members) in their fits, and k by leaving one out. ITML
+takes the paper's four γ, at most 100 iterations a fit, and γ = .5 on the two large sets. GMML is
+`aml.gmml` with a regularisation of .001. NCA is scikit-learn's, which starts at the identity here
+(its other start, by discriminants, ends at 65 % on ecoli); on the two large sets it is `PNCA(1.0)`,
+the same objective, as scikit-learn's holds several N × N matrices. "Best k on test" is the paper's
 protocol: the best of k = 1 … 40 on the *test* part, in each split; it is too good by construction.
 
-A split of a method, its search for parameters included, has 20 minutes of CPU time. What has not ended by then is stopped, its other splits are not begun, and
-its cell says so, as does that of a learner that cannot be fitted.
+A split of a method, its search for parameters included, has 20 minutes of CPU time. What has not
+ended by then is stopped, its other splits are not begun, and its cell says so, as does that of a
+learner that cannot be fitted.
 """
 
 from __future__ import annotations
@@ -152,7 +156,9 @@ def candidates(method: str, large: bool) -> list[Any]:
 def correct(
     train: Floats, labels: Ints, test: Floats, truth: Ints | None = None
 ) -> NDArray[np.bool_]:
-    """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, of the training items, each left out."""
+    """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, of the training items,
+    each left out.
+    """
     out = np.zeros((len(test), KS), dtype=bool)
     count = min(KS, len(train) - 1)
     square = (train**2).sum(1)
@@ -222,7 +228,9 @@ def measure(name: str, method: str, split: int) -> dict[str, Any]:
 
 
 def bounded(name: str, method: str, split: int, budget: int = BUDGET) -> dict[str, Any]:
-    """Return what `measure` does, in a process of its own; `over`, its CPU seconds, where it did not end within them."""
+    """Return what `measure` does, in a process of its own; `over`, its CPU seconds, where it did
+    not end within them.
+    """
     processes = multiprocessing.get_context("spawn")
     receiver, sender = processes.Pipe(duplex=False)
     child = processes.Process(target=_measure_within, args=(sender, budget, name, method, split))
@@ -268,7 +276,9 @@ def stop_of(splits: list[dict[str, Any]]) -> str:
 def summaries(
     rows: list[dict[str, Any]], fresh: bool = False
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return mean and standard deviation of each set and method: of an earlier run as it printed them, of this one over its splits."""
+    """Return mean and standard deviation of each set and method: of an earlier run as it printed
+    them, of this one over its splits.
+    """
     earlier = [] if fresh else read_lines(EARLIER)
     found = {(row["set"], row["method"]): row for row in earlier}
     for place in {(row["set"], row["method"]) for row in rows} - set(found):

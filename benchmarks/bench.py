@@ -1,4 +1,6 @@
-"""What the benchmarks share: tables, intervals, the machine, kept results, and recipes that are trained and judged."""
+"""What the benchmarks share: tables, intervals, the machine, kept results, and recipes that are
+trained and judged.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def half_width(values: Sequence[float], level: float = 0.95) -> float:
 
 
 def decimals(value: float, places: int = 3, sign: bool = False) -> str:
-    """Return a number as the tables write it: ".931", "−.004"; 1 and more keep the digit before the point."""
+    """Return a number as the tables write it: ".931", "−.004"; 1 and more keep the digit before the
+    point.
+    """
     text = f"{abs(value):.{places}f}"
     text = text.removeprefix("0") if text.startswith("0.") else text
     minus = value < 0 and float(text) != 0
@@ -139,7 +143,8 @@ def resume_arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 class Kept:
-    """Rows of results/raw/NAME.jsonl, or of a new file in benchmarks/work where all is measured again.
+    """Rows of results/raw/NAME.jsonl, or of a new file in benchmarks/work where all is measured
+    again.
 
     Args:
         name: of the benchmark.
@@ -160,7 +165,9 @@ class Kept:
         self.rows.append(json.loads(json.dumps(row)))
 
     def finish(self, page: str) -> None:
-        """Print the page, write it unless all was measured again, and say what of it was measured now."""
+        """Print the page, write it unless all was measured again, and say what of it was measured
+        now.
+        """
         print(page)
         if not self.fresh:
             write(RESULTS / f"{self.name}.md", page)
@@ -226,7 +233,8 @@ def train_and_judge(
 
 
 class Runs:
-    """Figures of recipes that were trained, one JSON object a line: an interrupted benchmark goes on.
+    """Figures of recipes that were trained, one JSON object a line: an interrupted benchmark goes
+    on.
 
     Args:
         work: the folder that has the file, the sets and the run in progress.
@@ -255,7 +263,9 @@ class Runs:
 
 
 def reduced_fashion(folder: Path, per_class: int, classes: int) -> Path:
-    """Write the first images of some of Fashion-MNIST's classes as idx files, and return their folder."""
+    """Write the first images of some of Fashion-MNIST's classes as idx files, and return their
+    folder.
+    """
     from retrieval.data.idx import read_idx
 
     if folder.exists():

@@ -4,9 +4,11 @@
     python benchmarks/cards.py digits --seeds 10
     python benchmarks/cards.py digits --write            # runs nothing
 
-One seed is a split (where the recipe splits by item) and everything random in training, from scratch: "±" is Student's 95 % interval of the
-mean over seeds, s·t/√n, not the spread s. Rows of one card share their seeds, so that differences are of pairs. Each run's figures are kept at
-once, in results/raw/cards.jsonl: what stops goes on where it was, and the block is written from that file alone (a test compares).
+One seed is a split (where the recipe splits by item) and everything random in training, from
+scratch: "±" is Student's 95 % interval of the mean over seeds, s·t/√n, not the spread s. Rows of
+one card share their seeds, so that differences are of pairs. Each run's figures are kept at once,
+in results/raw/cards.jsonl: what stops goes on where it was, and the block is written from that file
+alone (a test compares).
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a card: a recipe without some of its tables, changed by overrides; `untrained` leaves its net as it is initialised."""
+    """One line of a card: a recipe without some of its tables, changed by overrides; `untrained`
+    leaves its net as it is initialised.
+    """
 
     title: str
     recipe: str
@@ -44,7 +48,9 @@ class Row:
 
 
 def one_metric(title: str) -> Row:
-    """Return the triplet loss alone, for as many epochs of the metric as the recipes of DAML and DAMML have."""
+    """Return the triplet loss alone, for as many epochs of the metric as the recipes of DAML and
+    DAMML have.
+    """
     return Row(
         title,
         "digits-daml",

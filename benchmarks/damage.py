@@ -1,10 +1,13 @@
-"""Alter or cut off files of a living index, one at a time, and see whether it answers, says that it is damaged, or is silently wrong.
+"""Alter or cut off files of a living index, one at a time, and see whether it answers, says that it
+is damaged, or is silently wrong.
 
     python benchmarks/damage.py --count 2000 --seed 0      # writes results/raw/damage.json and results/damage.md
 
-The index is one whose writer was killed: with a write-ahead log, segments, a structure, kept originals and two generations. In a copy of it a bit, a byte
-or some bytes of a file are altered, or its end is cut off. A child opens the copy and compares everything with a model in memory. It may
-refuse, with an error of the package; what it answers must be right. A structure that is damaged must not be used.
+The index is one whose writer was killed: with a write-ahead log, segments, a structure, kept
+originals and two generations. In a copy of it a bit, a byte or some bytes of a file are altered, or
+its end is cut off. A child opens the copy and compares everything with a model in memory. It may
+refuse, with an error of the package; what it answers must be right. A structure that is damaged
+must not be used.
 """
 
 from __future__ import annotations

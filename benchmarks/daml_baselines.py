@@ -1,37 +1,48 @@
-"""Does a generator of hard negatives help? The paper's four losses with and without it, on sets that fit a small computer.
+"""Does a generator of hard negatives help?
 
-Rows: the loss alone, with semi-hard mining, with DAML, DAML on semi-hard triplets, semi-hard selection after generation, DAML
-with both objectives flowing everywhere (`coupling = "joint"`), hard positives, and DAMML: several metrics, weighted per pair or
-evenly. All by recipes of this framework. Beyond the paper: the nearest semi-hard negative instead of a random one, DAML on it, and
-`daml.disturbed_negative` on either. Where a net is trained, "not moved" is the control: DAML's phases and triplets, real negatives.
+The paper's four losses with and without it, on sets that fit a small computer.
+
+Rows: the loss alone, with semi-hard mining, with DAML, DAML on semi-hard triplets, semi-hard
+selection after generation, DAML with both objectives flowing everywhere (`coupling = "joint"`),
+hard positives, and DAMML: several metrics, weighted per pair or evenly. All by recipes of this
+framework. Beyond the paper: the nearest semi-hard negative instead of a random one, DAML on it, and
+`daml.disturbed_negative` on either. Where a net is trained, "not moved" is the control: DAML's
+phases and triplets, real negatives.
 
 Sets, all with disjoint classes (`daml_sets.py`):
 
-- glyphs: 1,200 Han characters in twelve font families (`benchmarks/glyphs.py` says which Debian packages it needs), 600 to
-  train, 600 to search. Frozen EfficientNet-Lite0 features (96 pixels), reduced to 128 principal components of the
-  training classes and to unit length; the head is linear, 64 dimensions. 400 batches, three random negatives per anchor (the
-  lifted structure and N-pair: one of every other class of the batch).
-- random: the same with one random negative an anchor (N-pair: as before) and four times as many batches, fixed for every row. It
-  is where a loss without mining starves: its negatives are all far away long before training ends.
-- few: 60 classes of glyphs, others for each seed, the same 600 to search. For what lies beyond the paper.
-- drawn: glyphs as images of 24 pixels and a small convolutional net from scratch, everything trained; 320 batches.
-- Fashion-MNIST: 1,000 images per class, 0–4 train, 5–9 are searched, frozen features and head as for glyphs; 200 batches.
+- glyphs: 1,200 Han characters in twelve font families (`benchmarks/glyphs.py` says which Debian
+  packages it needs), 600 to train, 600 to search. Frozen EfficientNet-Lite0 features (96 pixels),
+  reduced to 128 principal components of the training classes and to unit length; the head is
+  linear, 64 dimensions. 400 batches, three random negatives per anchor (the lifted structure and
+  N-pair: one of every other class of the batch).
+- random: the same with one random negative an anchor (N-pair: as before) and four times as many
+  batches, fixed for every row. It is where a loss without mining starves: its negatives are all far
+  away long before training ends.
+- few: 60 classes of glyphs, others for each seed, the same 600 to search. For what lies beyond the
+  paper.
+- drawn: glyphs as images of 24 pixels and a small convolutional net from scratch, everything
+  trained; 320 batches.
+- Fashion-MNIST: 1,000 images per class, 0–4 train, 5–9 are searched, frozen features and head as
+  for glyphs; 200 batches.
 
-Choices are made on training classes alone: glyphs, random and drawn train on 480 and are judged on 120, few trains on 60 of
-these 480, Fashion-MNIST trains on 0, 1, 3 and is judged on 2, 4; one seed, highest Recall@1 (MAP@R for Fashion-MNIST, where
-Recall@1 saturates). Every row of a set chooses among as many candidates: three margins or scales of its loss, for drawn two, for few
-three numbers of steps. Then three other seeds train on all training classes, and the test classes are looked at once. Every
-row takes as many steps of the metric. DAML's generator takes a quarter more by itself, as Algorithm 1 has it, in which the metric
-stands still.
+Choices are made on training classes alone: glyphs, random and drawn train on 480 and are judged on
+120, few trains on 60 of these 480, Fashion-MNIST trains on 0, 1, 3 and is judged on 2, 4; one seed,
+highest Recall@1 (MAP@R for Fashion-MNIST, where Recall@1 saturates). Every row of a set chooses
+among as many candidates: three margins or scales of its loss, for drawn two, for few three numbers
+of steps. Then three other seeds train on all training classes, and the test classes are looked at
+once. Every row takes as many steps of the metric. DAML's generator takes a quarter more by itself,
+as Algorithm 1 has it, in which the metric stands still.
 
-Fixed beforehand, by pilots that saw validation classes only: glyphs drawn at strength 1 and not 2, the generator's margin of 1 for
-every loss, 128 components and not 256 (for speed), a rate of 1e-3 for metric and generator, and a linear head. That one negative
-and long training is where DAML helps was found so too, among some thirty pilots of lengths, margins, batches and drawing
-strengths. The step and number of copies of `daml.disturbed_negative` come from pilots on four folds of the training classes
-(docs/daml.md shows them).
+Fixed beforehand, by pilots that saw validation classes only: glyphs drawn at strength 1 and not 2,
+the generator's margin of 1 for every loss, 128 components and not 256 (for speed), a rate of 1e-3
+for metric and generator, and a linear head. That one negative and long training is where DAML helps
+was found so too, among some thirty pilots of lengths, margins, batches and drawing strengths. The
+step and number of copies of `daml.disturbed_negative` come from pilots on four folds of the
+training classes (docs/daml.md shows them).
 
-A last table has plain losses with their parameters as they come instead of chosen ones, since what a generator gains depends
-on how good the loss without it is.
+A last table has plain losses with their parameters as they come instead of chosen ones, since what
+a generator gains depends on how good the loss without it is.
 
     python benchmarks/daml_baselines.py            # goes on where it stopped, in benchmarks/work/daml_baselines
     python benchmarks/daml_baselines.py --sets fashion --losses triplet --methods plain DAML    # a part of it
@@ -70,7 +81,8 @@ TRIPLETS: dict[str, dict[str, Any]] = {
     "lifted": {},
     "N-pair": {"anchors": "one"},
 }
-"""How many negatives an anchor is given: three at random, or one of every other class of the batch."""
+"""How many negatives an anchor is given: three at random, or one of every other class of the batch.
+"""
 
 NET = {"name": "core.convnet", "size": 24, "width": 16, "depth": 4, "layers": 1}
 """The small net from scratch."""
@@ -87,7 +99,9 @@ METHODS = (
     "DAML (paper's λ)",
 )
 STILL = "not moved"
-"""The control of a net that is trained: DAML's phases and triplets, with real negatives in the synthetic ones' place."""
+"""The control of a net that is trained: DAML's phases and triplets, with real negatives in the
+synthetic ones' place.
+"""
 
 BEYOND = (
     "hardest semi-hard",
@@ -108,8 +122,10 @@ UNTUNED: list[tuple[str, str, dict[str, Any]]] = [
     ("random", "triplet", {"name": "daml.triplet", "margin": 1.0}),
     ("random", "lifted", {"name": "daml.lifted", "margin": 1.0}),
 ]
-"""What the losses are without choosing: with the margin of 1 that the paper gives every loss and the generator, and for the
-contrastive loss also half of it. N-pair has none. On glyphs the lifted loss has chosen just that margin."""
+"""What the losses are without choosing: with the margin of 1 that the paper gives every loss and
+the generator, and for the contrastive loss also half of it. N-pair has none. On glyphs the lifted
+loss has chosen just that margin.
+"""
 
 LENGTH = {"glyphs": 400, "random": 1600, "few": 400, "drawn": 320, "fashion": 200}
 """How many batches the metric takes."""
@@ -178,7 +194,8 @@ def recipe(
         made["data"]["name"] = "glyphs.saved"
         made["backbone"] = NET
     made["train"] = {"device": "cpu", "epochs": 4}
-    # the same triplets with real negatives and with synthetic ones: as the paper has them for each loss
+    # the same triplets with real negatives and with synthetic ones: as the paper has them for each
+    # loss
     made["miner"] = {"name": "daml.one_per_class", **TRIPLETS[loss]}
     if data == "random" and loss != "N-pair":
         made["miner"]["negatives"] = 1

@@ -1,19 +1,27 @@
-"""Do several metrics gain over one on real data (DAMML)? Digits and two UCI sets, each difference paired over ten splits.
+"""Do several metrics gain over one on real data (DAMML)?
+
+Digits and two UCI sets, each difference paired over ten splits.
 
     python benchmarks/daml_real.py                          # what is not measured yet, then the page
     python benchmarks/daml_real.py --sets digits vehicle
     python benchmarks/daml_real.py --write                  # the page alone, from what is kept
 
-`uci.py` names the packages of the UCI sets. Each run goes to results/raw/daml_real.jsonl as soon as it is measured.
+`uci.py` names the packages of the UCI sets. Each run goes to results/raw/daml_real.jsonl as soon as
+it is measured.
 
-Protocol: 40 % of a set's items (of letter's classes) are for choices alone: three quarters of them (half of letter's) train and the rest judges, two seeds, by Recall@1 among those that judge.
-Each of ten seeds then halves the other 60 % anew: one half trains, the other is searched, each of its items for the others. No item that is searched there had a say
-in a choice. In all sets but "letter, unseen classes" the classes are known; there classes are divided in place of items.
+Protocol: 40 % of a set's items (of letter's classes) are for choices alone: three quarters of them
+(half of letter's) train and the rest judges, two seeds, by Recall@1 among those that judge. Each of
+ten seeds then halves the other 60 % anew: one half trains, the other is searched, each of its items
+for the others. No item that is searched there had a say in a choice. In all sets but "letter,
+unseen classes" the classes are known; there classes are divided in place of items.
 
-Every row has 32 numbers per item beside the discriminator's, the triplet loss on the hardest semi-hard negatives (the strongest row of `daml_baselines.py` for its price), 120 batches, a linear
-head, and chooses among the same ten pairs of margin and learning rate (at first six: the rates at both ends were added for every row, since choices lay at the ends of the
-three; what was chosen then was searched with again). `daml.discriminator` trains as Algorithm 2 has it, at first with even weights; its own
-parameters are the defaults, with 32 hidden units. "views" are the four quarters of an image, of which each metric sees one. The first row of a set is the features, not trained.
+Every row has 32 numbers per item beside the discriminator's, the triplet loss on the hardest
+semi-hard negatives (the strongest row of `daml_baselines.py` for its price), 120 batches, a linear
+head, and chooses among the same ten pairs of margin and learning rate (at first six: the rates at
+both ends were added for every row, since choices lay at the ends of the three; what was chosen then
+was searched with again). `daml.discriminator` trains as Algorithm 2 has it, at first with even
+weights; its own parameters are the defaults, with 32 hidden units. "views" are the four quarters of
+an image, of which each metric sees one. The first row of a set is the features, not trained.
 """
 
 from __future__ import annotations
@@ -177,7 +185,9 @@ class Kept:
         self.found = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
 
     def chosen(self, name: str, method: str) -> Choice | None:
-        """Return the candidate with the highest mean Recall@1 on the items for choices; None while one is missing."""
+        """Return the candidate with the highest mean Recall@1 on the items for choices; None while
+        one is missing.
+        """
         keys = [[(name, method, c, seed) for seed in CHOOSING_SEEDS] for c in self.candidates]
         if any(key not in self.found for key in itertools.chain(*keys)):
             return None
@@ -234,7 +244,9 @@ def said(values: list[float]) -> str:
 
 
 def changed(now: Kept, first: Kept) -> list[list[str]]:
-    """Return the rows whose choice was another one, or was compared with another one, among the first candidates: gains then and now."""
+    """Return the rows whose choice was another one, or was compared with another one, among the
+    first candidates: gains then and now.
+    """
     lines = []
     for name in now.complete():
         for method in methods(name)[1:]:

@@ -1,4 +1,6 @@
-"""The sets of `daml_baselines.py`: frozen features, or drawings as they are, whole and their training classes alone."""
+"""The sets of `daml_baselines.py`: frozen features, or drawings as they are, whole and their
+training classes alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ FEW = 60
 
 
 def prepare(work: Path, sets: list[str]) -> None:
-    """Write the sets: frozen features, reduced on training classes; all, and the training classes alone for choosing."""
+    """Write the sets: frozen features, reduced on training classes; all, and the training classes
+    alone for choosing.
+    """
     if {"few", "drawn", "random"} & set(sets):
         sets = ["glyphs", *sets]  # it says which classes are for what
     for name in dict.fromkeys(sets):
@@ -56,7 +60,9 @@ def prepare(work: Path, sets: list[str]) -> None:
 
 
 def few_classes(work: Path) -> None:
-    """Write a set for each seed, and one for choosing last: their own training classes, the same ones to search."""
+    """Write a set for each seed, and one for choosing last: their own training classes, the same
+    ones to search.
+    """
     order = np.array(json.loads((work / "glyphs-classes.json").read_text()))
     for seed in (*SEEDS, CHOOSING_SEED):
         choose = seed == CHOOSING_SEED

@@ -1,12 +1,16 @@
-"""How much λ₁, λ₂, λ and μ matter: Tables XII and XIII and Figure 7 of DAML's paper, on a small set.
+"""How much λ₁, λ₂, λ and μ matter: Tables XII and XIII and Figure 7 of DAML's paper, on a small
+set.
 
     python benchmarks/daml_weights.py            # what is not measured yet, then the page and the picture
     python benchmarks/daml_weights.py --write    # from what is kept
 
-letter, A–M train and N–Z are searched (`uci.py` says which package has it); standardised features of unit length, a hidden layer of 128 and 32 dimensions, the N-pair loss as in
-the paper's tables, DAML's three phases with 240 batches of the metric, five seeds. Like the paper, λ₁ varies at λ₂ = 50 and λ₂ at λ₁ = 1; besides, λ of Eq 7 (`loss_weight`) with both
-objectives flowing everywhere, the one case in which Adam lets it matter, and μ of Eq 15 with K = 4 and 60 items of each searched class. The held-out classes are looked at by every row: this shows how flat the
-curves are, and chooses nothing. An earlier page had more values, most of them of one seed.
+letter, A–M train and N–Z are searched (`uci.py` says which package has it); standardised features
+of unit length, a hidden layer of 128 and 32 dimensions, the N-pair loss as in the paper's tables,
+DAML's three phases with 240 batches of the metric, five seeds. Like the paper, λ₁ varies at λ₂ = 50
+and λ₂ at λ₁ = 1; besides, λ of Eq 7 (`loss_weight`) with both objectives flowing everywhere, the
+one case in which Adam lets it matter, and μ of Eq 15 with K = 4 and 60 items of each searched
+class. The held-out classes are looked at by every row: this shows how flat the curves are, and
+chooses nothing. An earlier page had more values, most of them of one seed.
 """
 
 from __future__ import annotations

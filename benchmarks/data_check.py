@@ -1,7 +1,10 @@
-"""What `retrieval data check` finds by picture, and what it takes for the same by mistake, beside a difference hash of 64 bits.
+"""What `retrieval data check` finds by picture, and what it takes for the same by mistake, beside a
+difference hash of 64 bits.
 
-Real images that are all different: scikit-learn's 1,797 digits (8 × 8), Fashion-MNIST's 10,000 test images (28 × 28), and parts of scikit-learn's two
-photographs. Of 300 of them copies are made: saved as JPEG of quality 70, twice as large, at three quarters, at half the size and then as JPEG. Run by hand:
+Real images that are all different: scikit-learn's 1,797 digits (8 × 8), Fashion-MNIST's 10,000 test
+images (28 × 28), and parts of scikit-learn's two photographs. Of 300 of them copies are made: saved
+as JPEG of quality 70, twice as large, at three quarters, at half the size and then as JPEG. Run by
+hand:
 
     python benchmarks/data_check.py
 """
@@ -82,7 +85,9 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 
 
 def measured(every: list[Image.Image], mark: Mark, limit: float) -> tuple[int, list[float]]:
-    """Return how many images have another one within the limit, and of each change the share of copies that are within it."""
+    """Return how many images have another one within the limit, and of each change the share of
+    copies that are within it.
+    """
     own = np.stack([mark(image) for image in every])
     squared, rows = nearest(own, own, 2)
     place = np.arange(len(own))

@@ -1,12 +1,13 @@
-"""LANML, PNCA, GMML and AML on the pixels of digits, beside raw pixels, PCA, NCA and Fisher's discriminants: the figures of
-models/digits-lanml and models/digits-gmml.
+"""LANML, PNCA, GMML and AML on the pixels of digits, beside raw pixels, PCA, NCA and Fisher's
+discriminants: the figures of models/digits-lanml and models/digits-gmml.
 
     python benchmarks/digits_learners.py --output FOLDER            # goes on where it stopped
     python benchmarks/digits_learners.py --learners aml.gmml aml.aml
 
-scikit-learn's digits, half of each class held out, a fifth of the other half for choosing: the candidates below by MAP@R there,
-mean over three seeds (of the split). Then each learner's choice is asked about the held-out half of each seed. That half was
-looked at twice: LANML's first grid of λ ended at its choice, .3, so it was widened (.003 out, 1 and 3 in), and the choice stayed.
+scikit-learn's digits, half of each class held out, a fifth of the other half for choosing: the
+candidates below by MAP@R there, mean over three seeds (of the split). Then each learner's choice is
+asked about the held-out half of each seed. That half was looked at twice: LANML's first grid of λ
+ended at its choice, .3, so it was widened (.003 out, 1 and 3 in), and the choice stayed.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/evaluation.py                       # writes results/evaluation.md; needs 4 GB of memory
     python benchmarks/evaluation.py --items 2000          # smaller; nothing is kept
 
-"Images" are Fashion-MNIST's training images as 128 principal components of unit length, in ten classes, so
-that MAP@R needs the nearest tenth of the gallery. "Small classes" are 15 items each: Gaussian clouds on the
-unit sphere. Each item is searched for among all others. Each contestant runs in a process of its own on one
-thread, after a call on a small set.
+"Images" are Fashion-MNIST's training images as 128 principal components of unit length, in ten
+classes, so that MAP@R needs the nearest tenth of the gallery. "Small classes" are 15 items each:
+Gaussian clouds on the unit sphere. Each item is searched for among all others. Each contestant runs
+in a process of its own on one thread, after a call on a small set.
 """
 
 from __future__ import annotations

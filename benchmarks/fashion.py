@@ -1,11 +1,14 @@
-"""How many epochs the recipes for Fashion-MNIST with disjoint classes train: chosen on whole training classes, two of the five, kept for validation.
+"""How many epochs the recipes for Fashion-MNIST with disjoint classes train: chosen on whole
+training classes, two of the five, kept for validation.
 
     python benchmarks/fashion.py --output FOLDER                          # goes on where it stopped
     python benchmarks/fashion.py --output FOLDER --recipe fashion-danml
     python benchmarks/fashion.py --write                                  # the page alone, from what is kept
 
-Each seed trains for as many epochs as are tried, and MAP@R on the validation classes is kept after each, in results/raw/fashion.jsonl. The classes to search are not looked
-at here: `cards.py` measures the recipe on them and writes its card. Of an earlier run only the means that it printed are there; a new one takes their place.
+Each seed trains for as many epochs as are tried, and MAP@R on the validation classes is kept after
+each, in results/raw/fashion.jsonl. The classes to search are not looked at here: `cards.py`
+measures the recipe on them and writes its card. Of an earlier run only the means that it printed
+are there; a new one takes their place.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """A set of many classes: Han characters in twelve of Debian's font families, drawn with Pillow.
 
-A class is a character, its items are the families' drawings of it, each turned, sheared, scaled and moved a little and
-with some noise (seeded: every machine with the same fonts draws the same). The characters are the first ones that GB 2312, Big 5's
-first level, JIS X 0208's first level and KS X 1001 share, so that every family has them in one form; a glyph that a font
-lacks is found by drawing and left out, never drawn as an empty box.
+A class is a character, its items are the families' drawings of it, each turned, sheared, scaled and
+moved a little and with some noise (seeded: every machine with the same fonts draws the same). The
+characters are the first ones that GB 2312, Big 5's first level, JIS X 0208's first level and KS X
+1001 share, so that every family has them in one form; a glyph that a font lacks is found by drawing
+and left out, never drawn as an empty box.
 
     apt-get install fonts-noto-cjk fonts-ipafont-mincho fonts-arphic-uming fonts-arphic-ukai fonts-arphic-gkai00mp \
         fonts-babelstone-han fonts-droid-fallback fonts-lxgw-wenkai fonts-vlgothic fonts-wqy-zenhei fonts-baekmuk
 
-The file is a plugin: `plugins = ["benchmarks/glyphs.py"]` and `[data] name = "glyphs.han"` in a recipe.
+The file is a plugin: `plugins = ["benchmarks/glyphs.py"]` and `[data] name = "glyphs.han"` in a
+recipe.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def _absent(font: ImageFont.FreeTypeFont) -> tuple[tuple[int, int], bytes]:
 def disturb(
     image: NDArray[np.uint8], size: int, strength: float, rng: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """Return a drawing of twice the size, turned, sheared, scaled, moved, made small, and with noise."""
+    """Return a drawing of twice the size, turned, sheared, scaled, moved, made small, and with
+    noise.
+    """
     turn, shear = rng.normal(0, 0.12 * strength), rng.normal(0, 0.12 * strength)
     scale = np.exp(rng.normal(0, 0.1 * strength))
     cos, sin = np.cos(turn) / scale, np.sin(turn) / scale
@@ -148,7 +152,8 @@ class Glyphs(Dataset):
 
 
 class Saved(Dataset):
-    """Drawings that were written before: arrays `images` (N, size, size) and `labels` (N,) of a .npz file.
+    """Drawings that were written before: arrays `images` (N, size, size) and `labels` (N,) of a
+    .npz file.
 
     Args:
         file: the file.

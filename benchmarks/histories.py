@@ -1,13 +1,17 @@
-"""Recorded histories: threads and processes read a living index while another thread writes to it; every answer is compared.
+"""Recorded histories: threads and processes read a living index while another thread writes to it;
+every answer is compared.
 
     python benchmarks/histories.py --seconds 60 --seeds 3        # writes results/histories.md
 
-One writer adds, changes and deletes items, compacts, and serves another bundle now and then; segments are so small that merges go on
-all the while. Its operations are numbered. A reader notes the last operation that was acknowledged before it asked, and the last one that had
-begun when it was answered: its answer must be, in every digit, that of one state between these two (the history is linearizable:
-M. Herlihy and J. Wing, Linearizability, ACM TOPLAS 12(3), 1990; with one writer, whose operations are in order, this is all there is to look for).
+One writer adds, changes and deletes items, compacts, and serves another bundle now and then;
+segments are so small that merges go on all the while. Its operations are numbered. A reader notes
+the last operation that was acknowledged before it asked, and the last one that had begun when it
+was answered: its answer must be, in every digit, that of one state between these two (the history
+is linearizable: M. Herlihy and J. Wing, Linearizability, ACM TOPLAS 12(3), 1990; with one writer,
+whose operations are in order, this is all there is to look for).
 
-Vectors are of whole numbers, so that every distance is exact and the expected answer has no rounding of its own.
+Vectors are of whole numbers, so that every distance is exact and the expected answer has no
+rounding of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ class Answer:
 
 
 class Counts:
-    """Two numbers in a file that all processes map: operations begun, operations acknowledged; and whether to stop."""
+    """Two numbers in a file that all processes map: operations begun, operations acknowledged; and
+    whether to stop.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -197,7 +203,9 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
 
 
 def _serve(index: Index, bundle: Bundle) -> None:
-    """Embed all items with another bundle, keep their features for the next one, serve that, and drop the one before."""
+    """Embed all items with another bundle, keep their features for the next one, serve that, and
+    drop the one before.
+    """
     store = index.store
     generation = store.begin(bundle, widths_of(bundle, features=NUMBERS))
     while not store.switch(generation):
@@ -234,7 +242,9 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 
 @contextmanager
 def small_segments() -> Iterator[None]:
-    """Have segments made of so few items that merges go on all the while, and filters looked up as those of a large index."""
+    """Have segments made of so few items that merges go on all the while, and filters looked up as
+    those of a large index.
+    """
     before = upkeep._LEAST_DEAD, searches._SMALL
     upkeep._LEAST_DEAD = SMALL
     searches._SMALL = 0

@@ -1,9 +1,11 @@
-"""The whole path of a search, ids and labels included, beside libraries that give row numbers, on one thread.
+"""The whole path of a search, ids and labels included, beside libraries that give row numbers, on
+one thread.
 
     python benchmarks/index_search.py
 
-Fashion-MNIST's training images, 50,000 × 64 along their principal components; queries are test images. Each
-figure is the CPU time of a call for the ten nearest, the best of several rounds. Peers that are not installed are left out.
+Fashion-MNIST's training images, 50,000 × 64 along their principal components; queries are test
+images. Each figure is the CPU time of a call for the ten nearest, the best of several rounds. Peers
+that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def peers(vectors: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def measure(searches: dict[str, Callable[[Any], Any]], queries: Any) -> list[dict[str, Any]]:
-    """Return the CPU milliseconds of a call, for each batch and search: the best of rounds taken in turns."""
+    """Return the CPU milliseconds of a call, for each batch and search: the best of rounds taken in
+    turns.
+    """
     rows = []
     for batch, calls in BATCHES.items():
         parts = [

@@ -1,11 +1,14 @@
-"""Kill a process that writes to a living index, again and again, and compare what is left with what it had been told is written.
+"""Kill a process that writes to a living index, again and again, and compare what is left with what
+it had been told is written.
 
     python benchmarks/kills.py --count 1000 --seed 0      # writes results/raw/kills.json and results/kills.md
 
-A child does random calls of a store and says over a pipe which one it begins and which one has returned. It is killed by
-SIGKILL: either by this process, after a time drawn from what such a call takes, so that it stops within SQLite or the system, or by
-itself, at a drawn line of Python of the store. Another child then opens the index and compares everything with a model in memory: all
-that was acknowledged, and of the call that ran, all or nothing. The next child goes on with what is left.
+A child does random calls of a store and says over a pipe which one it begins and which one has
+returned. It is killed by SIGKILL: either by this process, after a time drawn from what such a call
+takes, so that it stops within SQLite or the system, or by itself, at a drawn line of Python of the
+store. Another child then opens the index and compares everything with a model in memory: all that
+was acknowledged, and of the call that ran, all or nothing. The next child goes on with what is
+left.
 
 Modelled: a process that dies. The system lives, and loses nothing of what it was given to write.
 """

@@ -1,12 +1,16 @@
-"""Learners at many classes: LANML, GMML, AML, OAHU and `oahu.warm` beside metric-learn's and scikit-learn's, in time, memory and growth.
+"""Learners at many classes: LANML, GMML, AML, OAHU and `oahu.warm` beside metric-learn's and
+scikit-learn's, in time, memory and growth.
 
     python benchmarks/learners.py                                            # what is not measured yet, then the page
     python benchmarks/learners.py --fresh --only GMML RCA --sizes 6250       # measured again, beside what is kept
 
-Ten items a class, 100 features, 6,250 to 50,000 items: 625 to 5,000 classes. Classes are Gaussian, and spread differently along each of 100 random directions: along
-a few of them classes lie far apart, along others items of one class do, which is what a learner has to find. Each fit runs in a process of its own on one thread, with a limit
-of CPU time and of memory; a learner that was stopped at one size is not tried at a larger one. metric-learn's estimators run by way of the plugin's adapter,
-without which they fail under a current scikit-learn, and which changes nothing of what they compute.
+Ten items a class, 100 features, 6,250 to 50,000 items: 625 to 5,000 classes. Classes are Gaussian,
+and spread differently along each of 100 random directions: along a few of them classes lie far
+apart, along others items of one class do, which is what a learner has to find. Each fit runs in a
+process of its own on one thread, with a limit of CPU time and of memory; a learner that was stopped
+at one size is not tried at a larger one. metric-learn's estimators run by way of the plugin's
+adapter, without which they fail under a current scikit-learn, and which changes nothing of what
+they compute.
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ Floats = NDArray[np.float64]
 
 
 def made(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
-    """Return features (items, 100) and labels of what is fitted, and of `CHECKED` items of other classes."""
+    """Return features (items, 100) and labels of what is fitted, and of `CHECKED` items of other
+    classes.
+    """
     random = np.random.default_rng(0)
     directions = np.linalg.qr(random.standard_normal((WIDTH, WIDTH)))[0]
     between, within = np.geomspace(1, 0.1, WIDTH), random.permutation(np.geomspace(2.0, 0.2, WIDTH))

@@ -1,11 +1,13 @@
-"""Several levels of a frozen ImageNet net, beside its last layer and raw pixels, on classes that nothing was fitted to.
+"""Several levels of a frozen ImageNet net, beside its last layer and raw pixels, on classes that
+nothing was fitted to.
 
     python benchmarks/levels.py            # chooses, then measures
     python benchmarks/levels.py --page     # the page alone, from what is kept
 
-Classes 0-4 train and choose, 5-9 are searched: scikit-learn's digits, and 200 images of each of Fashion-MNIST's classes. Each candidate is fitted to three of
-the training classes and judged by MAP@R on the other two, for every such pair; the classes to search are loaded once that choice is kept. The chosen
-recipes are `models/digits-levels` and `models/fashion-levels`: a test compares.
+Classes 0-4 train and choose, 5-9 are searched: scikit-learn's digits, and 200 images of each of
+Fashion-MNIST's classes. Each candidate is fitted to three of the training classes and judged by
+MAP@R on the other two, for every such pair; the classes to search are loaded once that choice is
+kept. The chosen recipes are `models/digits-levels` and `models/fashion-levels`: a test compares.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ Figures = dict[str, float]
 
 
 def items(name: str, searched: bool) -> Items:
-    """Return a set's images (N, H, W) and labels (N,), either of the classes to search or of all the others."""
+    """Return a set's images (N, H, W) and labels (N,), either of the classes to search or of all
+    the others.
+    """
     from retrieval.host.create import create
 
     if name == "digits":
@@ -93,7 +97,9 @@ def features(
 
 
 def figures(codes: NDArray[Any], labels: NDArray[np.str_]) -> Figures:
-    """Return the figures of codes (N, C) by Euclidean distance, as a learner's recipe has them, every item searched for among the others."""
+    """Return the figures of codes (N, C) by Euclidean distance, as a learner's recipe has them,
+    every item searched for among the others.
+    """
     from retrieval.evaluation.evaluation import evaluate
 
     return dict(evaluate(codes, labels, metrics=METRICS).values)
@@ -120,7 +126,9 @@ def candidates() -> Iterator[dict[str, Any]]:
 
 
 def choose(name: str) -> list[dict[str, Any]]:
-    """Return every candidate with its mean MAP@R on pairs of training classes that it was not fitted to, the best first."""
+    """Return every candidate with its mean MAP@R on pairs of training classes that it was not
+    fitted to, the best first.
+    """
     images, labels = items(name, searched=False)
     pairs = list(itertools.combinations(np.unique(labels).tolist(), 2))
     known: dict[str, NDArray[np.float32]] = {}

@@ -1,4 +1,6 @@
-"""What a living index should hold after calls, the calls, and how the two are compared: for the scripts that stop its writer."""
+"""What a living index should hold after calls, the calls, and how the two are compared: for the
+scripts that stop its writer.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class State:
 
     Attributes:
         items: version of each item, by id; all else of an item follows from the two.
-        generations: of each, by number: which bundle, the ids that it leaves out with their versions, and its state.
+        generations: of each, by number: which bundle, the ids that it leaves out with their
+            versions, and its state.
     """
 
     items: dict[str, int] = field(default_factory=dict)
@@ -367,7 +370,9 @@ def check(
     bundles: list[Bundle],
     seed: int,
 ) -> dict[str, Any]:
-    """Return which of some states an index is in, and all that is wrong; `copies`: what each snapshot holds, and whether it must be there."""
+    """Return which of some states an index is in, and all that is wrong; `copies`: what each
+    snapshot holds, and whether it must be there.
+    """
     with LocalStore(folder, upkeep=False) as store:
         faults = [differences(store, state, bundles, seed) for state in states]
         which = next((at for at, fault in enumerate(faults) if not fault), None)

@@ -1,12 +1,14 @@
-"""OAHU and its baselines on Fashion-MNIST: Table 3 and Figure 4 of the paper, and where OAHU does help.
+"""OAHU and its baselines on Fashion-MNIST: Table 3 and Figure 4 of the paper, and where OAHU does
+help.
 
     OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py
     OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py --fresh --parts table --methods LEGO --repeats 0    # a part, measured again
 
-Each figure is kept at once, in results/raw/oahu_table3.jsonl: a run that stops goes on where it was. Some ten minutes of CPU
-time. Constants of the baselines were chosen on the development parts of two other splits; the queries are 4,000 images a
-repeat that lie in neither of those parts. 35,000 of the other images are the development part, as in the paper: they give
-the triplets and are the references.
+Each figure is kept at once, in results/raw/oahu_table3.jsonl: a run that stops goes on where it
+was. Some ten minutes of CPU time. Constants of the baselines were chosen on the development parts
+of two other splits; the queries are 4,000 images a repeat that lie in neither of those parts.
+35,000 of the other images are the development part, as in the paper: they give the triplets and are
+the references.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def split(repeat: int) -> tuple[Floats, Floats]:
 def nearest(
     query: Floats, references: Floats, k: int, inner: bool = False, own: bool = False
 ) -> Floats:
-    """Return rows (Q, k), nearest first; `inner` by the largest inner product, `own` leaves out the item itself."""
+    """Return rows (Q, k), nearest first; `inner` by the largest inner product, `own` leaves out the
+    item itself.
+    """
     query, references = query.astype(np.float32), references.astype(np.float32)
     norms = 0 if inner else (references**2).sum(1)
     found = []

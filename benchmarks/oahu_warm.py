@@ -3,16 +3,20 @@
     OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py
     OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py --development     # the sets that choices were made on
 
-16 sets × raw or standardised features × 3 seeds: 96 streams of 10,000 triplets (the paper's: 5,000 random ones, 5,000 that follow from them, shuffled). `warm_sets.py`
-names the sets, by a rule that was fixed before anything was measured, and those that everything was developed on (`--development`, one
-seed, keeps nothing). Half of a set's items give the triplets and are the references, the other half are the queries. After 100 to 10,000 triplets:
-5-nearest-neighbour accuracy, Recall@1, and MAP@R of up to 500 queries, each less Euclid's.
+16 sets × raw or standardised features × 3 seeds: 96 streams of 10,000 triplets (the paper's: 5,000
+random ones, 5,000 that follow from them, shuffled). `warm_sets.py` names the sets, by a rule that
+was fixed before anything was measured, and those that everything was developed on (`--development`,
+one seed, keeps nothing). Half of a set's items give the triplets and are the references, the other
+half are the queries. After 100 to 10,000 triplets: 5-nearest-neighbour accuracy, Recall@1, and
+MAP@R of up to 500 queries, each less Euclid's.
 
-Noise: of the queries that only one of both has right, c are the learner's and b Euclid's; the upper end of Clopper and Pearson's one-sided 95 % interval
-of c / (b + c) makes an upper bound of the gain. A stream is *below beyond noise* where that bound is under −.005 at some point.
+Noise: of the queries that only one of both has right, c are the learner's and b Euclid's; the upper
+end of Clopper and Pearson's one-sided 95 % interval of c / (b + c) makes an upper bound of the
+gain. A stream is *below beyond noise* where that bound is under −.005 at some point.
 
-Then Fashion-MNIST's pixels, by the splits of `oahu_table3.py`. Each stream's figures go to results/raw/oahu_warm.jsonl as soon as they are measured, and a
-second run goes on from there. Some ten minutes of one core.
+Then Fashion-MNIST's pixels, by the splits of `oahu_table3.py`. Each stream's figures go to
+results/raw/oahu_warm.jsonl as soon as they are measured, and a second run goes on from there. Some
+ten minutes of one core.
 """
 
 from __future__ import annotations
@@ -58,7 +62,9 @@ def triplets(labels: Floats, seed: int) -> Floats:
 
 
 def judged(refs: Floats, own: Floats, asked: Floats, truth: Floats) -> dict[str, Floats]:
-    """Return each query's correctness by 5 neighbours and by one, and average precision at R of the first queries."""
+    """Return each query's correctness by 5 neighbours and by one, and average precision at R of the
+    first queries.
+    """
     hit, first, precision = [], [], []
     norms = (refs**2).sum(axis=1)
     for start in range(0, len(asked), 500):

@@ -1,8 +1,10 @@
-"""The figures of the pages docs/aml.md, anml.md, daml.md and oahu.md: blocks between marks, made of what the benchmarks kept.
+"""The figures of the pages docs/aml.md, anml.md, daml.md and oahu.md: blocks between marks, made of
+what the benchmarks kept.
 
     python benchmarks/pages.py        # writes them; a test compares
 
-A block reads `<!-- figures: NAME -->` … `<!-- end of figures -->`. Papers' figures come from published.toml, ours from results/.
+A block reads `<!-- figures: NAME -->` … `<!-- end of figures -->`. Papers' figures come from
+published.toml, ours from results/.
 """
 
 from __future__ import annotations

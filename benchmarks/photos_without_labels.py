@@ -1,9 +1,12 @@
-"""The picture of a search without labels in docs/engineer.md: Fashion-MNIST's images, a pretrained backbone, nothing trained.
+"""The picture of a search without labels in docs/engineer.md: Fashion-MNIST's images, a pretrained
+backbone, nothing trained.
 
     python benchmarks/photos_without_labels.py        # writes docs/without_labels.png and results/photos_without_labels.md; some minutes
 
-The first 500 training images are indexed by `retrieval index create --model core.efficientnet_lite0`, without their labels. The queries are the first 40 test
-images; of each class the first is drawn, with its six nearest. Labels only judge what came: they are Fashion-MNIST's own (Debian's package dataset-fashion-mnist).
+The first 500 training images are indexed by `retrieval index create --model
+core.efficientnet_lite0`, without their labels. The queries are the first 40 test images; of each
+class the first is drawn, with its six nearest. Labels only judge what came: they are
+Fashion-MNIST's own (Debian's package dataset-fashion-mnist).
 """
 
 from __future__ import annotations
@@ -102,7 +105,9 @@ def draw(
     right: list[list[bool]],
     path: Path,
 ) -> None:
-    """Draw two columns of queries, each with its answers: right ones framed in blue, wrong ones in orange."""
+    """Draw two columns of queries, each with its answers: right ones framed in blue, wrong ones in
+    orange.
+    """
     side, gap, rows = 56, 6, -(-len(queries) // 2)
     block = (side + gap) * (1 + NEAREST) + 5 * gap
     sheet = Image.new("RGB", (2 * block + 3 * gap, rows * (side + gap) + gap), "white")

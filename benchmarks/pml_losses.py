@@ -1,12 +1,15 @@
-"""Every loss and miner of `pml` beside pytorch-metric-learning's own of the same parameters: time and memory.
+"""Every loss and miner of `pml` beside pytorch-metric-learning's own of the same parameters: time
+and memory.
 
     python benchmarks/pml_losses.py                                                # cases that are not measured yet, then the page
     python benchmarks/pml_losses.py --fresh --only triplet_margin --items 256      # measured again; nothing is kept
 
-A loss is called forward and backward, a miner once, on one thread. Both sides are called in turn in one process; the median CPU time of
-the rounds is kept. Memory is how far the process's peak rises during a first call over what it holds before, each side in a process
-of its own, which may take 3 GB and a minute: what needs more is said to, and not timed. The batch: 8 items a class, each its class's
-random vector plus one and a half times as much noise. Cases are kept in raw/pml_losses.json.
+A loss is called forward and backward, a miner once, on one thread. Both sides are called in turn in
+one process; the median CPU time of the rounds is kept. Memory is how far the process's peak rises
+during a first call over what it holds before, each side in a process of its own, which may take 3
+GB and a minute: what needs more is said to, and not timed. The batch: 8 items a class, each its
+class's random vector plus one and a half times as much noise. Cases are kept in
+raw/pml_losses.json.
 """
 
 from __future__ import annotations

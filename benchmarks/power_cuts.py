@@ -1,11 +1,13 @@
-"""Cut the power of a machine that writes to a living index, at a thousand moments, and compare what a disk may then hold with what was acknowledged.
+"""Cut the power of a machine that writes to a living index, at a thousand moments, and compare what
+a disk may then hold with what was acknowledged.
 
     python benchmarks/power_cuts.py --count 1000 --seed 0      # writes results/raw/power_cuts.json and results/power_cuts.md; needs strace
 
-A process makes an index and does random calls of a store, or is killed in their midst and another goes on; `strace` records every system call that
-changes a file or a name. Of drawn moments of that record a disk is built as a power cut may leave it (`power_disk.py`): of what was not synced any part is missing.
-An opened index is then compared with a model in memory: all that was acknowledged is there, the call that ran is there or not, no open is refused,
-and the index goes on.
+A process makes an index and does random calls of a store, or is killed in their midst and another
+goes on; `strace` records every system call that changes a file or a name. Of drawn moments of that
+record a disk is built as a power cut may leave it (`power_disk.py`): of what was not synced any
+part is missing. An opened index is then compared with a model in memory: all that was acknowledged
+is there, the call that ran is there or not, no open is refused, and the index goes on.
 """
 
 from __future__ import annotations
@@ -134,8 +136,8 @@ class Told:
     """What an index should hold at moments of a record.
 
     Attributes:
-        moments: of each thing that was told: when, the states that are right from then on, what each snapshot holds and whether it must be
-            there, and the call that runs.
+        moments: of each thing that was told: when, the states that are right from then on, what
+            each snapshot holds and whether it must be there, and the call that runs.
     """
 
     def __init__(self) -> None:
@@ -207,7 +209,9 @@ def record(
 
 
 def same(disk: Disk, folder: Path) -> list[str]:
-    """Return the files of a record's end that are not what the system shows: a record that is whole has none."""
+    """Return the files of a record's end that are not what the system shows: a record that is whole
+    has none.
+    """
     disk.write(folder, disk.time, "all", "all", random.Random(0))
     there, made = (
         {

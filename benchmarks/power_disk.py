@@ -1,8 +1,10 @@
-"""What a power cut may leave of a folder: from a record of system calls, the files and names that a disk may hold at any moment of it.
+"""What a power cut may leave of a folder: from a record of system calls, the files and names that a
+disk may hold at any moment of it.
 
-A file is what was written before its last sync that had ended, and of each sector written since the old or any newer version, whether
-others are there or not. A name is what its folder held when that was last synced, and of each change since, whether it happened or not. Nothing is assumed of
-the order in which a disk writes, nor of what a file system does beyond POSIX.
+A file is what was written before its last sync that had ended, and of each sector written since the
+old or any newer version, whether others are there or not. A name is what its folder held when that
+was last synced, and of each change since, whether it happened or not. Nothing is assumed of the
+order in which a disk writes, nor of what a file system does beyond POSIX.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ SECTORS = (512, 4096)
 
 
 def strace(output: Path, kill: int | None = None) -> list[str]:
-    """Return the beginning of a command whose changes of files are to be recorded; it is killed as it enters its sync number `kill`."""
+    """Return the beginning of a command whose changes of files are to be recorded; it is killed as
+    it enters its sync number `kill`.
+    """
     killed = [] if kill is None else ["-e", f"inject=fsync,fdatasync:signal=SIGKILL:when={kill}"]
     return [
         "strace",
@@ -52,7 +56,9 @@ def strace(output: Path, kill: int | None = None) -> list[str]:
 
 @dataclass(eq=False)
 class File:
-    """A file: what was written (began, ended, at, bytes; None is a cut to the length `at`), and when it was synced (began, ended)."""
+    """A file: what was written (began, ended, at, bytes; None is a cut to the length `at`), and
+    when it was synced (began, ended).
+    """
 
     changes: list[tuple[int, float, int, bytes | None]] = field(default_factory=list)
     syncs: list[tuple[int, float]] = field(default_factory=list)
@@ -68,7 +74,9 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
-    """A folder: names that changed (began, ended, what each stands for now), and when it was synced."""
+    """A folder: names that changed (began, ended, what each stands for now), and when it was
+    synced.
+    """
 
     changes: list[tuple[int, float, dict[str, File | Folder | None]]] = field(default_factory=list)
     syncs: list[tuple[int, float]] = field(default_factory=list)
@@ -139,9 +147,11 @@ class Disk:
         self._open: dict[int, tuple[File | Folder, int, bool]] = {}
 
     def replay(self, trace: Path, marks: Path) -> None:
-        """Take in what a process did, before another changes the folder; what it wrote to the file `marks` is kept with its time.
+        """Take in what a process did, before another changes the folder; what it wrote to the file
+        `marks` is kept with its time.
 
-        Of a call that a kill ended the trace does not say how far it came. The folder itself shows that.
+        Of a call that a kill ended the trace does not say how far it came. The folder itself shows
+        that.
 
         Raises:
             ValueError: a call that is not understood.
@@ -411,7 +421,9 @@ def _apply(content: bytearray, at: int, written: bytes | None) -> None:
 
 
 def _torn(content: bytearray, pending: list[tuple[int, bytes | None]], chance: _Chance) -> bytes:
-    """Return a file of which each sector, and the length, is of some moment of what was written since."""
+    """Return a file of which each sector, and the length, is of some moment of what was written
+    since.
+    """
     if not pending:
         return bytes(content)
     now, lengths, sector = bytearray(content), [len(content)], chance.sector

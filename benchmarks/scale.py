@@ -1,11 +1,13 @@
-"""What each structure of an index costs as it grows: time to build, bytes, recall and CPU time of a query.
+"""What each structure of an index costs as it grows: time to build, bytes, recall and CPU time of a
+query.
 
     python benchmarks/scale.py                                    # writes results/scale.md
     python benchmarks/scale.py --sizes 5000 --only flat hnsw      # a part of it, which is not kept
     python benchmarks/scale.py --vectors mine.npy --sizes 1000000 # on vectors of your own, likewise
 
-Each structure has its parameters as they come and one thread, and proposes candidates that are measured
-again, as a search of the index does. Vectors are those of `search.py`; queries are not among them.
+Each structure has its parameters as they come and one thread, and proposes candidates that are
+measured again, as a search of the index does. Vectors are those of `search.py`; queries are not
+among them.
 """
 
 from __future__ import annotations

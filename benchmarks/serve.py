@@ -3,10 +3,11 @@
     python benchmarks/serve.py                              # indexes in benchmarks/work/serve; writes results/serve.md
     python benchmarks/serve.py --only PNG --seconds 1 --rounds 1    # a part of it, which is not kept
 
-Each contestant is a process of its own; they take turns in each round. A figure is the median over rounds of
-the CPU time, user and system, that all processes of a server took for a request. "By hand" is a loop
-without a server, which decodes with Pillow. "Bare" is an ASGI application under the same uvicorn that reads
-the upload and answers as many bytes. Requests come from this process, over connections that are kept.
+Each contestant is a process of its own; they take turns in each round. A figure is the median over
+rounds of the CPU time, user and system, that all processes of a server took for a request. "By
+hand" is a loop without a server, which decodes with Pillow. "Bare" is an ASGI application under the
+same uvicorn that reads the upload and answers as many bytes. Requests come from this process, over
+connections that are kept.
 """
 
 from __future__ import annotations
@@ -183,7 +184,9 @@ def pixels(image: bytes, said: dict[str, Any]) -> Any:
 
 
 def run_by_hand(task: Task) -> None:
-    """Search in a loop for as many seconds as each line of standard input says; print CPU ms a query."""
+    """Search in a loop for as many seconds as each line of standard input says; print CPU ms a
+    query.
+    """
     rows = np.load(task.folder / "vectors.npy")
     index = faiss.IndexFlatL2(rows.shape[1])
     index.add(rows)
@@ -234,7 +237,9 @@ def run_bare() -> None:
 
 @contextmanager
 def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run Python with arguments in a process of its own; yield it and the first line that it prints."""
+    """Run Python with arguments in a process of its own; yield it and the first line that it
+    prints.
+    """
     process = subprocess.Popen(
         [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,12 +1,15 @@
-"""Read and write an index over HTTP while its server is killed again and again, and compare what is left with what the clients were told.
+"""Read and write an index over HTTP while its server is killed again and again, and compare what is
+left with what the clients were told.
 
     python benchmarks/soak.py --seconds 600 --seed 0      # writes results/raw/soak.json and results/soak.md
 
-Several clients of `retrieval.client` put, relabel and delete items of their own, one or many at a time, search, and look at items. Each keeps its own
-record: of every id, what the server has acknowledged last, and what it was asked for since without an answer. Every answer to a read is compared
-with it at once. Meanwhile SIGKILL ends the whole server, or one of its two processes, every few
-seconds; a server that was killed as a whole is started again, with one process and with two in turns. At the end the index is checked, and compared with
-the records: ids, labels, metadata, vectors, and searches with exact search by NumPy.
+Several clients of `retrieval.client` put, relabel and delete items of their own, one or many at a
+time, search, and look at items. Each keeps its own record: of every id, what the server has
+acknowledged last, and what it was asked for since without an answer. Every answer to a read is
+compared with it at once. Meanwhile SIGKILL ends the whole server, or one of its two processes,
+every few seconds; a server that was killed as a whole is started again, with one process and with
+two in turns. At the end the index is checked, and compared with the records: ids, labels, metadata,
+vectors, and searches with exact search by NumPy.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class Record:
     """What a client knows.
 
     Attributes:
-        known: by id, what it may be: one value where the last write was acknowledged, None for an item that is not there.
+        known: by id, what it may be: one value where the last write was acknowledged, None for an
+            item that is not there.
     """
 
     known: dict[str, tuple[Value | None, ...]] = field(default_factory=dict)
@@ -191,7 +195,9 @@ class Worker:
             self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
 
     def _search(self, client: Client) -> None:
-        """Search for an item of its own: it is the nearest, unless it may be gone; and no answer is what cannot be."""
+        """Search for an item of its own: it is the nearest, unless it may be gone; and no answer is
+        what cannot be.
+        """
         id = self._id()
         known = self.record.may_be(id)
         value = known[-1] or self._value()

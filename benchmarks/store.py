@@ -4,13 +4,15 @@
     python benchmarks/store.py --rows 2000 --only "local flat" FAISS   # a part of it, which is not kept
     pip install qdrant-client lancedb chromadb                         # the peers; who is missing is left out
 
-Vectors are Fashion-MNIST's training images, 64 numbers along the principal components of their pixels;
-queries are test images. Each item has a number as its id and one field, `share`, evenly spread over 0 to 99.
-Each system runs in a process of its own on one thread, as it comes. Writes are judged by wall time, since
-they wait for the disk; searches by CPU time, since others may share the cores.
+Vectors are Fashion-MNIST's training images, 64 numbers along the principal components of their
+pixels; queries are test images. Each item has a number as its id and one field, `share`, evenly
+spread over 0 to 99. Each system runs in a process of its own on one thread, as it comes. Writes are
+judged by wall time, since they wait for the disk; searches by CPU time, since others may share the
+cores.
 """
 
-# ruff: noqa: D102, B027  System says what each verb is; what few systems need does nothing in the others
+# ruff: noqa: D102, B027  System says what each verb is; what few systems need does nothing in the
+# others
 
 from __future__ import annotations
 

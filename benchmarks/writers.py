@@ -2,13 +2,13 @@
 
     python benchmarks/writers.py --seconds 600 --seed 0      # writes results/raw/writers.json and results/writers.md
 
-Each writer owns three groups of twenty items. One write replaces a whole group, or deletes it, or asks for
-`compact`; a group's state is a number that grows with each write, and says what every item of it holds.
-Before a write the writer notes the number as begun, afterwards as acknowledged, in a file that all processes
-map. A reader notes what was acknowledged before it asks and what had begun when it was answered: what it
-sees of a group must be, in every item, vector and distance, one state between these two. Every few seconds
-SIGKILL ends a writer, and another goes on where it stopped. At the end all groups are compared once more,
-and `retrieval index check` reads everything.
+Each writer owns three groups of twenty items. One write replaces a whole group, or deletes it, or
+asks for `compact`; a group's state is a number that grows with each write, and says what every item
+of it holds. Before a write the writer notes the number as begun, afterwards as acknowledged, in a
+file that all processes map. A reader notes what was acknowledged before it asks and what had begun
+when it was answered: what it sees of a group must be, in every item, vector and distance, one state
+between these two. Every few seconds SIGKILL ends a writer, and another goes on where it stopped. At
+the end all groups are compared once more, and `retrieval index check` reads everything.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ BEGUN, ACKNOWLEDGED = range(2)
 
 
 class Board:
-    """What was begun and what was acknowledged, of each group, and whether to stop; all processes map it."""
+    """What was begun and what was acknowledged, of each group, and whether to stop; all processes
+    map it.
+    """
 
     def __init__(self, path: Path) -> None:
         size = WRITERS * GROUPS
@@ -65,7 +67,9 @@ def deleted(state: int) -> bool:
 
 
 def vectors_of(writer: int, group: int, state: int) -> Any:
-    """Return the vectors (SIZE, WIDTH) of a group's items: whole numbers, so that distances are exact."""
+    """Return the vectors (SIZE, WIDTH) of a group's items: whole numbers, so that distances are
+    exact.
+    """
     drawn = np.random.default_rng((writer, group, state))
     return drawn.integers(-99, 100, (SIZE, WIDTH)).astype(np.float32)
 
@@ -94,7 +98,9 @@ def write(folder: Path, writer: int, seed: int) -> None:
 
 
 def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int) -> str | None:
-    """Return what is wrong with an answer that should be one state of a group from `first` to `last`."""
+    """Return what is wrong with an answer that should be one state of a group from `first` to
+    `last`.
+    """
     name = f"{writer}/{group}, states {first} to {last}"
     if not hits:
         none = any(deleted(state) for state in range(first, last + 1))

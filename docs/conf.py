@@ -26,7 +26,8 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_math_renderer = "mathml"
 
-# Docstrings are written with `code` in single backticks, and types are links only where there is a page to go to
+# Docstrings are written with `code` in single backticks, and types are links only where there is a
+# page to go to
 default_role = "code"
 nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_member_order = "bysource"
@@ -63,7 +64,9 @@ MATHML = LatexToMathML(fancy_error=False)
 
 
 def add_formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
-    """Write a formula as MathML, which browsers typeset by themselves; one that is wrong is a warning, and so no page."""
+    """Write a formula as MathML, which browsers typeset by themselves; one that is wrong is a
+    warning, and so no page.
+    """
     try:
         block = isinstance(node, nodes.math_block)
         writer.body.append(MATHML.convert_with_local_state(node.astext(), displaystyle=block))

@@ -1,4 +1,6 @@
-"""Draw the floors of the package: each folder with its purpose, and who imports whom, from the code. Called by generate.py."""
+"""Draw the floors of the package: each folder with its purpose, and who imports whom, from the
+code. Called by generate.py.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def purpose(package: Path, name: str) -> str:
 
 
 def draw(package: Path, floors: Sequence[set[str]]) -> str:
-    """Return the diagram as SVG: highest floor first, with arcs to the nearest floors that each imports.
+    """Return the diagram as SVG: highest floor first, with arcs to the nearest floors that each
+    imports.
 
     Args:
         package: the folder `retrieval`.

@@ -1,4 +1,5 @@
-"""Write the pages that the code defines: hooks, recipes, one page per kind of plugin, the floors, the OpenAPI document.
+"""Write the pages that the code defines: hooks, recipes, one page per kind of plugin, the floors,
+the OpenAPI document.
 
 An extension of Sphinx: it runs before each build and writes to `docs/generated`, which git ignores.
 """
@@ -215,7 +216,9 @@ def pages() -> dict[str, str]:
 
 
 def write(folder: Path = FOLDER) -> None:
-    """Make a folder hold the generated files and no others; unchanged files keep their date, so Sphinx skips them."""
+    """Make a folder hold the generated files and no others; unchanged files keep their date, so
+    Sphinx skips them.
+    """
     made = pages()
     for path in folder.rglob("[!.]*.*"):
         if path.relative_to(folder).as_posix() not in made:

@@ -7,9 +7,10 @@
     index.search("query.jpg")
     retrieval.serve(index)
 
-All that a user or a plugin's author imports is here. Each name loads, with torch or FAISS where it needs them, on first use. Paths are
-text or `pathlib.Path`. Where a function takes `progress`, True shows the bars that the command line shows, False nothing, and a
-function is told what is being done, how much of it is done, and how much there is to do.
+All that a user or a plugin's author imports is here. Each name loads, with torch or FAISS where it
+needs them, on first use. Paths are text or `pathlib.Path`. Where a function takes `progress`, True
+shows the bars that the command line shows, False nothing, and a function is told what is being
+done, how much of it is done, and how much there is to do.
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ __all__ = [
     "verify_run",
 ]
 
-# Both count only before the libraries that read them are loaded: the first use of a name below loads them.
-# Without the first, ONNX Runtime looks up its maker's host at the first search and writes to the home folder.
+# Both count only before the libraries that read them are loaded: the first use of a name below
+# loads them. Without the first, ONNX Runtime looks up its maker's host at the first search and
+# writes to the home folder.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 limit_threads()
 

@@ -21,7 +21,9 @@ class RetrievalError(Exception):
 
 
 class PluginError(RetrievalError):
-    """A plugin clashes, cannot be imported, misspells a hook, or offers something that breaks its contract."""
+    """A plugin clashes, cannot be imported, misspells a hook, or offers something that breaks its
+    contract.
+    """
 
 
 class RecipeError(RetrievalError):
@@ -43,7 +45,9 @@ class DataError(RetrievalError):
 
 
 class BundleError(RetrievalError):
-    """A bundle that is missing, altered, incomplete or from another format version; or an export that failed."""
+    """A bundle that is missing, altered, incomplete or from another format version; or an export
+    that failed.
+    """
 
 
 class StoreError(RetrievalError):
@@ -51,7 +55,9 @@ class StoreError(RetrievalError):
 
 
 class MissingDependency(RetrievalError):
-    """A package that this call or command needs is not installed, or two that exclude each other are."""
+    """A package that this call or command needs is not installed, or two that exclude each other
+    are.
+    """
 
 
 class ServerError(RetrievalError):
@@ -76,8 +82,9 @@ class ServerError(RetrievalError):
 
 
 def printable(text: str) -> str:
-    """Return text from outside as a terminal may show it: control characters, which could move its cursor, change what it shows
-    or answer for the user, and marks that turn the direction of writing, as their escapes; line breaks and tabs as they are.
+    """Return text from outside as a terminal may show it: control characters, which could move its
+    cursor, change what it shows or answer for the user, and marks that turn the direction of
+    writing, as their escapes; line breaks and tabs as they are.
     """
     return "".join(
         c
@@ -130,7 +137,8 @@ def at_least_one(what: str, value: object) -> int:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the known word closest to `word`, or an empty string.
 
-    Of `PLUGIN.NAME` the name is compared within the same plugin; else a name is looked for in the other plugins.
+    Of `PLUGIN.NAME` the name is compared within the same plugin; else a name is looked for in the
+    other plugins.
     """
     known = list(known)
     if _SAME.get(word.lower()) in known:

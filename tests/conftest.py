@@ -1,4 +1,6 @@
-"""What all tests share: nothing of this machine's settings, a command line to call, plugins to install."""
+"""What all tests share: nothing of this machine's settings, a command line to call, plugins to
+install.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from PIL import Image
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Ctrl-C is ignored in what a shell starts in the background, and so by all that it starts; tests send it
+# Ctrl-C is ignored in what a shell starts in the background, and so by all that it starts; tests
+# send it
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -33,7 +36,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
-    """All tests of Milvus run in one process, and all that follow the tutorial: so a server starts once, and a reader."""
+    """All tests of Milvus run in one process, and all that follow the tutorial: so a server starts
+    once, and a reader.
+    """
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -97,9 +102,10 @@ def cli(
 def shown() -> Callable[..., None]:
     """Compare a picture that code made with the one in `docs/`: as large, at most 60 KB, and alike.
 
-    With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 64 colours. `most` is the mean difference of two small grey
-    copies that is allowed: more for pictures of what is found, which after training depends on how the processor rounds (two such pictures of
-    other queries are some 60 apart).
+    With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 64
+    colours. `most` is the mean difference of two small grey copies that is allowed: more for
+    pictures of what is found, which after training depends on how the processor rounds (two such
+    pictures of other queries are some 60 apart).
     """
     docs = Path(__file__).parents[1] / "docs"
 
@@ -112,7 +118,8 @@ def shown() -> Callable[..., None]:
             assert kept.size == picture.size, (
                 f"{name}: write it again, with RETRIEVAL_PICTURES=write pytest"
             )
-            # small grey pictures: single points, and the digits of a figure, differ from machine to machine
+            # small grey pictures: single points, and the digits of a figure, differ from machine to
+            # machine
             small = [
                 np.asarray(p.convert("L").resize((64, 64)), dtype=float) for p in (kept, picture)
             ]
@@ -153,7 +160,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page of the browser's, in a context of its own; `faults` and `asked` say what went wrong in it and which addresses it asked for."""
+    """A page of the browser's, in a context of its own; `faults` and `asked` say what went wrong in
+    it and which addresses it asked for.
+    """
     context = browser.new_context(viewport={"width": 1180, "height": 900}, offline=False)
     page = context.new_page()
     page.set_default_timeout(10_000)
@@ -167,7 +176,9 @@ def page(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def process() -> Callable[..., Outcome]:
-    """A Python of its own: `process("-m", "retrieval.cli", "--help", path=folder)`, with `path` first on its path."""
+    """A Python of its own: `process("-m", "retrieval.cli", "--help", path=folder)`, with `path`
+    first on its path.
+    """
 
     def run(
         *arguments: str | Path,

@@ -1,4 +1,6 @@
-"""Every loss and miner of every installed plugin: it reads, builds, runs forward and backward, and survives odd batches."""
+"""Every loss and miner of every installed plugin: it reads, builds, runs forward and backward, and
+survives odd batches.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def smallest(annotation: Any) -> Any:
 
 
 class Weighted(Combiner):
-    """Squared differences, weighed by dimension: a combiner with parameters, in codes that are not unit vectors."""
+    """Squared differences, weighed by dimension: a combiner with parameters, in codes that are not
+    unit vectors.
+    """
 
     def __init__(self) -> None:
         super().__init__()

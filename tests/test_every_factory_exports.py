@@ -1,4 +1,6 @@
-"""Every backbone, combiner and learner of every installed plugin becomes a bundle that gives what torch gives."""
+"""Every backbone, combiner and learner of every installed plugin becomes a bundle that gives what
+torch gives.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,15 @@ from sklearn.datasets import load_digits, load_sample_images
 PLUGINS = load_plugins()
 DIGITS = load_digits()
 VECTORS: NDArray[np.float32] = DIGITS.data[:300].astype(np.float32)
-# Learners fit the sixteen pixels that vary most: some refuse constant columns, and a fit must be quick.
+# Learners fit the sixteen pixels that vary most: some refuse constant columns, and a fit must be
+# quick.
 FEW: NDArray[np.float32] = np.ascontiguousarray(
     VECTORS[:, np.sort(VECTORS.var(axis=0).argsort()[-16:])]
 )
 GIVEN = {"features": VECTORS.shape[1], "embedding_size": 16, "classes": 10}
 
-# What a factory is built with where its defaults do not do, or would take long. A factory that needs arguments and has no
-# line here fails.
+# What a factory is built with where its defaults do not do, or would take long. A factory that
+# needs arguments and has no line here fails.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.convnet": {"width": 8, "size": 32, "channels": 3},
     "core.efficientnet_lite0": {"pretrained": False, "size": 64},

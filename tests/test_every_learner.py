@@ -1,4 +1,6 @@
-"""What every learner promises a scikit-learn or metric-learn user: distances of pairs, a metric, names, and one seed by two names."""
+"""What every learner promises a scikit-learn or metric-learn user: distances of pairs, a metric,
+names, and one seed by two names.
+"""
 
 from __future__ import annotations
 

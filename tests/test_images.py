@@ -463,7 +463,8 @@ def test_threads_leave_the_warning_filters_alone():
 
 def test_resizing_and_cropping_match_a_plain_definition():
     pixels = gradient(40, 60)
-    # nearest by a whole factor: resize the shorter side 40 → 20, then the central 16 × 16 of 20 × 30
+    # nearest by a whole factor: resize the shorter side 40 → 20, then the central 16 × 16 of 20 ×
+    # 30
     made = Preprocessing((16, 16), interpolation="nearest", resize=20)(Image.fromarray(pixels))
     expected = pixels[1::2, 1::2][2:18, 7:23].transpose(2, 0, 1)
     assert np.array_equal(made, expected)

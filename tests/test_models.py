@@ -1,4 +1,6 @@
-"""Every recipe in models/ is valid against what is installed, and has a card with results and the command that made them."""
+"""Every recipe in models/ is valid against what is installed, and has a card with results and the
+command that made them.
+"""
 
 from __future__ import annotations
 

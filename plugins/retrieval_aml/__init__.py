@@ -1,7 +1,8 @@
-"""Adversarial metric learning: `GMML` and `AML`, in closed form and by L-BFGS on the moments of the pairs.
+"""Adversarial metric learning: `GMML` and `AML`, in closed form and by L-BFGS on the moments of the
+pairs.
 
-Chen et al., "Adversarial Metric Learning" (IJCAI 2018); Zadeh et al., "Geometric Mean Metric Learning" (ICML 2016). The
-learners need no torch to fit.
+Chen et al., "Adversarial Metric Learning" (IJCAI 2018); Zadeh et al., "Geometric Mean Metric
+Learning" (ICML 2016). The learners need no torch to fit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """Linear maps under which similar pairs are near and dissimilar ones far: a point on a geodesic of matrices."""
+    """Linear maps under which similar pairs are near and dissimilar ones far: a point on a geodesic
+    of matrices.
+    """
     from retrieval_aml.aml import AML
     from retrieval_aml.gmml import GMML
 

@@ -26,26 +26,29 @@ class AML(PairLearner):
 
         L(M; pairs) + α L(M; adversarial pairs(M)),    L(M; pairs) = mean over similar δᵀMδ + mean over dissimilar δᵀM⁻¹δ,
 
-    in which the adversarial pairs are a closed form of M (Eq 9), so that one function of M is left: exact, from two F × F
-    matrices, however many pairs there are. L-BFGS on symmetric S, M = W exp(S) W, keeps M positive definite; the paper's
-    projected gradient does not. As α → 0, β → 0 or β → ∞ it is GMML. Stationary points only: the paper's "global
-    convergence" is that.
+    in which the adversarial pairs are a closed form of M (Eq 9), so that one function of M is left:
+    exact, from two F × F matrices, however many pairs there are. L-BFGS on symmetric S, M = W
+    exp(S) W, keeps M positive definite; the paper's projected gradient does not. As α → 0, β → 0 or
+    β → ∞ it is GMML. Stationary points only: the paper's "global convergence" is that.
 
-    `t` other than .5 is our AML_t: the optimum is M = A_eff⁻¹ # cB, the middle of a geodesic as in GMML, and `t` moves along it.
+    `t` other than .5 is our AML_t: the optimum is M = A_eff⁻¹ # cB, the middle of a geodesic as in
+    GMML, and `t` moves along it.
 
     Args:
         alpha: α > 0: weight of the adversarial pairs.
         beta: β > 0: weight of their staying near the pairs that they come from.
         t: where on the geodesic from A_eff⁻¹ (0) to cB (1); .5 is the paper's AML.
         regularization: λ, as in `aml.gmml`: A + λ M₀⁻¹ and B + λ M₀ take the places of A and B.
-        prior: M₀: "identity" (also none), "covariance" (the inverse covariance of the features), or a symmetric positive
-            definite matrix. Without `regularization` it is not used.
-        n_pairs: none: all pairs of the training items, with no pair formed. Otherwise so many are drawn with `seed`; "paper"
-            draws 1,000 C (C − 1) of C classes.
-        balance: whether similar and dissimilar pairs weigh the same in total. False weighs each pair the same, as the
-            paper's sums do, which makes M larger by about the root of dissimilar per similar pairs.
-        standardize: whether each feature is first divided by its standard deviation; the map takes that in, so features are
-            given as they come. The result depends on the features' scales, so use it where their units differ.
+        prior: M₀: "identity" (also none), "covariance" (the inverse covariance of the features), or
+            a symmetric positive definite matrix. Without `regularization` it is not used.
+        n_pairs: none: all pairs of the training items, with no pair formed. Otherwise so many are
+            drawn with `seed`; "paper" draws 1,000 C (C − 1) of C classes.
+        balance: whether similar and dissimilar pairs weigh the same in total. False weighs each
+            pair the same, as the paper's sums do, which makes M larger by about the root of
+            dissimilar per similar pairs.
+        standardize: whether each feature is first divided by its standard deviation; the map takes
+            that in, so features are given as they come. The result depends on the features' scales,
+            so use it where their units differ.
         tol: slope, relative to the objective, at which the search has converged.
         max_iter: most iterations of L-BFGS.
         seed: seed of the random choice of pairs; 0 by default.
@@ -97,7 +100,8 @@ class AML(PairLearner):
     def adversarial_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Floats:
         """Return each pair's most misleading neighbour under the learned metric, π and π′ of Eq 9.
 
-        With `standardize` they are found among standardised features, as in the fit, and given in the features' own units.
+        With `standardize` they are found among standardised features, as in the fit, and given in
+        the features' own units.
 
         Args:
             pairs: (N, 2, F) the two points of each pair; none need to have been fitted on.

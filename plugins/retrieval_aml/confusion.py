@@ -1,4 +1,6 @@
-"""The adversarial negative in closed form, under the head's current metric: the confusion stage for deep losses."""
+"""The adversarial negative in closed form, under the head's current metric: the confusion stage for
+deep losses.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,19 @@ from retrieval.model.model import Normalize
 from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 
-# Where the two halves of a point on the sphere cancel to less than this part of their length, no direction is left.
+# Where the two halves of a point on the sphere cancel to less than this part of their length, no
+# direction is left.
 CANCELLED = 1e-3
 
 
 class Confusion(Generator):
-    """The negative that misleads the current metric most near the real one, in closed form; only the negative moves.
+    """The negative that misleads the current metric most near the real one, in closed form; only
+    the negative moves.
 
-    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 9 for a dissimilar pair, anchor a and negative n. Its two
-    points move together to the pair π, π′ with the difference β/(2 + β) · (n − a), under any metric M = WᵀW + εI: M cancels. Moved
-    so that π lies on the anchor, which changes no distance, the adversarial negative is
+    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 9 for a dissimilar pair, anchor a
+    and negative n. Its two points move together to the pair π, π′ with the difference β/(2 + β) ·
+    (n − a), under any metric M = WᵀW + εI: M cancels. Moved so that π lies on the anchor, which
+    changes no distance, the adversarial negative is
 
         z = (2a + βn) / (2 + β),    the minimiser of D(a, z)² + β/2 · D(n, z)².
 
@@ -32,12 +37,14 @@ class Confusion(Generator):
 
         z = (2|n| a + β|a| n) / (2|n| + β|a|),
 
-    exactly for a linear head, to first order for others (hidden layers). It has no parameters. The loss at z's code reaches the head, and
-    through z the features of a and n, with their shares in it as constants. Set `[train] real_weight` to train on the real negatives too: 1 is the
-    paper's α = 1 (Eq 4), for real_weight = 1/α.
+    exactly for a linear head, to first order for others (hidden layers). It has no parameters. The
+    loss at z's code reaches the head, and through z the features of a and n, with their shares in
+    it as constants. Set `[train] real_weight` to train on the real negatives too: 1 is the paper's
+    α = 1 (Eq 4), for real_weight = 1/α.
 
     Args:
-        beta: β > 0, the weight of staying near the real negative: towards 0 it ends on the anchor, towards infinity it stays.
+        beta: β > 0, the weight of staying near the real negative: towards 0 it ends on the anchor,
+            towards infinity it stays.
     """
 
     def __init__(self, beta: Annotated[float, Field(gt=0)] = 1.0) -> None:
@@ -81,7 +88,8 @@ class Confusion(Generator):
         lu, lv = (x.norm(dim=1, keepdim=True).clamp_min(tiny**0.5) for x in (u, v))
         both = 2 * u / lu + self.beta * v / lv
         share = 2 / (2 + self.beta * lu / lv)
-        # opposite codes of equal weight: every point of the sphere is as good, and the real negative is one
+        # opposite codes of equal weight: every point of the sphere is as good, and the real
+        # negative is one
         return torch.where(both.norm(dim=1, keepdim=True) < CANCELLED * (2 + self.beta), 0.0, share)
 
 
@@ -96,7 +104,9 @@ def _before_scaling(head: nn.Module) -> nn.Sequential | None:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Within, a module is in evaluation mode: no batch statistics are moved, and no random number is drawn."""
+    """Within, a module is in evaluation mode: no batch statistics are moved, and no random number
+    is drawn.
+    """
     modes = [(each, each.training) for each in module.modules()]
     module.eval()
     try:

@@ -1,4 +1,6 @@
-"""What GMML and AML have in common: checked labels or pairs, their moments, and the map of the metric found."""
+"""What GMML and AML have in common: checked labels or pairs, their moments, and the map of the
+metric found.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,24 @@ from retrieval_aml.spd import completed, components, lifted, spread_of, symmetri
 Floats = NDArray[np.floating[Any]]
 
 ONE_THREAD = 200
-"""Up to so many features, one thread: several gain nothing on small matrices, and cost dearly where cores are busy."""
+"""Up to so many features, one thread: several gain nothing on small matrices, and cost dearly where
+cores are busy.
+"""
 
 
 class PairLearner(LinearMap):
     """A metric learned from the second moments of similar and dissimilar pairs; subclasses say how.
 
-    Parameters that every subclass has: `t`, `regularization`, `prior`, `n_pairs`, `standardize`, `seed`,
-    `random_state`.
+    Parameters that every subclass has: `t`, `regularization`, `prior`, `n_pairs`, `standardize`,
+    `seed`, `random_state`.
 
     Attributes:
-        components_: (F, F) the learned map: M's eigenvectors times the roots of its eigenvalues, the largest first.
-        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on it.
-        scale_: (F,) what features are divided by before the metric is learned: 1 without `standardize`.
+        components_: (F, F) the learned map: M's eigenvectors times the roots of its eigenvalues,
+            the largest first.
+        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on
+            it.
+        scale_: (F,) what features are divided by before the metric is learned: 1 without
+            `standardize`.
         n_similar_: how many similar pairs there were.
         n_dissimilar_: how many dissimilar pairs there were.
         converged_: whether the search met its tolerance; always true of a closed form.
@@ -55,7 +62,9 @@ class PairLearner(LinearMap):
     n_iter_: int
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
-        """Return H (F, F), M = HHᵀ, of two positive definite moments, and set `converged_` and `n_iter_`."""
+        """Return H (F, F), M = HHᵀ, of two positive definite moments, and set `converged_` and
+        `n_iter_`.
+        """
         raise NotImplementedError
 
     def __sklearn_tags__(self) -> Any:
@@ -64,13 +73,15 @@ class PairLearner(LinearMap):
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Learn from features (N, F) and labels (N,), which may be text: pairs of a class are similar, all others dissimilar.
+        """Learn from features (N, F) and labels (N,), which may be text: pairs of a class are
+        similar, all others dissimilar.
 
-        All pairs count, in closed form from sums of classes, unless `n_pairs` says how many to draw.
+        All pairs count, in closed form from sums of classes, unless `n_pairs` says how many to
+        draw.
 
         Raises:
-            ValueError: features are not finite, there is one class only, no class has two members, no pair was drawn of
-                one kind, or a parameter is out of its range.
+            ValueError: features are not finite, there is one class only, no class has two members,
+                no pair was drawn of one kind, or a parameter is out of its range.
         """
         self._refuse_parameters()
         raw, labels = validate_data(
@@ -89,16 +100,17 @@ class PairLearner(LinearMap):
     def fit_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Self:
         """Learn from pairs, knowing only whether each pair is similar.
 
-        `n_pairs` is not used here: every pair given counts once. The pairs' points take the part of the features that
-        `standardize`, the prior "covariance" and `mean_` need.
+        `n_pairs` is not used here: every pair given counts once. The pairs' points take the part of
+        the features that `standardize`, the prior "covariance" and `mean_` need.
 
         Args:
             pairs: (N, 2, F) the two points of each pair.
-            similar: (N,) whether they are similar: true or false, 1 or 0, or 1 or −1 as the papers have it.
+            similar: (N,) whether they are similar: true or false, 1 or 0, or 1 or −1 as the papers
+                have it.
 
         Raises:
-            ValueError: shapes do not fit, numbers are not finite, all pairs are similar or all dissimilar, no pair's points
-                differ, or a parameter is out of its range.
+            ValueError: shapes do not fit, numbers are not finite, all pairs are similar or all
+                dissimilar, no pair's points differ, or a parameter is out of its range.
         """
         self._refuse_parameters()
         both, alike = _checked_pairs(pairs, similar)

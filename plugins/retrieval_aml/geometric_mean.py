@@ -1,4 +1,6 @@
-"""AML's whole objective as a loss on embeddings: the geometric-mean loss of Eq 7 with the adversarial pairs of Eq 9."""
+"""AML's whole objective as a loss on embeddings: the geometric-mean loss of Eq 7 with the
+adversarial pairs of Eq 9.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,33 @@ Squares = dict[str, dict[str, Any]]
 
 
 class GeometricMeanLoss(CheckedLoss):
-    """Similar pairs near by the metric, dissimilar ones near by its inverse, and the same of their adversarial pairs.
+    """Similar pairs near by the metric, dissimilar ones near by its inverse, and the same of their
+    adversarial pairs.
 
-    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11 (Eq 7 and Eq 9; Eq 12 corrected), with the network in the
-    place of the linear map. The metric is the embeddings' own covariance Σ: it is M = Σ of the whitened embeddings, and with
-    δ the difference of two embeddings,
+    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11 (Eq 7 and Eq 9; Eq 12 corrected),
+    with the network in the place of the linear map. The metric is the embeddings' own covariance Σ:
+    it is M = Σ of the whitened embeddings, and with δ the difference of two embeddings,
 
         similar:     ‖δ‖² + α ‖s(Σ) δ‖²,    s(λ) = βλ² / (2 + βλ²)
         dissimilar:  c ‖Σ⁻¹ δ‖²,            c = 1 + α (β / (2 + β))²
 
-    each averaged over its pairs, and the two added. On a linear head without bias over whitened features, M = WᵀW, that *is* Eq
-    11, and its minimum is the metric of `aml.aml` (of `aml.gmml` for α = 0).
+    each averaged over its pairs, and the two added. On a linear head without bias over whitened
+    features, M = WᵀW, that *is* Eq 11, and its minimum is the metric of `aml.aml` (of `aml.gmml`
+    for α = 0).
 
-    In a batch lacking similar or dissimilar pairs nothing is learned where `scale` is free. Every batch should have well more items
-    than embedding dimensions, as Σ is taken from it (with the reference set, if there is one).
+    In a batch lacking similar or dissimilar pairs nothing is learned where `scale` is free. Every
+    batch should have well more items than embedding dimensions, as Σ is taken from it (with the
+    reference set, if there is one).
 
     Args:
         alpha: α ≥ 0, weight of the adversarial pairs; 0 leaves Eq 7.
         beta: β > 0, how near the adversarial pairs stay to the pairs that they come from.
-        ridge: ρ ≥ 0: Σ + ρ · (mean variance) · I takes Σ's place. Directions of much less variance than that are left to fade;
-            0 needs more items than dimensions.
-        scale: "free": the loss of M = tΣ at the best t, so that the embeddings' scale has no say, as heads that give unit vectors
-            need. "fixed": t = 1, Eq 11 to the letter.
-        reducer: how the pairs' losses become one number, similar and dissimilar ones each; the mean by default.
+        ridge: ρ ≥ 0: Σ + ρ · (mean variance) · I takes Σ's place. Directions of much less variance
+            than that are left to fade; 0 needs more items than dimensions.
+        scale: "free": the loss of M = tΣ at the best t, so that the embeddings' scale has no say,
+            as heads that give unit vectors need. "fixed": t = 1, Eq 11 to the letter.
+        reducer: how the pairs' losses become one number, similar and dissimilar ones each; the mean
+            by default.
     """
 
     def __init__(
@@ -117,7 +123,8 @@ class GeometricMeanLoss(CheckedLoss):
             t = best_scale(moments, eigenvalues, weight, self.alpha, self.beta)
         similar = _squares(items, queries, found[:2])
         if self.alpha:
-            # s(tΣ) = I − 2K⁻¹ with K = 2I + βt²Σ²: no eigenvectors to differentiate, so that ties do no harm
+            # s(tΣ) = I − 2K⁻¹ with K = 2I + βt²Σ²: no eigenvectors to differentiate, so that ties
+            # do no harm
             k = self.beta * t**2 * metric @ metric + 2 * identity
             near = items - 2 * torch.linalg.solve(k, items.T).T
             similar = similar + self.alpha * _squares(near, queries, found[:2])
@@ -134,7 +141,9 @@ def _part(losses: Tensor, pairs: tuple[Tensor, Tensor], kind: str) -> dict[str, 
 
 
 def _squares(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:
-    """Return ‖x_a − x_b‖² (P,) of pairs; a counts from the first row, b from the first reference (see `_reference`)."""
+    """Return ‖x_a − x_b‖² (P,) of pairs; a counts from the first row, b from the first reference
+    (see `_reference`).
+    """
     q, r = x[:queries], _reference(x, queries)
     matrix = q.square().sum(1)[:, None] + r.square().sum(1) - 2 * (q @ r.T)
     return matrix[pairs].clamp_min(0)

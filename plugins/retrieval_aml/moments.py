@@ -1,4 +1,6 @@
-"""The two matrices that GMML and AML learn from: second moments of the differences of similar and of dissimilar pairs."""
+"""The two matrices that GMML and AML learn from: second moments of the differences of similar and
+of dissimilar pairs.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ class Moments:
 
 
 def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
-    """Return the moments over *all* unordered pairs of items, from sums of classes: no pair is formed.
+    """Return the moments over *all* unordered pairs of items, from sums of classes: no pair is
+    formed.
 
-    With the scatter S_c of class c about its mean m_c, of n_c of all n items, and the mean m of all,
+    With the scatter S_c of class c about its mean m_c, of n_c of all n items, and the mean m of
+    all,
 
         Σ over pairs in classes       = Σ_c n_c S_c
         Σ over pairs between classes  = Σ_c (n − n_c) S_c + n Σ_c n_c (m_c − m)(m_c − m)ᵀ,
@@ -85,7 +89,8 @@ def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
 
 
 def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, seed: int) -> Moments:
-    """Return the moments over pairs of two different items drawn alike, with replacement, as in the papers' experiments.
+    """Return the moments over pairs of two different items drawn alike, with replacement, as in the
+    papers' experiments.
 
     Args:
         x: (N, F) features.

@@ -1,4 +1,6 @@
-"""AML's objective as a function of the metric alone, exact, from the two moments of the pairs: O(F³), however many pairs."""
+"""AML's objective as a function of the metric alone, exact, from the two moments of the pairs:
+O(F³), however many pairs.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Objective:
-    """D(M) = tr(A M) + α tr(A h(M)) + c tr(B M⁻¹), Eq 11 with the adversarial pairs put in (Eq 12, corrected).
+    """D(M) = tr(A M) + α tr(A h(M)) + c tr(B M⁻¹), Eq 11 with the adversarial pairs put in (Eq 12,
+    corrected).
 
-    The adversarial pair of a similar pair with difference δ has the difference βM²(2I + βM²)⁻¹ δ, that of a dissimilar pair
-    β/(2 + β) δ. So, A and B the mean of δδᵀ over similar and dissimilar pairs,
+    The adversarial pair of a similar pair with difference δ has the difference βM²(2I + βM²)⁻¹ δ,
+    that of a dissimilar pair β/(2 + β) δ. So, A and B the mean of δδᵀ over similar and dissimilar
+    pairs,
 
         h(λ) = β² λ⁵ / (2 + βλ²)²,    c = 1 + α (β / (2 + β))².
 
@@ -61,7 +65,9 @@ class Objective:
         return float(value), symmetric(effective - self.pull * back)
 
     def effective_similar(self, m: Floats) -> Floats:
-        """Return A_eff(M) = U [F ∘ (Uᵀ A U)] Uᵀ, F_ab = 1 + α h[λ_a, λ_b]: a minimiser is M = A_eff⁻¹ # cB."""
+        """Return A_eff(M) = U [F ∘ (Uᵀ A U)] Uᵀ, F_ab = 1 + α h[λ_a, λ_b]: a minimiser is M =
+        A_eff⁻¹ # cB.
+        """
         return self.effective_similar_at(*np.linalg.eigh(m))
 
     def effective_similar_at(self, values: Floats, vectors: Floats) -> Floats:
@@ -74,13 +80,17 @@ class Objective:
 
 
 def spectrum(values: Floats, beta: float) -> Floats:
-    """Return h(λ) = β² λ⁵ / (2 + βλ²)², elementwise: what a similar pair's adversarial distance is along an eigenvector."""
+    """Return h(λ) = β² λ⁵ / (2 + βλ²)², elementwise: what a similar pair's adversarial distance is
+    along an eigenvector.
+    """
     found: Floats = values / (1 + 2 / (beta * values**2)) ** 2
     return found
 
 
 def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
-    """Return h[a, b] = (h(a) − h(b)) / (a − b), written out so that nothing cancels; h′(a) where a = b."""
+    """Return h[a, b] = (h(a) − h(b)) / (a − b), written out so that nothing cancels; h′(a) where a
+    = b.
+    """
     aa, bb = a * a, b * b
     ab = a * b
     top = 4 * (aa * aa + aa * ab + aa * bb + ab * bb + bb * bb)

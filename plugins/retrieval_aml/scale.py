@@ -14,12 +14,14 @@ def best_scale(
 ) -> float:
     """Return t > 0 that minimises t Σ aᵢ (1 + α sᵢ(t)²) + d/t, with sᵢ(t) = βt²λᵢ² / (2 + βt²λᵢ²).
 
-    That is AML's objective at tM (Eq 11). In τ = log t each summand is convex: the logarithm of e^τ s² has the slope g = 5 − 4s
-    and the bend −8s(1 − s), and g² − 8s(1 − s) = 25 − 48s + 24s² is at least 1 on [0, 1]. The derivative's one root is
-    bracketed by the case α = 0, as 1 ≤ 1 + αs²(5 − 4s) ≤ 1 + 1.158α.
+    That is AML's objective at tM (Eq 11). In τ = log t each summand is convex: the logarithm of e^τ
+    s² has the slope g = 5 − 4s and the bend −8s(1 − s), and g² − 8s(1 − s) = 25 − 48s + 24s² is at
+    least 1 on [0, 1]. The derivative's one root is bracketed by the case α = 0, as 1 ≤ 1 + αs²(5 −
+    4s) ≤ 1 + 1.158α.
 
     Args:
-        moments: aᵢ (C,), the similar pairs' mean squared difference along each eigenvector; their sum is above 0.
+        moments: aᵢ (C,), the similar pairs' mean squared difference along each eigenvector; their
+            sum is above 0.
         eigenvalues: λᵢ (C,) of M.
         dissimilar: d > 0, the whole weight of the dissimilar pairs at t = 1.
         alpha: α ≥ 0.

@@ -1,4 +1,6 @@
-"""The search for AML's metric: L-BFGS over symmetric matrices, whose exponential is positive definite whatever the step."""
+"""The search for AML's metric: L-BFGS over symmetric matrices, whose exponential is positive
+definite whatever the step.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ from retrieval_aml.spd import eigen_of_factor, geodesic_factor
 Floats = NDArray[np.floating[Any]]
 
 FARTHEST = 20.0
-"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of GMML."""
+"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of
+GMML.
+"""
 ROUND = 25
-"""Iterations after which the search begins again around the metric reached, with the second derivatives of that place."""
+"""Iterations after which the search begins again around the metric reached, with the second
+derivatives of that place.
+"""
 RESOLVED = 1e-7
-"""Slope below which steps follow the gradient alone: what they gain is lost in the value's rounding."""
+"""Slope below which steps follow the gradient alone: what they gain is lost in the value's
+rounding.
+"""
 FLATTEST = 1e-8
 """Least curvature, relative to the largest, that the search scales a direction by."""
 
@@ -31,7 +39,8 @@ class Found:
     Attributes:
         half: (F, F) the metric's factor: M = HHᵀ.
         value: D(M).
-        slope: largest entry of the scaled gradient of D(M) / D(start): half its square is about what is left to gain.
+        slope: largest entry of the scaled gradient of D(M) / D(start): half its square is about
+            what is left to gain.
         iterations: of L-BFGS.
     """
 
@@ -42,10 +51,11 @@ class Found:
 
 
 def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
-    """Minimise D(M) over M = W exp(S) W, S symmetric, from S = 0, where W² = √c A⁻¹ # B is GMML's metric.
+    """Minimise D(M) over M = W exp(S) W, S symmetric, from S = 0, where W² = √c A⁻¹ # B is GMML's
+    metric.
 
-    It begins again around the metric reached every `ROUND` iterations, and where a line search fails (moments of low rank with
-    a large α).
+    It begins again around the metric reached every `ROUND` iterations, and where a line search
+    fails (moments of low rank with a large α).
 
     Args:
         objective: D.
@@ -67,8 +77,9 @@ def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
 def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Found:
     """Search around W² = HHᵀ, H the factor `start`.
 
-    S is written in the eigenvectors of K = (W A_eff W + c W⁻¹ B W⁻¹) / 2, each entry divided by the root of kᵢ + kⱼ, about
-    the second derivative along it: ill-conditioned moments take as few iterations as others.
+    S is written in the eigenvectors of K = (W A_eff W + c W⁻¹ B W⁻¹) / 2, each entry divided by the
+    root of kᵢ + kⱼ, about the second derivative along it: ill-conditioned moments take as few
+    iterations as others.
     """
     values, vectors = eigen_of_factor(start)
     unit = objective.at(values, vectors)[0]
@@ -115,8 +126,9 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
     flat, iterations = found.x, int(found.nit)
     value, gradient = loss(flat)
     slope = float(np.abs(gradient).max())
-    # Below about 1e-8 a step changes the value by less than its rounding, and the line search fails; the gradient still
-    # tells. All second derivatives are about 1 here, so the gradient is the step.
+    # Below about 1e-8 a step changes the value by less than its rounding, and the line search
+    # fails; the gradient still tells. All second derivatives are about 1 here, so the gradient is
+    # the step.
     while tol < slope < RESOLVED and iterations < max_iter:
         next_value, next_gradient = loss(flat - gradient)
         next_slope = float(np.abs(next_gradient).max())

@@ -1,4 +1,6 @@
-"""Symmetric positive definite matrices: powers, the geodesic between two of them, and a floor under their eigenvalues."""
+"""Symmetric positive definite matrices: powers, the geodesic between two of them, and a floor under
+their eigenvalues.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def symmetric(m: Floats) -> Floats:
 
 
 def geodesic(a: Floats, b: Floats, t: float) -> Floats:
-    """Return A⁻¹ #_t B, the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1); t = .5 is the geometric mean.
+    """Return A⁻¹ #_t B, the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1); t = .5 is the
+    geometric mean.
 
     At t = .5 it solves M A M = B (Zadeh et al., Eq 8 and 13).
 
@@ -44,7 +47,9 @@ def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
 
 
 def eigen_of_factor(half: Floats) -> tuple[Floats, Floats]:
-    """Return the eigenvalues (F,) and eigenvectors (F, F) of HHᵀ, largest first: positive, however ill-conditioned it is."""
+    """Return the eigenvalues (F,) and eigenvectors (F, F) of HHᵀ, largest first: positive, however
+    ill-conditioned it is.
+    """
     vectors, values, _ = np.linalg.svd(half)
     return values**2, vectors
 
@@ -64,7 +69,8 @@ def lifted(m: Floats, unit: float) -> Floats:
 
 
 def spread_of(m: Floats) -> tuple[Floats, Floats]:
-    """Return orthonormal columns for where M has any spread (F, R), and for the rest (F, F − R); the identity if R = F.
+    """Return orthonormal columns for where M has any spread (F, R), and for the rest (F, F − R);
+    the identity if R = F.
 
     Spread is an eigenvalue above `FLOOR` × the mean of all.
 
@@ -79,7 +85,8 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
 
 
 def completed(half: Floats, still: Floats) -> Floats:
-    """Return the factor (F, F) of a metric that is HHᵀ where it was learned, and its geometric mean elsewhere.
+    """Return the factor (F, F) of a metric that is HHᵀ where it was learned, and its geometric mean
+    elsewhere.
 
     Args:
         half: (F, R) H.
@@ -92,7 +99,9 @@ def completed(half: Floats, still: Floats) -> Floats:
 
 
 def components(half: Floats) -> Floats:
-    """Return C (F, F) with CᵀC = HHᵀ: eigenvectors times roots of their eigenvalues, the largest first, signs fixed."""
+    """Return C (F, F) with CᵀC = HHᵀ: eigenvectors times roots of their eigenvalues, the largest
+    first, signs fixed.
+    """
     values, vectors = eigen_of_factor(half)
     largest = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest, np.arange(len(half))] < 0, -1.0, 1.0)

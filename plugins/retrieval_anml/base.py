@@ -1,4 +1,6 @@
-"""What the deep losses share: pytorch-metric-learning's call, checks of what it is given, and similarities of any distance."""
+"""What the deep losses share: pytorch-metric-learning's call, checks of what it is given, and
+similarities of any distance.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,17 @@ Threshold = float | Literal["none"] | None
 """A similarity, or none: "none" is for recipes, as TOML cannot write it."""
 Positive = Annotated[float, Field(gt=0)]
 
-# how far the positives' threshold may lie below the negatives': the paper's experiments have them .01 to .03 apart
+# how far the positives' threshold may lie below the negatives': the paper's experiments have them
+# .01 to .03 apart
 OVERLAP = 0.1
 
 
 def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tensor:
     """Return similarities (B, R) by any of pytorch-metric-learning's distances or a combiner.
 
-    A similarity is taken as it is. A distance D becomes s = 1 − D²/2: for the Euclidean distance of unit vectors that
-    is their cosine, and a combiner's distance is read in the same unit. `LpDistance` with power 2 is D² already.
+    A similarity is taken as it is. A distance D becomes s = 1 − D²/2: for the Euclidean distance of
+    unit vectors that is their cosine, and a combiner's distance is read in the same unit.
+    `LpDistance` with power 2 is D² already.
 
     Args:
         distance: a `BaseDistance`.
@@ -69,10 +73,12 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
 
 
 def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
-    """Return the thresholds, refusing those that are not similarities, and those that ask positives to be *less* similar than negatives.
+    """Return the thresholds, refusing those that are not similarities, and those that ask positives
+    to be *less* similar than negatives.
 
     Raises:
-        ValueError: one is not a finite similarity, or the positive threshold is below the negative one.
+        ValueError: one is not a finite similarity, or the positive threshold is below the negative
+            one.
     """
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:

@@ -1,4 +1,6 @@
-"""DANML, the deep loss of adaptive neighbourhoods; with the Multi-Similarity miner on the same similarities if asked."""
+"""DANML, the deep loss of adaptive neighbourhoods; with the Multi-Similarity miner on the same
+similarities if asked.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,29 @@ from retrieval_anml.gap import Rule
 
 
 class DANMLoss(SimilarityLoss):
-    """Deep adaptive neighbourhoods: the least similar positives, softly, against the most similar negatives, softly.
+    """Deep adaptive neighbourhoods: the least similar positives, softly, against the most similar
+    negatives, softly.
 
-    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22. For each anchor with positives S and
-    negatives D, s the cosine and g = |γ₁|,
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22. For each anchor with
+    positives S and negatives D, s the cosine and g = |γ₁|,
 
         x = 1/g · log( [e^{−g p} + Σ_S e^{−g s}] / (|S| + 1) ) + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
 
-    and the loss is the mean of ℓ(x + margin). The thresholds p and q steady a neighbourhood whose members change from
-    batch to batch: a positive more similar than p, and a negative less similar than q, hardly count.
+    and the loss is the mean of ℓ(x + margin). The thresholds p and q steady a neighbourhood whose
+    members change from batch to batch: a positive more similar than p, and a negative less similar
+    than q, hardly count.
 
-    The paper's λ can be read in two ways. As distances 1 − cosine, as equation 22 is written: p = 1 − λ₁, q = 1 − λ₂. As
-    similarities, which the values of its experiments suggest (λ₁ of .5 to .65, λ₂ .01 to .03 more): p = λ₁, q = λ₂.
+    The paper's λ can be read in two ways. As distances 1 − cosine, as equation 22 is written: p = 1
+    − λ₁, q = 1 − λ₂. As similarities, which the values of its experiments suggest (λ₁ of .5 to .65,
+    λ₂ .01 to .03 more): p = λ₁, q = λ₂.
 
-    With the identity and p = q it is Multi-Similarity less a constant that depends on the number of pairs. An
-    anchor without any pair costs 0; so does one without positives (negatives) where there is no threshold to stand
-    in for them. A distance D of a combiner becomes s = 1 − D²/2.
+    With the identity and p = q it is Multi-Similarity less a constant that depends on the number of
+    pairs. An anchor without any pair costs 0; so does one without positives (negatives) where there
+    is no threshold to stand in for them. A distance D of a combiner becomes s = 1 − D²/2.
 
     Args:
-        gamma1: how much more the least similar positives count; the paper's is negative, and only its size matters: 0
-            averages all.
+        gamma1: how much more the least similar positives count; the paper's is negative, and only
+            its size matters: 0 averages all.
         gamma2: how much more the most similar negatives count.
         positive_threshold: p, a similarity that joins the positives; "none": no threshold.
         negative_threshold: q, a similarity that joins the negatives; "none": no threshold.
@@ -90,18 +95,19 @@ class DANMLoss(SimilarityLoss):
 class MinedDANMLoss(DANMLoss):
     """`anml.danml` on the pairs of `anml.pair_miner`, both from one matrix of similarities.
 
-    The paper always uses the two together. This gives the same numbers as the two in turn, without lists of pairs
-    in between. ε is in similarities also where a distance is given.
+    The paper always uses the two together. This gives the same numbers as the two in turn, without
+    lists of pairs in between. ε is in similarities also where a distance is given.
 
     Args:
-        gamma1: how much more the least similar positives count; only its size matters: 0 averages all.
+        gamma1: how much more the least similar positives count; only its size matters: 0 averages
+            all.
         gamma2: how much more the most similar negatives count.
         positive_threshold: p, a similarity that joins the positives; "none": no threshold.
         negative_threshold: q, a similarity that joins the negatives; "none": no threshold.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
-        epsilon: the miner's margin: a positive counts where the anchor's most similar negative comes within it, a
-            negative where the least similar positive does.
+        epsilon: the miner's margin: a positive counts where the anchor's most similar negative
+            comes within it, a negative where the least similar positive does.
         distance: how two embeddings are compared; the cosine by default.
         reducer: how the anchors' losses become one number; the mean by default.
     """

@@ -1,4 +1,6 @@
-"""What LANML and PNCA have in common: checked input, the search by L-BFGS, and the fitted attributes."""
+"""What LANML and PNCA have in common: checked input, the search by L-BFGS, and the fitted
+attributes.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,16 @@ ONE_THREAD = 10_000_000
 
 
 class NeighborhoodLearner(LinearMap):
-    """A linear map found by L-BFGS on L (F, C), M = LLᵀ, from M₀ = I / √N; subclasses give the objective.
+    """A linear map found by L-BFGS on L (F, C), M = LLᵀ, from M₀ = I / √N; subclasses give the
+    objective.
 
-    Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`, `tol`, `seed`, `random_state`.
+    Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`,
+    `tol`, `seed`, `random_state`.
 
     Attributes:
         components_: (C, F) the learned map, Lᵀ.
-        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on it.
+        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on
+            it.
         objective_: the objective reached.
         n_iter_: iterations made; as many as `max_iter` means that it stopped before `tol` was met.
         n_queries_: how many items were queries.
@@ -57,8 +62,8 @@ class NeighborhoodLearner(LinearMap):
         """Learn from features (N, F) and labels (N,), which may be text.
 
         Raises:
-            ValueError: features are not finite, there is one class only, no class has two members, or a parameter is out
-                of its range.
+            ValueError: features are not finite, there is one class only, no class has two members,
+                or a parameter is out of its range.
         """
         raw, codes = self._checked(X, y, reset=True)
         scale = deviations(raw) if self.standardize else np.ones(raw.shape[1])
@@ -88,10 +93,11 @@ class NeighborhoodLearner(LinearMap):
         return self
 
     def objective(self, L: ArrayLike, X: ArrayLike, y: ArrayLike) -> tuple[float, Floats]:
-        """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C): codes are X L, M = LLᵀ.
+        """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C): codes are X L, M
+        = LLᵀ.
 
-        All items are queries, whatever `max_queries` says, and the features are taken as they come, whatever `standardize`
-        says. Nothing needs to be fitted, and nothing is kept.
+        All items are queries, whatever `max_queries` says, and the features are taken as they come,
+        whatever `standardize` says. Nothing needs to be fitted, and nothing is kept.
 
         Args:
             L: (F, C) the map, which is `components_` transposed.

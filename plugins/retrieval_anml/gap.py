@@ -1,15 +1,17 @@
-"""The gap between an anchor's positive and its negative neighbourhood, and its derivative, block by block of anchors.
+"""The gap between an anchor's positive and its negative neighbourhood, and its derivative, block by
+block of anchors.
 
 With similarities s, larger is closer, positives S and negatives D of an anchor:
 
     x = 1/γ₁ · log( [e^{−γ₁ p} + Σ_S e^{−γ₁ s}] / (|S| + 1) )  +  1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
 
-(Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22 in similarities; γ₁ is the size of the
-paper's negative γ₁.) The first term is, softly, minus the least similarity of the positives, the second the greatest of
-the negatives. A threshold may be left out, with its 1 in the count; sums may replace the means (equation 25).
+(Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22 in similarities; γ₁ is
+the size of the paper's negative γ₁.) The first term is, softly, minus the least similarity of the
+positives, the second the greatest of the negatives. A threshold may be left out, with its 1 in the
+count; sums may replace the means (equation 25).
 
-The derivative of x is a row of softmax weights. It is made together with x and in the place of the similarities:
-autograd would keep some ten matrices of the batch's size.
+The derivative of x is a row of softmax weights. It is made together with x and in the place of the
+similarities: autograd would keep some ten matrices of the batch's size.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from retrieval_anml.pairs import LabelPairs, Pairs
 BLOCK = 1 << 18
 # what F.normalize divides by at the least
 SHORTEST = 1e-12
-# below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its rounding by γ would show
+# below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its
+# rounding by γ would show
 SMALL_GAMMA = 0.5
 
 
@@ -58,7 +61,8 @@ def soft_maximum(
 ) -> tuple[Tensor, Tensor]:
     """Return 1/γ · log(mean of e^{γ a}) of each row, or of the sum, and its derivative.
 
-    That is equation 12 with the signs of a and b turned; at γ = 0 its limit, the mean, at infinity the maximum.
+    That is equation 12 with the signs of a and b turned; at γ = 0 its limit, the mean, at infinity
+    the maximum.
 
     Args:
         values: (B, M), −∞ where it does not count; is overwritten by the derivative.
@@ -130,7 +134,8 @@ def gap_of_rows(block: Tensor, pairs: Pairs, first: int, rule: Rule) -> tuple[Te
         rule: how.
 
     Returns:
-        The gaps (n,), 0 where undefined, and bool (n,) where they are defined: where the anchor has a pair, and one on
+        The gaps (n,), 0 where undefined, and bool (n,) where they are defined: where the anchor has
+            a pair, and one on
         either side that has no threshold.
     """
     last = first + len(block)
@@ -168,10 +173,11 @@ def gap_of_rows(block: Tensor, pairs: Pairs, first: int, rule: Rule) -> tuple[Te
 
 
 def _mine(positive: Tensor, negative: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Set to −∞ the pairs that the Multi-Similarity miner drops, and return how many are left, (n,) and (n,).
+    """Set to −∞ the pairs that the Multi-Similarity miner drops, and return how many are left, (n,)
+    and (n,).
 
-    Positives, which come with their sign turned, are kept where the most similar negative is nearer than ε beyond
-    them; negatives where the least similar positive is less than ε beyond them.
+    Positives, which come with their sign turned, are kept where the most similar negative is nearer
+    than ε beyond them; negatives where the least similar positive is less than ε beyond them.
     """
     none = positive.new_full((len(positive),), -math.inf)
     least = -(positive.amax(1) if positive.shape[1] else none)
@@ -254,13 +260,17 @@ class _GapOfCosines(torch.autograd.Function):
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of length 1, and their lengths (B, 1), at least `SHORTEST`: what F.normalize does."""
+    """Return rows of length 1, and their lengths (B, 1), at least `SHORTEST`: what F.normalize
+    does.
+    """
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(SHORTEST)
     return x / lengths, lengths
 
 
 def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
-    """Overwrite a unit vector's gradient by its vector's; in blocks, as all that is as large as the batch counts here."""
+    """Overwrite a unit vector's gradient by its vector's; in blocks, as all that is as large as the
+    batch counts here.
+    """
     for i, j in _blocks((len(unit), unit.shape[1])):
         along = torch.einsum("bc,bc->b", gradient[i:j], unit[i:j])[:, None]
         # a row that is too short was divided by a constant

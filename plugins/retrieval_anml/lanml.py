@@ -22,49 +22,57 @@ NEAREST = 10
 
 
 class LANML(NeighborhoodLearner):
-    """A linear map under which each item's own class lies nearer than the others, up to the few that cannot.
+    """A linear map under which each item's own class lies nearer than the others, up to the few
+    that cannot.
 
-    Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, with the margin that it lacks (without one M = 0 is
-    optimal): it minimises
+    Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, with the margin that it lacks
+    (without one M = 0 is optimal): it minimises
 
         mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i)) + λ Ω(M),    d_ij = (x_i − x_j)ᵀ M (x_i − x_j),
 
-    b_γ the log-exp mean: a smooth mean of a query's farthest (γ < 0) or nearest (γ > 0) items. Ω is the mean of d_ij over
-    queries and S_i (§7.1.1). The paper sums ℓ where this takes the mean: its λ is N times this one. γ₁ < 0 is LANML⁻,
-    convex in M; γ₁ > 0 is LANML⁺, not convex; at γ₁ = 0 a query looks at the mean of S_i, which is convex too.
+    b_γ the log-exp mean: a smooth mean of a query's farthest (γ < 0) or nearest (γ > 0) items. Ω is
+    the mean of d_ij over queries and S_i (§7.1.1). The paper sums ℓ where this takes the mean: its
+    λ is N times this one. γ₁ < 0 is LANML⁻, convex in M; γ₁ > 0 is LANML⁺, not convex; at γ₁ = 0 a
+    query looks at the mean of S_i, which is convex too.
 
-    The log-exp means stand in for what the paper starts from, the mean of the K₁ nearest (or farthest) similar and of the K₂
-    nearest dissimilar items (Eq 6, 10 and 11): `k1` and `k2` are that hard form. It is continuous, but has kinks where
-    distances tie, so L-BFGS may end a little above its minimum.
+    The log-exp means stand in for what the paper starts from, the mean of the K₁ nearest (or
+    farthest) similar and of the K₂ nearest dissimilar items (Eq 6, 10 and 11): `k1` and `k2` are
+    that hard form. It is continuous, but has kinks where distances tie, so L-BFGS may end a little
+    above its minimum.
 
-    An item whose class has no other member is nobody's query, only everybody's dissimilar item. A feature that is constant
-    takes no part. A class with fewer than `neighbors` + 1 members uses all of them.
+    An item whose class has no other member is nobody's query, only everybody's dissimilar item. A
+    feature that is constant takes no part. A class with fewer than `neighbors` + 1 members uses all
+    of them.
 
     Args:
-        gamma1: γ₁: how a query's similar items are averaged; more negative listens more to the farthest, more positive
-            more to the nearest.
-        gamma2: γ₂ > 0: how its dissimilar items are averaged; the larger, the fewer of the nearest it listens to. Near-hard
-            behaviour among a few hundred needs 8 or more.
-        regularization: λ; the larger, the more the similar are pulled together whether they are well placed or not.
+        gamma1: γ₁: how a query's similar items are averaged; more negative listens more to the
+            farthest, more positive more to the nearest.
+        gamma2: γ₂ > 0: how its dissimilar items are averaged; the larger, the fewer of the nearest
+            it listens to. Near-hard behaviour among a few hundred needs 8 or more.
+        regularization: λ; the larger, the more the similar are pulled together whether they are
+            well placed or not.
         margin: by how much (in squared distance) the dissimilar shall be farther.
-        neighbors: S_i: that many nearest of the class by the Euclidean distance before learning, or "all"; none: 10 for
-            γ₁ < 0 (with `k1`: k1 < 0) and all otherwise, as in the paper.
-        loss: ℓ: "hinge" [margin + x]₊, "smooth_hinge" the same with a parabola of `width` in place of the kink, or
-            "logistic" log(1 + e^(margin + x)).
+        neighbors: S_i: that many nearest of the class by the Euclidean distance before learning, or
+            "all"; none: 10 for γ₁ < 0 (with `k1`: k1 < 0) and all otherwise, as in the paper.
+        loss: ℓ: "hinge" [margin + x]₊, "smooth_hinge" the same with a parabola of `width` in place
+            of the kink, or "logistic" log(1 + e^(margin + x)).
         width: of the smooth hinge's parabola.
-        standardize: whether each feature is first divided by its standard deviation, as in the paper's experiments; the map
-            takes that in, so features are given as they come. The γs and the margin are compared with distances, and the
-            search starts from one scale, so without it scale the features yourself.
+        standardize: whether each feature is first divided by its standard deviation, as in the
+            paper's experiments; the map takes that in, so features are given as they come. The γs
+            and the margin are compared with distances, and the search starts from one scale, so
+            without it scale the features yourself.
         n_components: width C of the codes; none: the number of features.
-        max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in each class alike, and all
-            others stay their neighbours. None: no limit. Time grows with queries × items.
+        max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in
+            each class alike, and all others stay their neighbours. None: no limit. Time grows with
+            queries × items.
         max_iter: most iterations of L-BFGS.
         tol: least gain of an iteration that is worth another.
         seed: seed of the random choice of queries; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
-        k1: K₁α₁ of Eq 6, in the place of γ₁: the mean distance of that many nearest of S_i, or below 0 of the farthest; at most
-            all of S_i. None: the log-exp mean.
-        k2: K₂ of Eq 11, in the place of γ₂: the mean distance of that many nearest dissimilar items. None: the log-exp mean.
+        k1: K₁α₁ of Eq 6, in the place of γ₁: the mean distance of that many nearest of S_i, or
+            below 0 of the farthest; at most all of S_i. None: the log-exp mean.
+        k2: K₂ of Eq 11, in the place of γ₂: the mean distance of that many nearest dissimilar
+            items. None: the log-exp mean.
 
     Example:
         >>> from sklearn.datasets import load_wine

@@ -21,18 +21,22 @@ from retrieval_anml.gap import Rule
 class ImprovedLiftedLoss(SimilarityLoss):
     """Lifted structure with a γ and a threshold for either neighbourhood.
 
-    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 25: the mean over anchors of
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 25: the mean over anchors
+    of
 
         [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} ) + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
 
-    with s the cosine. It takes memory of B × R. An anchor without positives (negatives) costs 0 where there is no
-    threshold to stand in for them, and so does one without any pair. A distance D of a combiner becomes s = 1 − D²/2.
+    with s the cosine. It takes memory of B × R. An anchor without positives (negatives) costs 0
+    where there is no threshold to stand in for them, and so does one without any pair. A distance D
+    of a combiner becomes s = 1 − D²/2.
 
     Args:
         gamma1: how much more the least similar positives count.
         gamma2: how much more the most similar negatives count.
-        positive_threshold: p, λ₁ of the paper, a similarity that joins the positives; "none": no threshold.
-        negative_threshold: q, λ₂ of the paper, a similarity that joins the negatives; "none": no threshold.
+        positive_threshold: p, λ₁ of the paper, a similarity that joins the positives; "none": no
+            threshold.
+        negative_threshold: q, λ₂ of the paper, a similarity that joins the negatives; "none": no
+            threshold.
         margin: m.
         distance: how two embeddings are compared; the cosine by default.
         reducer: how the anchors' losses become one number; the mean by default.
@@ -75,15 +79,17 @@ class ImprovedLiftedLoss(SimilarityLoss):
 class LiftedLoss(ImprovedLiftedLoss):
     """Lifted structure over anchors, the form that the paper improves.
 
-    Hermans, Beyer & Leibe, "In Defense of the Triplet Loss for Person Re-Identification", 2017, after Oh Song, Xiang,
-    Jegelka & Savarese, CVPR 2016; equation 23 of Song, Nie, Han & Li: the mean over anchors of
+    Hermans, Beyer & Leibe, "In Defense of the Triplet Loss for Person Re-Identification", 2017,
+    after Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; equation 23 of Song, Nie, Han & Li: the
+    mean over anchors of
 
         [ log Σ_S e^{−s} + log Σ_D e^{s} + margin ]₊
 
     with s the cosine; 0 for an anchor without positives or negatives.
 
     Args:
-        margin: m; the two sums count pairs, so with cosines the loss is 0 only for m below −log(|S| |D|).
+        margin: m; the two sums count pairs, so with cosines the loss is 0 only for m below −log(|S|
+            |D|).
         distance: how two embeddings are compared; the cosine by default.
         reducer: how the anchors' losses become one number; the mean by default.
     """

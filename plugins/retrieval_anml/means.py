@@ -1,4 +1,6 @@
-"""The log-exp mean: a smooth passage from the smallest of some numbers over their mean to the largest."""
+"""The log-exp mean: a smooth passage from the smallest of some numbers over their mean to the
+largest.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ T = TypeVar("T", NDArray[np.floating[Any]], "Tensor")
 def log_exp_mean(a: Any, gamma: float, axis: int = -1) -> Any:
     """Return b(γ) = −(1/γ) log(mean(e^{−γ a})), the log-exp mean (Song et al., Eq 12).
 
-    It *decreases* in γ (Lemma 2 has that reversed), from the largest number at γ = −∞ over the mean at γ = 0 to the
-    smallest at γ = ∞. It never overflows, and keeps its precision for any γ, however near 0.
+    It *decreases* in γ (Lemma 2 has that reversed), from the largest number at γ = −∞ over the mean
+    at γ = 0 to the smallest at γ = ∞. It never overflows, and keeps its precision for any γ,
+    however near 0.
 
     Args:
         a: numbers, at least one along `axis`: a torch tensor, or anything that numpy takes.
@@ -61,7 +64,8 @@ def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
     mean = a.mean(axis, keepdims=True)
     t = -gamma * (a - mean)
     top = t.max(axis, keepdims=True)
-    # log(mean(e^t)) is about var(t)/2 for a small γ; there log1p and expm1 keep digits that log and exp would lose
+    # log(mean(e^t)) is about var(t)/2 for a small γ; there log1p and expm1 keep digits that log and
+    # exp would lose
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         near = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma if gamma else 0 * mean
         far = (
@@ -84,7 +88,8 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
     t = -gamma * (a - mean)
     top = t.detach().amax(axis, keepdim=True)
     small = top < 1
-    # both branches are computed, so each gets numbers that it can take: a masked NaN would still spoil the gradient
+    # both branches are computed, so each gets numbers that it can take: a masked NaN would still
+    # spoil the gradient
     near = torch.log1p(
         torch.expm1(torch.where(small, t, torch.zeros_like(t))).mean(axis, keepdim=True)
     )
@@ -93,19 +98,21 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
 
 
 def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) -> float:
-    """Return the γ > 0 whose log-exp mean is the mean of the `k` smallest numbers (Song et al., Theorem 3).
+    """Return the γ > 0 whose log-exp mean is the mean of the `k` smallest numbers (Song et al.,
+    Theorem 3).
 
-    It says what a γ means: how many of a query's neighbours it listens to. For the `k` largest, negate the numbers,
-    and γ.
+    It says what a γ means: how many of a query's neighbours it listens to. For the `k` largest,
+    negate the numbers, and γ.
 
     Args:
         a: n numbers, not all equal.
-        k: how many; the theorem holds for 1 < k < n: k = 1 has γ = ∞ and k = n has γ = 0, which are returned as such.
+        k: how many; the theorem holds for 1 < k < n: k = 1 has γ = ∞ and k = n has γ = 0, which are
+            returned as such.
         tol: how exact γ is, relative to itself.
 
     Raises:
-        ValueError: k is not between 1 and n, numbers are not finite, or ties leave no γ (the mean of the k smallest is
-            the smallest itself, or the mean of all).
+        ValueError: k is not between 1 and n, numbers are not finite, or ties leave no γ (the mean
+            of the k smallest is the smallest itself, or the mean of all).
     """
     values = np.sort(np.asarray(a, dtype=np.float64).ravel())
     n = len(values)

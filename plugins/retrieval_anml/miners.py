@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 
 class PairMiner(BaseMiner):
-    """Hard pairs: positives less similar than some negative plus ε, negatives more similar than some positive less ε.
+    """Hard pairs: positives less similar than some negative plus ε, negatives more similar than
+    some positive less ε.
 
-    Wang, Han, Huang, Dong & Scott, "Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning", CVPR
-    2019, equations 11 and 12; section 7.2.1 of Song, Nie, Han & Li uses it. The pairs are those of `pml.multi_similarity`,
-    found without sorting. With `anml.danml` use `anml.danml_mined` instead, which needs no lists of pairs.
+    Wang, Han, Huang, Dong & Scott, "Multi-Similarity Loss with General Pair Weighting for Deep
+    Metric Learning", CVPR 2019, equations 11 and 12; section 7.2.1 of Song, Nie, Han & Li uses it.
+    The pairs are those of `pml.multi_similarity`, found without sorting. With `anml.danml` use
+    `anml.danml_mined` instead, which needs no lists of pairs.
 
     Args:
         epsilon: ε, in the unit of the distance.

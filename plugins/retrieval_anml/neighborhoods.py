@@ -1,14 +1,17 @@
 """The objective that LANML and PNCA share, and its gradient, block by block over the classes.
 
-With d_ij = |Lᵀ(x_i − x_j)|², S_i the similar and D_i the dissimilar items of a query i, and b the log-exp mean:
+With d_ij = |Lᵀ(x_i − x_j)|², S_i the similar and D_i the dissimilar items of a query i, and b the
+log-exp mean:
 
     f(L) = mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i) + offset_i)  +  λ Ω(LLᵀ)
     ∇f   = 2 Xᵀ (diag(W1 + Wᵀ1) − W − Wᵀ) X L  +  λ ∇Ω,        W_ij = ∂f / ∂d_ij
 
-(Song et al., Eqs 19–21, with the sign and the margin mended.) Either b may be the mean of the K smallest or largest distances
-instead (Eq 6, and f is then Eq 11): W_ij is ℓ′/K for those, and ∇f a subgradient where two distances tie. W is made for a block of queries against all items, used and
-thrown away: memory is a few blocks and N × F, never N × N. A block's queries are of one class, or of many classes that are small: then distances to all items are taken,
-and the own class is left out afterwards, since to copy what is not of a class costs more than to compare a few queries with it.
+(Song et al., Eqs 19–21, with the sign and the margin mended.) Either b may be the mean of the K
+smallest or largest distances instead (Eq 6, and f is then Eq 11): W_ij is ℓ′/K for those, and ∇f a
+subgradient where two distances tie. W is made for a block of queries against all items, used and
+thrown away: memory is a few blocks and N × F, never N × N. A block's queries are of one class, or
+of many classes that are small: then distances to all items are taken, and the own class is left out
+afterwards, since to copy what is not of a class costs more than to compare a few queries with it.
 """
 
 from __future__ import annotations
@@ -32,13 +35,17 @@ BLOCK = 1 << 21
 
 
 def few(queries: int, count: int, items: int) -> bool:
-    """Return whether a class of `count` among `items` items, with so many queries, goes together with others."""
+    """Return whether a class of `count` among `items` items, with so many queries, goes together
+    with others.
+    """
     return queries <= 64 and count <= items // 8
 
 
 @dataclass(frozen=True)
 class _Class:
-    """The items `start` to `stop` of one class, sorted together; queries and neighbours are counted from `start`."""
+    """The items `start` to `stop` of one class, sorted together; queries and neighbours are counted
+    from `start`.
+    """
 
     start: int
     stop: int
@@ -78,13 +85,16 @@ class Neighborhoods:
         gamma1: γ₁, of the similar; 0 for their mean.
         gamma2: γ₂ > 0, of the dissimilar.
         outer: ℓ.
-        neighbors: how many nearest items of its class, by the Euclidean distance of `x`, are a query's S_i; None: all.
+        neighbors: how many nearest items of its class, by the Euclidean distance of `x`, are a
+            query's S_i; None: all.
         regularization: λ of Ω, the mean squared distance of a query to its S_i.
         offset: from |S_i| and |D_i| to offset_i.
-        queries: how many items, drawn with `seed` in each class alike, are queries; None: all. Whatever it is, every item
-            is a neighbour of the others, and the only member of a class is never a query.
+        queries: how many items, drawn with `seed` in each class alike, are queries; None: all.
+            Whatever it is, every item is a neighbour of the others, and the only member of a class
+            is never a query.
         seed: see `queries`.
-        k1: K₁α₁ ≠ 0 in the place of γ₁: the mean of that many smallest distances to S_i, or below 0 largest; at most all.
+        k1: K₁α₁ ≠ 0 in the place of γ₁: the mean of that many smallest distances to S_i, or below 0
+            largest; at most all.
         k2: K₂ > 0 in the place of γ₂: the mean of that many smallest distances to D_i; at most all.
     """
 
@@ -141,7 +151,9 @@ class Neighborhoods:
             start += count
 
     def _spread(self) -> Floats:
-        """Return A (F, F) with Ω(M) = tr(A M): the mean over queries and their S_i of (x_i − x_j)(x_i − x_j)ᵀ."""
+        """Return A (F, F) with Ω(M) = tr(A M): the mean over queries and their S_i of (x_i −
+        x_j)(x_i − x_j)ᵀ.
+        """
         total = np.zeros((self.x.shape[1],) * 2)
         for c in self.classes:
             x = self.x[c.start : c.stop]
@@ -202,7 +214,8 @@ class Neighborhoods:
             np.minimum(t, 0, out=t)
             top = t.max(axis=1)
             least = -top / sharpness
-            # b_{γ₂} and a mean of K₂ ≥ the smallest distance: whoever is far enough from that costs nothing, and no exponential
+            # b_{γ₂} and a mean of K₂ ≥ the smallest distance: whoever is far enough from that costs
+            # nothing, and no exponential
             alive = radius - least + offset > self.outer.floor
             if not alive.any():
                 continue
@@ -236,7 +249,9 @@ class Neighborhoods:
     def _few(
         self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
     ) -> float:
-        """Add small classes' queries to the gradient in z, and to `pushed` Σ_i W_ij z_i and Σ_i W_ij; return the sum of their ℓ."""
+        """Add small classes' queries to the gradient in z, and to `pushed` Σ_i W_ij z_i and Σ_i
+        W_ij; return the sum of their ℓ.
+        """
         dissimilar, similar = len(z) - s.members.shape[1], s.neighbors.shape[1]
         offset, total = self.offset(similar, dissimilar), 0.0
         sharpness = self.gamma2 if self.k2 is None else 1.0
@@ -286,7 +301,9 @@ class Neighborhoods:
     def _reach(
         self, t: Floats, top: Floats, least: Floats, dissimilar: int
     ) -> tuple[Floats, Any, Floats]:
-        """Return b of each query's D_i (B,), and what W's rows are proportional to (B, K), with their sums (B,); t is overwritten."""
+        """Return b of each query's D_i (B,), and what W's rows are proportional to (B, K), with
+        their sums (B,); t is overwritten.
+        """
         if self.k2 is not None:
             return largest(t, min(self.k2, dissimilar))
         t -= top[:, None]
@@ -296,7 +313,9 @@ class Neighborhoods:
     def _similar(
         self, own: Floats, query: Ints, near: Ints | None, a: Floats, b: Floats
     ) -> tuple[Floats, Any]:
-        """Return b_{γ₁} of each query's S_i (B,), and its derivative by each distance to the class (B, class)."""
+        """Return b_{γ₁} of each query's S_i (B,), and its derivative by each distance to the class
+        (B, class).
+        """
         if near is not None:
             difference = own[query, None] - own[near]
             radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
@@ -313,7 +332,9 @@ class Neighborhoods:
 
 
 class _Waiting:
-    """Adds Wᵀ [z 1] of sparse blocks of W to `pushed`, many blocks at once: each sum runs over all items, however few a block has."""
+    """Adds Wᵀ [z 1] of sparse blocks of W to `pushed`, many blocks at once: each sum runs over all
+    items, however few a block has.
+    """
 
     def __init__(self, pushed: Floats) -> None:
         self.pushed = pushed
@@ -351,7 +372,9 @@ def _together(classes: list[_Class]) -> _Small:
 
 
 def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:
-    """Return the `count` nearest of x (N, F) to each chosen item, itself left out, by the Euclidean distance."""
+    """Return the `count` nearest of x (N, F) to each chosen item, itself left out, by the Euclidean
+    distance.
+    """
     square = np.einsum("ij,ij->i", x, x)
     found = np.empty((len(chosen), count), dtype=np.intp)
     rows = max(1, BLOCK // len(x))

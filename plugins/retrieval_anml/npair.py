@@ -1,4 +1,6 @@
-"""N-pair: one positive against a positive of each other class, as it was and as the paper improves it."""
+"""N-pair: one positive against a positive of each other class, as it was and as the paper improves
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,22 @@ from retrieval_anml.pairs import ListedPairs
 class ImprovedNPairLoss(SimilarityLoss):
     """N-pair loss with a γ and an offset for the negatives.
 
-    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 31: the mean over pairs (i, i⁺) of
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 31: the mean over pairs
+    (i, i⁺) of
 
         1/γ · log( 1 + Σ_{j ≠ i} e^{γ (s(i, j⁺) − λ − s(i, i⁺))} )
 
-    with one pair of each class, s the inner product of the embeddings as they come. A class's first two items of
-    the batch are its pair of the first round, the next two that of a second round, and so on; an odd item is left out.
-    With a reference set, i⁺ comes from it. With a miner, each positive pair (i, i⁺) is compared with the negatives that
-    the miner gives anchor i. A distance D becomes s = 1 − D²/2.
+    with one pair of each class, s the inner product of the embeddings as they come. A class's first
+    two items of the batch are its pair of the first round, the next two that of a second round, and
+    so on; an odd item is left out. With a reference set, i⁺ comes from it. With a miner, each
+    positive pair (i, i⁺) is compared with the negatives that the miner gives anchor i. A distance D
+    becomes s = 1 − D²/2.
 
     Args:
         gamma: how much more the most similar negatives count.
         offset: λ, taken from each negative's similarity; to ask for a margin make it *negative*.
-        distance: how two embeddings are compared; the inner product, without normalising, by default.
+        distance: how two embeddings are compared; the inner product, without normalising, by
+            default.
         reducer: how the pairs' losses become one number; the mean by default.
     """
 
@@ -81,7 +86,8 @@ class ImprovedNPairLoss(SimilarityLoss):
         similarity = similarities(self.distance, embeddings[anchor], ref_emb[positive])
         own = similarity.diagonal()[:, None]
         logits = self.gamma * (similarity - self.offset - own)
-        # in a round each class has one pair: what is of the round and not the pair itself is of another class
+        # in a round each class has one pair: what is of the round and not the pair itself is of
+        # another class
         left_out = (turn[:, None] != turn).fill_diagonal_(True)
         logits = logits.masked_fill(left_out, torch.finfo(logits.dtype).min)
         return anchor, positive, F.softplus(torch.logsumexp(logits, 1)) / self.gamma
@@ -107,12 +113,13 @@ class ImprovedNPairLoss(SimilarityLoss):
 class NPairLoss(ImprovedNPairLoss):
     """N-pair loss: softmax of a pair's similarity over those with a positive of each other class.
 
-    Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective", NIPS 2016; equation 28 of Song, Nie, Han
-    & Li. Where a batch has more than two items of a class, and with a miner or a reference set, see
-    `anml.improved_npair`, of which this is the case γ = 1, λ = 0.
+    Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective", NIPS 2016;
+    equation 28 of Song, Nie, Han & Li. Where a batch has more than two items of a class, and with a
+    miner or a reference set, see `anml.improved_npair`, of which this is the case γ = 1, λ = 0.
 
     Args:
-        distance: how two embeddings are compared; the inner product, without normalising, by default.
+        distance: how two embeddings are compared; the inner product, without normalising, by
+            default.
         reducer: how the pairs' losses become one number; the mean by default.
     """
 
@@ -125,7 +132,8 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, T
 
     Args:
         labels: (B,).
-        ref_labels: (R,) of the positives; None: the batch itself, where a class's items 2r and 2r + 1 are a pair.
+        ref_labels: (R,) of the positives; None: the batch itself, where a class's items 2r and 2r +
+            1 are a pair.
 
     Returns:
         Anchors, positives and rounds, each (N,) int64.

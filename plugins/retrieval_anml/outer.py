@@ -1,4 +1,6 @@
-"""The function ℓ that is applied to xᵢ = (radius of the similar) − (radius of the dissimilar), and its slope."""
+"""The function ℓ that is applied to xᵢ = (radius of the similar) − (radius of the dissimilar), and
+its slope.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ class Outer:
     """ℓ(x), where x > 0 is a query whose similar items reach further than its dissimilar ones.
 
     Args:
-        name: "hinge" [m + x]₊, "smooth_hinge" the same with a parabola over `width` in place of the kink, "logistic"
-            log(1 + e^{m + x}), "identity" x, "sigmoid" 1 / (1 + e^{−x}).
+        name: "hinge" [m + x]₊, "smooth_hinge" the same with a parabola over `width` in place of the
+            kink, "logistic" log(1 + e^{m + x}), "identity" x, "sigmoid" 1 / (1 + e^{−x}).
         margin: m.
         width: over how much of m + x the smooth hinge's slope grows from 0 to 1.
     """

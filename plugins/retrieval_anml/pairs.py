@@ -1,7 +1,7 @@
 """Which pairs of a batch count: by label, or those that a miner listed.
 
-Either is kept as a list of columns for each anchor. An anchor has few positives, so what is done with them costs
-little, and no B × R mask is needed.
+Either is kept as a list of columns for each anchor. An anchor has few positives, so what is done
+with them costs little, and no B × R mask is needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Columns:
     count: Tensor
 
     def rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return these anchors' columns (last − first, M), padded, and bool of that shape: False for padding."""
+        """Return these anchors' columns (last − first, M), padded, and bool of that shape: False
+        for padding.
+        """
         start, count = self.start[first:last, None], self.count[first:last, None]
         step = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
         member = step < count
@@ -41,7 +43,8 @@ class LabelPairs:
 
     Args:
         labels: (B,) of the anchors.
-        ref_labels: (R,) of what they are compared with; None: the batch itself, where no item is its own positive.
+        ref_labels: (R,) of what they are compared with; None: the batch itself, where no item is
+            its own positive.
     """
 
     def __init__(self, labels: Tensor, ref_labels: Tensor | None) -> None:

@@ -15,28 +15,33 @@ from retrieval_anml.outer import Outer
 
 
 class PNCA(NeighborhoodLearner):
-    """The linear map that makes a soft nearest neighbour's class right most often; `alpha` = 1 is NCA exactly.
+    """The linear map that makes a soft nearest neighbour's class right most often; `alpha` = 1 is
+    NCA exactly.
 
-    Song et al., "Adaptive Neighborhood Metric Learning", Eq 21: it minimises 1 − mean over i of p_i, the share of items that
-    the soft neighbour gets wrong, with
+    Song et al., "Adaptive Neighborhood Metric Learning", Eq 21: it minimises 1 − mean over i of
+    p_i, the share of items that the soft neighbour gets wrong, with
 
         p_i = s_i / (s_i + Σ_{j ∈ D_i} e^{−d_ij}),    s_i = |S_i| (mean over S_i of e^{−α d_ij})^{1/α}    ("mean")
                                                    or s_i = (Σ over S_i of e^{−α d_ij})^{1/α}             ("sum")
 
-    The paper prints the sum; it saturates for a small α (p_i = 1 wherever the search starts, so nothing is learned), and the
-    mean form doesn't. Both are NCA (Goldberger et al., 2004) at α = 1. A large α looks at the nearest of the class only, a
-    small one at all of it. Not convex; the search starts at M₀ = I / √N. An item whose class has no other member is
-    nobody's query; a feature that is constant takes no part.
+    The paper prints the sum; it saturates for a small α (p_i = 1 wherever the search starts, so
+    nothing is learned), and the mean form doesn't. Both are NCA (Goldberger et al., 2004) at α = 1.
+    A large α looks at the nearest of the class only, a small one at all of it. Not convex; the
+    search starts at M₀ = I / √N. An item whose class has no other member is nobody's query; a
+    feature that is constant takes no part.
 
     Args:
         alpha: α > 0.
         form: "mean" or "sum", see above.
-        regularization: λ of the mean squared distance of queries to their class, which the paper does not add; 0 for none.
-        standardize: whether each feature is first divided by its standard deviation, as in the paper's experiments; the map
-            takes that in, so features are given as they come. Without it, scale the features yourself.
+        regularization: λ of the mean squared distance of queries to their class, which the paper
+            does not add; 0 for none.
+        standardize: whether each feature is first divided by its standard deviation, as in the
+            paper's experiments; the map takes that in, so features are given as they come. Without
+            it, scale the features yourself.
         n_components: width C of the codes; none: the number of features.
-        max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in each class alike, and all
-            others stay their neighbours. None: no limit. Time grows with queries × items.
+        max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in
+            each class alike, and all others stay their neighbours. None: no limit. Time grows with
+            queries × items.
         max_iter: most iterations of L-BFGS.
         tol: least gain of an iteration that is worth another.
         seed: seed of the random choice of queries; 0 by default.
@@ -71,7 +76,8 @@ class PNCA(NeighborhoodLearner):
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
     ) -> Neighborhoods:
         power = 1.0 if self.form == "mean" else 1 / self.alpha
-        # log s = |S|'s share − b_α(S), log Σ_D = log |D| − b_1(D): 1 − p is the sigmoid of their difference
+        # log s = |S|'s share − b_α(S), log Σ_D = log |D| − b_1(D): 1 − p is the sigmoid of their
+        # difference
         return Neighborhoods(
             x,
             codes,

@@ -26,23 +26,27 @@ from retrieval_anml.pairs import LabelPairs
 
 @traits(ref_emb=False, miner=False)
 class ImprovedProxyNCALoss(SimilarityLoss):
-    """Proxy-NCA with a γ and a threshold: DANML where the only positive is the class's proxy, the negatives the others.
+    """Proxy-NCA with a γ and a threshold: DANML where the only positive is the class's proxy, the
+    negatives the others.
 
-    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3, which gives no equation. With d the squared
-    Euclidean distance on the sphere, 2 − 2 cosine,
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3, which gives no equation.
+    With d the squared Euclidean distance on the sphere, 2 − 2 cosine,
 
         x = 1/g · log( [e^{g λ₁} + e^{g d(y)}] / 2 ) + 1/γ₂ · log( [e^{−γ₂ λ₂} + Σ_{z ≠ y} e^{−γ₂ d(z)}] / C )
 
-    with g = |γ₁| and λ = 2 − 2 × the threshold; without thresholds d(y) alone, and the mean over C − 1. The loss is the
-    mean of ℓ(x + margin). With the identity, no thresholds and γ₂ = 1 it is Proxy-NCA (Movshovitz-Attias et al., ICCV
+    with g = |γ₁| and λ = 2 − 2 × the threshold; without thresholds d(y) alone, and the mean over C
+    − 1. The loss is the mean of ℓ(x + margin). With the identity, no thresholds and γ₂ = 1 it is
+    Proxy-NCA (Movshovitz-Attias et al., ICCV
     2017) less log(C − 1). A distance D of a combiner gives d = D².
 
     Args:
-        gamma1: how fast the class's proxy stops counting once it is nearer than the threshold; only its size matters,
-            and only with a threshold.
+        gamma1: how fast the class's proxy stops counting once it is nearer than the threshold; only
+            its size matters, and only with a threshold.
         gamma2: how much more the nearest proxies of other classes count.
-        positive_threshold: a similarity (cosine) that joins the class's proxy; "none": no threshold.
-        negative_threshold: a similarity (cosine) that joins the other proxies; "none": no threshold.
+        positive_threshold: a similarity (cosine) that joins the class's proxy; "none": no
+            threshold.
+        negative_threshold: a similarity (cosine) that joins the other proxies; "none": no
+            threshold.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
         distance: how embeddings are compared with proxies; the cosine by default.

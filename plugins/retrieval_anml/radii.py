@@ -16,12 +16,14 @@ NEGLIGIBLE = -37.0
 
 
 def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return the log-exp mean of each row of d (B, K), and its derivative by each number (B, K), whose rows sum to 1.
+    """Return the log-exp mean of each row of d (B, K), and its derivative by each number (B, K),
+    whose rows sum to 1.
 
     Args:
         d: (B, K) distances.
         gamma: γ, of either sign.
-        skip: (B,) one column per row that does not count (a query is not its own neighbour); None: all count.
+        skip: (B,) one column per row that does not count (a query is not its own neighbour); None:
+            all count.
     """
     count = d.shape[1] - (skip is not None)
     flat = abs(gamma) < 1e-8  # nearer 0 than rounding lets the two differ
@@ -38,9 +40,11 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
 
 
 def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return the mean of the k smallest, or for k < 0 the −k largest, of each row of d (B, K), and 1/|k| where they stand.
+    """Return the mean of the k smallest, or for k < 0 the −k largest, of each row of d (B, K), and
+    1/|k| where they stand.
 
-    Song et al., Eq 6, r(S, θ, x, Kα). As Eq 10 writes it, it is the least (greatest) mean of any |k| of the numbers.
+    Song et al., Eq 6, r(S, θ, x, Kα). As Eq 10 writes it, it is the least (greatest) mean of any
+    |k| of the numbers.
 
     Args:
         d: (B, K) distances.
@@ -59,7 +63,9 @@ def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Fl
 
 
 def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
-    """Return −(the mean of the k largest of each row of t), ones where they stand (B, K), and how many they are (B,)."""
+    """Return −(the mean of the k largest of each row of t), ones where they stand (B, K), and how
+    many they are (B,).
+    """
     count = min(k, t.shape[1])
     places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
     ends = np.arange(0, places.size + 1, count)
@@ -68,10 +74,11 @@ def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
 
 
 def exponentials(t: Floats) -> tuple[Any, Floats]:
-    """Return e^t (B, K) and the sum of each row (B,), for t ≤ 0 with a 0 in each row; t is overwritten.
+    """Return e^t (B, K) and the sum of each row (B,), for t ≤ 0 with a 0 in each row; t is
+    overwritten.
 
-    What cannot change a sum in float64 is left out, and where that is most of it, as it is in large data under a sharp γ₂, the
-    rest is a sparse array.
+    What cannot change a sum in float64 is left out, and where that is most of it, as it is in large
+    data under a sharp γ₂, the rest is a sparse array.
     """
     seen = t > NEGLIGIBLE
     if np.count_nonzero(seen) > t.size // 8:

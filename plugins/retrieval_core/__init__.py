@@ -1,4 +1,6 @@
-"""Backbones, datasets, learners and a wrapper of losses that every user needs, and the metrics, index back ends and store of the package itself."""
+"""Backbones, datasets, learners and a wrapper of losses that every user needs, and the metrics,
+index back ends and store of the package itself.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_backbones() -> Factories:
-    """Small convolutional nets, torchvision's and timm's models, EfficientNet-Lite0, and pixels or vectors as they are."""
+    """Small convolutional nets, torchvision's and timm's models, EfficientNet-Lite0, and pixels or
+    vectors as they are.
+    """
     from retrieval_core.convnet import ConvNet, Features
     from retrieval_core.pixels import Pixels
     from retrieval_core.timm_models import efficientnet_lite0, timm_model
@@ -78,7 +82,9 @@ def retrieval_backbones() -> Factories:
 
 @hookimpl
 def retrieval_datasets() -> Factories:
-    """Digits, Fashion-MNIST, EMNIST, CIFAR-10, what other libraries read, and the user's own folders, manifests, shards, faces and vectors."""
+    """Digits, Fashion-MNIST, EMNIST, CIFAR-10, what other libraries read, and the user's own
+    folders, manifests, shards, faces and vectors.
+    """
     from retrieval_core.elsewhere import huggingface, shards, torchvision_dataset
     from retrieval_core.folders import image_folder
     from retrieval_core.lfw import lfw_people
@@ -114,7 +120,9 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Softmax over very many classes, divided over processes, and a wrapper of any loss, by which embeddings can be cut short."""
+    """Softmax over very many classes, divided over processes, and a wrapper of any loss, by which
+    embeddings can be cut short.
+    """
     from retrieval_core.nested import matryoshka
     from retrieval_core.partial_fc import PartialFC
 

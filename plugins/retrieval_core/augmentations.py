@@ -1,6 +1,7 @@
 """torchvision's transforms of images (`torchvision.transforms.v2`), and what puts them together.
 
-Left out are those that change what an image is rather than how it looks: to another type or size, to boxes and masks, and of videos.
+Left out are those that change what an image is rather than how it looks: to another type or size,
+to boxes and masks, and of videos.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def affine(
         degrees: smallest and largest angle; one number stands for (−x, x).
         translate: the largest shift, as a part of width and of height; by default none.
         scale: smallest and largest factor; by default none.
-        shear: the largest angle along x, or smallest and largest, or those along x and then along y; by default none.
+        shear: the largest angle along x, or smallest and largest, or those along x and then along
+            y; by default none.
         interpolation: between pixels.
         fill: what comes in from outside, 0 to 255.
     """
@@ -128,7 +130,8 @@ def _angles(degrees: float | tuple[float, float]) -> float | list[float]:
 
 
 def vertical_flip(p: Probability = 0.5) -> v2.RandomVerticalFlip:
-    """Mirror the image top to bottom, where both are the same thing: photographs from above, for example.
+    """Mirror the image top to bottom, where both are the same thing: photographs from above, for
+    example.
 
     Args:
         p: with what probability.

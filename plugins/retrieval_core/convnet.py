@@ -1,4 +1,6 @@
-"""A small convolutional net for images of 28 to 128 pixels, and the backbone of vectors that are already there."""
+"""A small convolutional net for images of 28 to 128 pixels, and the backbone of vectors that are
+already there.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ConvNet(Backbone):
-    """Stages of 3 × 3 convolutions, halved in size and doubled in width from one to the next, then averaged.
+    """Stages of 3 × 3 convolutions, halved in size and doubled in width from one to the next, then
+    averaged.
 
-    Its features are as wide as the last stage: width × 2^(depth − 1). The plain stack of Simonyan & Zisserman, "Very
-    Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR 2015), with batch normalisation, and the
-    global average of Lin et al., "Network In Network" (ICLR 2014), in place of its linear layers. A strided stem is He et al.'s,
-    "Deep Residual Learning for Image Recognition" (CVPR 2016).
+    Its features are as wide as the last stage: width × 2^(depth − 1). The plain stack of Simonyan &
+    Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR 2015),
+    with batch normalisation, and the global average of Lin et al., "Network In Network" (ICLR
+    2014), in place of its linear layers. A strided stem is He et al.'s, "Deep Residual Learning for
+    Image Recognition" (CVPR 2016).
 
     Args:
         size: height and width of its input, in pixels; images are stretched to it.
@@ -28,8 +32,8 @@ class ConvNet(Backbone):
         batch_norm: whether batch normalisation follows each convolution.
         mean: what is subtracted from pixels scaled to 0–1.
         std: what they are divided by afterwards.
-        stem: stride of the first convolution: 2 (windows of 3 × 3) and 4 (7 × 7) leave the rest a quarter and a sixteenth of the
-            pixels, for images of 64 and more.
+        stem: stride of the first convolution: 2 (windows of 3 × 3) and 4 (7 × 7) leave the rest a
+            quarter and a sixteenth of the pixels, for images of 64 and more.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Data sets that other libraries read: torchvision's, Hugging Face's, and tar shards as WebDataset writes them."""
+"""Data sets that other libraries read: torchvision's, Hugging Face's, and tar shards as WebDataset
+writes them.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +81,12 @@ def torchvision_dataset(
     download: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Load any of torchvision's data sets of labelled images: both of its sides where it has them, else all of it without a split.
+    """Load any of torchvision's data sets of labelled images: both of its sides where it has them,
+    else all of it without a split.
 
-    Labels are the names of classes where torchvision knows them, its numbers otherwise. A class that unpickles a file is
-    refused: CIFAR-10 and CIFAR-100 have readers of their own; LSUN unpickles a file of the folder that the command runs in.
+    Labels are the names of classes where torchvision knows them, its numbers otherwise. A class
+    that unpickles a file is refused: CIFAR-10 and CIFAR-100 have readers of their own; LSUN
+    unpickles a file of the folder that the command runs in.
 
     Args:
         dataset: the class's name in `torchvision.datasets`: "Flowers102", "OxfordIIITPet".
@@ -91,7 +95,8 @@ def torchvision_dataset(
         options: further arguments of the class, for both sides.
 
     Raises:
-        DataError: there is no such class, it does not take these options, the data are missing or damaged, or items are no images.
+        DataError: there is no such class, it does not take these options, the data are missing or
+            damaged, or items are no images.
     """
     from torchvision import datasets
 
@@ -195,12 +200,14 @@ def huggingface(
     train: str = "train",
     test: str | None = "test",
 ) -> Dataset:
-    """Load images and labels by Hugging Face's package `datasets`: from a folder that it saved, or by name from its hub.
+    """Load images and labels by Hugging Face's package `datasets`: from a folder that it saved, or
+    by name from its hub.
 
     No code that comes with the data is run.
 
     Args:
-        source: a folder that `save_to_disk` wrote, or a name on the hub such as "ethz/food101", read from the user's cache where it is there.
+        source: a folder that `save_to_disk` wrote, or a name on the hub such as "ethz/food101",
+            read from the user's cache where it is there.
         image: the column of images.
         label: the column of labels: text, numbers, or one of named classes.
         config: which configuration of a name on the hub.
@@ -254,7 +261,9 @@ def huggingface(
 
 
 def _named(value: Any, names: Sequence[str] | None) -> str:
-    """Return a label of Hugging Face's as text; "" for none, which a column of named classes has as -1."""
+    """Return a label of Hugging Face's as text; "" for none, which a column of named classes has as
+    -1.
+    """
     if is_missing(value) or (names and value == -1):
         return ""
     named = names and isinstance(value, int) and 0 <= value < len(names)
@@ -302,10 +311,12 @@ class _Shards(Dataset):
 
 
 def shards(path: Path) -> Dataset:
-    """Read images from tar shards in the layout of WebDataset: `a.jpg`, `a.cls` or `a.txt` (the label), `a.json` (metadata).
+    """Read images from tar shards in the layout of WebDataset: `a.jpg`, `a.cls` or `a.txt` (the
+    label), `a.json` (metadata).
 
-    Images are read where they lie in the archive: nothing is unpacked. `split` ("train", "validation", "test") and `role` ("query",
-    "gallery", "") are taken from the metadata, where all items have them; without a `.cls` or `.txt`, the label is the metadata's `label`.
+    Images are read where they lie in the archive: nothing is unpacked. `split` ("train",
+    "validation", "test") and `role` ("query", "gallery", "") are taken from the metadata, where all
+    items have them; without a `.cls` or `.txt`, the label is the metadata's `label`.
 
     Args:
         path: a `.tar` file, or a folder of them; a relative path starts where the command runs.

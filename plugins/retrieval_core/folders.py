@@ -18,15 +18,18 @@ log = logging.getLogger(__name__)
 def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
     """Read a folder with one folder of images for each class: `folder/CLASS/*.jpg`.
 
-    Where all of its folders are called `train`, `validation` (or `val`), `test`, `query` or `gallery` and hold the
-    classes' folders (`folder/train/CLASS/*.jpg`), that is the data's own split. An item's key is its path below `folder`.
+    Where all of its folders are called `train`, `validation` (or `val`), `test`, `query` or
+    `gallery` and hold the classes' folders (`folder/train/CLASS/*.jpg`), that is the data's own
+    split. An item's key is its path below `folder`.
 
     Args:
         folder: the folder; a relative path starts where the command runs.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: the folder does not exist, holds no image, or holds images outside the classes' folders.
+        DataError: the folder does not exist, holds no image, or holds images outside the classes'
+            folders.
     """
     if not folder.is_dir():
         raise DataError(

@@ -21,12 +21,15 @@ Count = Annotated[int, Field(ge=1)]
 class PCA(LinearMap):
     """Principal components: the directions of largest variance; labels are ignored.
 
-    Pearson, "On Lines and Planes of Closest Fit to Systems of Points in Space", 1901; scikit-learn's `PCA`.
+    Pearson, "On Lines and Planes of Closest Fit to Systems of Points in Space", 1901;
+    scikit-learn's `PCA`.
 
     Args:
-        n_components: width C of the codes, at most the number of features and of items; none: 64, or as many as those allow.
+        n_components: width C of the codes, at most the number of features and of items; none: 64,
+            or as many as those allow.
         whiten: whether each component is scaled to unit variance.
-        seed: seed of the randomised solver, which scikit-learn chooses for large data; 0 by default.
+        seed: seed of the randomised solver, which scikit-learn chooses for large data; 0 by
+            default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
@@ -56,15 +59,18 @@ class PCA(LinearMap):
 
 
 class LDA(LinearMap):
-    """Linear discriminants: directions that separate the classes most, measured by their spread within.
+    """Linear discriminants: directions that separate the classes most, measured by their spread
+    within.
 
-    Fisher, "The Use of Multiple Measurements in Taxonomic Problems", 1936; scikit-learn's `LinearDiscriminantAnalysis`
-    with its eigenvalue solver.
+    Fisher, "The Use of Multiple Measurements in Taxonomic Problems", 1936; scikit-learn's
+    `LinearDiscriminantAnalysis` with its eigenvalue solver.
 
     Args:
-        n_components: width C of the codes, at most the number of classes less one, and of features; none: as many.
-        shrinkage: how far the classes' covariance is drawn towards a multiple of the identity, 0 to 1; "auto" finds it by
-            the lemma of Ledoit and Wolf. Above 0 it keeps many features with few items from fitting noise.
+        n_components: width C of the codes, at most the number of classes less one, and of features;
+            none: as many.
+        shrinkage: how far the classes' covariance is drawn towards a multiple of the identity, 0 to
+            1; "auto" finds it by the lemma of Ledoit and Wolf. Above 0 it keeps many features with
+            few items from fitting noise.
     """
 
     def __init__(
@@ -90,10 +96,12 @@ class LDA(LinearMap):
 
 
 class NCA(LinearMap):
-    """Neighbourhood components: the linear map that makes a soft nearest neighbour's class right most often.
+    """Neighbourhood components: the linear map that makes a soft nearest neighbour's class right
+    most often.
 
     Goldberger et al., "Neighbourhood Components Analysis", NeurIPS 2004; scikit-learn's
-    `NeighborhoodComponentsAnalysis`. Memory and time of a step grow with the square of the number of items.
+    `NeighborhoodComponentsAnalysis`. Memory and time of a step grow with the square of the number
+    of items.
 
     Args:
         n_components: width C of the codes; none: the number of features.

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
-"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its classifier; shallow before deep."""
+"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its
+classifier; shallow before deep.
+"""
 _FLAT = 1e-6
 """Below this a signed root is a line, so that its gradient stays finite."""
 
@@ -19,13 +21,15 @@ _FLAT = 1e-6
 class Levels(nn.Module):
     """Several levels of an EfficientNet, each averaged over a grid, and all of them in one vector.
 
-    A late layer knows kinds of objects, an early one strokes and their places; which of them tells new classes apart is not
-    known beforehand. Each level's numbers go through a signed square root (Perronnin et al., "Improving the Fisher Kernel",
-    ECCV 2010) and are scaled to unit length, so that every level has the same say.
+    A late layer knows kinds of objects, an early one strokes and their places; which of them tells
+    new classes apart is not known beforehand. Each level's numbers go through a signed square root
+    (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and are scaled to unit length, so
+    that every level has the same say.
 
     Args:
         network: timm's EfficientNet.
-        preprocessing: what an image goes through before; the level "image" undoes its normalisation.
+        preprocessing: what an image goes through before; the level "image" undoes its
+            normalisation.
         levels: by level, cells of its grid on a side.
 
     Raises:
@@ -68,7 +72,9 @@ class Levels(nn.Module):
             self.register_buffer(f"columns_{level}", _averages(grid, width).T, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (B, F) of images (B, 3, H, W): level after level, channel after channel, row after row."""
+        """Return features (B, F) of images (B, 3, H, W): level after level, channel after channel,
+        row after row.
+        """
         maps, parts = self._maps(x), []
         for level in self.grids:
             cells = (
@@ -94,9 +100,11 @@ class Levels(nn.Module):
 
 
 def _averages(cells: int, length: int) -> Tensor:
-    """Return the matrix (cells, length) that averages a line over overlapping windows, as adaptive average pooling does.
+    """Return the matrix (cells, length) that averages a line over overlapping windows, as adaptive
+    average pooling does.
 
-    A matrix, since torch's exporter by TorchScript, which frozen features go through, has no adaptive pooling where lengths do not divide.
+    A matrix, since torch's exporter by TorchScript, which frozen features go through, has no
+    adaptive pooling where lengths do not divide.
     """
     made = torch.zeros(cells, length)
     for cell in range(cells):

@@ -27,28 +27,33 @@ def lfw_people(
     lists: Path | None = None,
     skip_bad: bool = False,
 ) -> Dataset:
-    """Read people's images in the layout of Labeled Faces in the Wild: `folder/NAME/NAME_0001.jpg`, and its lists.
+    """Read people's images in the layout of Labeled Faces in the Wild: `folder/NAME/NAME_0001.jpg`,
+    and its lists.
 
-    Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face Recognition in
-    Unconstrained Environments", University of Massachusetts, TR 07-49, 2007. Nothing is downloaded. An item's label is the
-    person, its key the path below `folder`. The lists' pairs are for `retrieval evaluate --protocol verification --pairs`:
-    with view "dev" `pairsDevTest.txt`, with "folds" `pairs.txt`, of which only the fold that tests is held out.
+    Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face
+    Recognition in Unconstrained Environments", University of Massachusetts, TR 07-49, 2007. Nothing
+    is downloaded. An item's label is the person, its key the path below `folder`. The lists' pairs
+    are for `retrieval evaluate --protocol verification --pairs`: with view "dev"
+    `pairsDevTest.txt`, with "folds" `pairs.txt`, of which only the fold that tests is held out.
 
     Args:
         folder: the folder of people's folders; a relative path starts where the command runs.
-        view: "dev" is View 1, for choosing: the people of `peopleDevTrain.txt` train, those of `peopleDevTest.txt` test.
-            "folds" is View 2, for reporting: of the folds of `people.txt` one tests and the others train, a run for each. "none":
-            all images, and no split of their own.
+        view: "dev" is View 1, for choosing: the people of `peopleDevTrain.txt` train, those of
+            `peopleDevTest.txt` test. "folds" is View 2, for reporting: of the folds of `people.txt`
+            one tests and the others train, a run for each. "none": all images, and no split of
+            their own.
         fold: with view "folds", which fold tests, from 1.
-        restricted: whether only the images that LFW's pairs name are there (those of `pairsDevTrain.txt` and `pairsDevTest.txt`, or
-            of `pairs.txt`), as in the image-restricted protocol. Its rule that no other *pairs* are formed
-            is not kept by a loss over labels: report such a result as unrestricted.
+        restricted: whether only the images that LFW's pairs name are there (those of
+            `pairsDevTrain.txt` and `pairsDevTest.txt`, or of `pairs.txt`), as in the
+            image-restricted protocol. Its rule that no other *pairs* are formed is not kept by a
+            loss over labels: report such a result as unrestricted.
         lists: the folder of the lists; by default `folder`, or the folder around it.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem of the folder and the lists: an image that is named otherwise or is missing, counts that
-            are not those of the lists, someone on both sides.
+        DataError: with every problem of the folder and the lists: an image that is named otherwise
+            or is missing, counts that are not those of the lists, someone on both sides.
     """
     if not folder.is_dir():
         raise DataError(
@@ -115,7 +120,9 @@ def _sides(
     keys: list[str],
     problems: list[str],
 ) -> Sides:
-    """Return the side of each item that a view has; what is wrong with the lists is added to `problems`."""
+    """Return the side of each item that a view has; what is wrong with the lists is added to
+    `problems`.
+    """
     word = "pairs" if restricted else "people"
     names = [f"{word}.txt"] if view == "folds" else [f"{word}DevTrain.txt", f"{word}DevTest.txt"]
     # around a folder that is a link: where the link is, and where its target is
@@ -152,7 +159,9 @@ def _sides(
 
 
 def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items that each fold's pairs name (one group for a list without folds), and what is wrong."""
+    """Return the items that each fold's pairs name (one group for a list without folds), and what
+    is wrong.
+    """
     pairs, problems = find_pairs(path, keys)
     if problems:
         return [], problems
@@ -169,7 +178,9 @@ def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set
 
 
 def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items of each fold's people (one group for a list without folds), and what is wrong."""
+    """Return the items of each fold's people (one group for a list without folds), and what is
+    wrong.
+    """
     read, problems = read_people(path, folds)
     places = {key.rpartition(".")[0]: i for i, key in enumerate(keys)}
     listed: dict[str, int] = {}

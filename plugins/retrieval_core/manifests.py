@@ -17,17 +17,18 @@ OPTIONAL = ("split", "role")
 
 
 def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -> Dataset:
-    """Read a CSV file with a header line: `path,label[,split][,role]` and any further columns, kept as metadata: numbers and
-    true or false as such where all of a column is, text otherwise.
+    """Read a CSV file with a header line: `path,label[,split][,role]` and any further columns, kept
+    as metadata: numbers and true or false as such where all of a column is, text otherwise.
 
-    `split` is train, validation (or val) or test; `role` is query, gallery or empty. The names of these columns, and what
-    `split` and `role` hold, may be in capitals. The file is UTF-8, with commas, and quotes where a value holds a comma. Paths
-    that Windows wrote (`a\\b.png`) are read.
+    `split` is train, validation (or val) or test; `role` is query, gallery or empty. The names of
+    these columns, and what `split` and `role` hold, may be in capitals. The file is UTF-8, with
+    commas, and quotes where a value holds a comma. Paths that Windows wrote (`a\\b.png`) are read.
 
     Args:
         manifest: the CSV file; a relative path starts where the command runs.
         root: folder that relative image paths start from; by default the CSV file's own.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
         DataError: with every problem of the file, by line.

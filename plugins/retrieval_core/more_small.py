@@ -35,7 +35,9 @@ EMNIST_COUNTS = {
     "letters": ((124_800, 26), (20_800, 26)),
     "mnist": ((60_000, 10), (10_000, 10)),
 }
-"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and 14,800) than the files."""
+"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and
+14,800) than the files.
+"""
 
 
 def emnist(
@@ -43,16 +45,20 @@ def emnist(
     variant: Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"] = "balanced",
     counts: Counts = "published",
 ) -> Dataset:
-    """Load EMNIST: handwritten letters and digits of 28 × 28 pixels, with their train and test split.
+    """Load EMNIST: handwritten letters and digits of 28 × 28 pixels, with their train and test
+    split.
 
-    Cohen, Afshar, Tapson & van Schaik, "EMNIST: an extension of MNIST to handwritten letters", 2017. Its files hold images with
-    rows and columns exchanged; they are turned back. Labels are the file's numbers; each item's metadata gives the character
-    where the file of the mapping is there.
+    Cohen, Afshar, Tapson & van Schaik, "EMNIST: an extension of MNIST to handwritten letters",
+    2017. Its files hold images with rows and columns exchanged; they are turned back. Labels are
+    the file's numbers; each item's metadata gives the character where the file of the mapping is
+    there.
 
     Args:
-        folder: folder of the four idx files `emnist-VARIANT-train-images-idx3-ubyte` and so on, gzipped or not.
+        folder: folder of the four idx files `emnist-VARIANT-train-images-idx3-ubyte` and so on,
+            gzipped or not.
         variant: which of its splits: "balanced" has 47 classes.
-        counts: "published" refuses files with other numbers than the published ones; "any" takes what is there.
+        counts: "published" refuses files with other numbers than the published ones; "any" takes
+            what is there.
 
     Raises:
         DataError: a file is missing or damaged, or images and labels do not belong together.
@@ -96,15 +102,18 @@ def emnist(
 
 
 def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:
-    """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their train and test split.
+    """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their train and
+    test split.
 
-    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary version*: the version for Python is
-    made of pickles, which are never read. Labels are class names ("airplane").
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
+    version*: the version for Python is made of pickles, which are never read. Labels are class
+    names ("airplane").
 
     Args:
         folder: folder of `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
         grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
-        counts: "published" refuses files with other numbers than the published ones; "any" takes what is there.
+        counts: "published" refuses files with other numbers than the published ones; "any" takes
+            what is there.
 
     Raises:
         DataError: a file is missing, is not of whole records, or holds a label beyond 9.
@@ -156,7 +165,9 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _mapping(path: Path) -> dict[int, str] | None:
-    """Return the characters of the labels from "label code [code]" lines, or None where the file is missing."""
+    """Return the characters of the labels from "label code [code]" lines, or None where the file is
+    missing.
+    """
     try:
         lines = path.read_text(encoding="ascii").splitlines()
         return {int(words[0]): chr(int(words[1])) for words in map(str.split, lines) if words}

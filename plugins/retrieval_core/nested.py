@@ -23,7 +23,8 @@ class Matryoshka(nn.Module):
         losses: one for each width, in their order; the last is the whole embedding's.
         widths: ascending; the last is the embedding's.
         weights: one for each width.
-        normalize: whether each prefix is scaled to unit length; the whole embedding is taken as it is.
+        normalize: whether each prefix is scaled to unit length; the whole embedding is taken as it
+            is.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Matryoshka(nn.Module):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the weighted sum, a scalar; see `retrieval.Loss`. A miner's indices serve each width.
+        """Return the weighted sum, a scalar; see `retrieval.Loss`.
+
+        A miner's indices serve each width.
 
         Raises:
             ValueError: the embeddings are not as wide as the last width.
@@ -93,16 +96,21 @@ def matryoshka(
     weights: list[Weight] | None = None,
     normalize: bool = True,
 ) -> Matryoshka:
-    """Another loss of the whole embedding and of its first numbers, so that vectors can be cut short after training.
+    """Another loss of the whole embedding and of its first numbers, so that vectors can be cut
+    short after training.
 
-    Kusupati et al., Matryoshka Representation Learning, NeurIPS 2022, equation 1: the weighted sum of the loss at each width. Each width has a loss of its own, made for
-    that width: one with proxies or class weights has as many sets of them. `retrieval export --dimensions N` writes a bundle of the first N numbers.
+    Kusupati et al., Matryoshka Representation Learning, NeurIPS 2022, equation 1: the weighted sum
+    of the loss at each width. Each width has a loss of its own, made for that width: one with
+    proxies or class weights has as many sets of them. `retrieval export --dimensions N` writes a
+    bundle of the first N numbers.
 
     Args:
         loss: the loss of each prefix.
-        widths: how many of the embedding's first numbers each prefix has, ascending, each fewer than the embedding's; the whole embedding is always trained too.
+        widths: how many of the embedding's first numbers each prefix has, ascending, each fewer
+            than the embedding's; the whole embedding is always trained too.
         weights: one for each width, then one for the whole embedding; 1 by default.
-        normalize: whether each prefix is scaled to unit length, as the export does; false where [head] normalize is false.
+        normalize: whether each prefix is scaled to unit length, as the export does; false where
+            [head] normalize is false.
     """
     losses: Any = loss  # one for each width and one for the whole, see `Part`
     if widths and not widths[-1] < embedding_size:

@@ -14,17 +14,21 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 _ROWS = 4096
-"""Weights begin in blocks of so many classes, so that they begin alike on any number of processes."""
+"""Weights begin in blocks of so many classes, so that they begin alike on any number of processes.
+"""
 
 
 @traits(ref_emb=False, miner=False)
 class PartialFC(nn.Module):
-    """Softmax over cosines with a margin at the target, and each process has the weights of its share of the classes.
+    """Softmax over cosines with a margin at the target, and each process has the weights of its
+    share of the classes.
 
-    An et al., Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by Partial FC, CVPR 2022.
-    Processes tell one another each item's largest logit, sum of exponentials and target: loss and gradients are those of
-    one process, of all classes. In a step may take part the classes of the batch and random others only, `sample` of all; they
-    are drawn from all classes at once, so that any number of processes draws the same, where the paper draws in each share.
+    An et al., Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition
+    CNNs by Partial FC, CVPR 2022. Processes tell one another each item's largest logit, sum of
+    exponentials and target: loss and gradients are those of one process, of all classes. In a step
+    may take part the classes of the batch and random others only, `sample` of all; they are drawn
+    from all classes at once, so that any number of processes draws the same, where the paper draws
+    in each share.
 
     The margin is ArcFace's (in the angle), CosFace's (in the cosine), or both: s (cos(θ + m) − c).
 
@@ -87,11 +91,13 @@ class PartialFC(nn.Module):
             ref_labels: must be None.
 
         Returns:
-            The same value on every process. Its gradient is what passes through this process's classes: the embeddings'
+            The same value on every process. Its gradient is what passes through this process's
+                classes: the embeddings'
             is the sum of all processes'.
 
         Raises:
-            ValueError: a label is not the number of a class, or there are a miner's indices or a reference set.
+            ValueError: a label is not the number of a class, or there are a miner's indices or a
+                reference set.
         """
         if indices_tuple is not None or ref_emb is not None or ref_labels is not None:
             raise ValueError(
@@ -113,7 +119,9 @@ class PartialFC(nn.Module):
         return as_given(loss, embeddings)
 
     def _with_margin(self, cosines: Tensor) -> Tensor:
-        """Return the targets' logits (T,); beyond 180° − m the line that goes on, as pytorch-metric-learning's ArcFace has it."""
+        """Return the targets' logits (T,); beyond 180° − m the line that goes on, as
+        pytorch-metric-learning's ArcFace has it.
+        """
         if self.margin:
             edge = 1 - 4 * torch.finfo(cosines.dtype).eps
             angles = torch.acos(cosines.clamp(-edge, edge))
@@ -123,7 +131,9 @@ class PartialFC(nn.Module):
         return self.scale * (cosines - self.cosine_margin)
 
     def _part(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights (K, C) that take part, and each item's place among them (B,), −1 where its class is another's."""
+        """Return the weights (K, C) that take part, and each item's place among them (B,), −1 where
+        its class is another's.
+        """
         own = self._own
         place = labels - own.start
         here = (place >= 0) & (place < own.stop - own.start)
@@ -194,7 +204,9 @@ def _all(x: Tensor, how: Any) -> None:
 
 
 def _begun(shard: Shard, width: int) -> Tensor:
-    """Return the first weights of a share, normal with a deviation of .01, of one sequence over all classes."""
+    """Return the first weights of a share, normal with a deviation of .01, of one sequence over all
+    classes.
+    """
     weight = torch.empty(shard.stop - shard.start, width)
     for start in range(0, shard.whole, _ROWS):
         drawn = torch.randn(min(_ROWS, shard.whole - start), width) * 0.01

@@ -12,7 +12,8 @@ from torch import Tensor
 class Pixels(Backbone):
     """An image's pixels, 0 to 1, row by row: no weights.
 
-    For learners on small images, and as the floor that any network should be above. Its features are size × size × channels.
+    For learners on small images, and as the floor that any network should be above. Its features
+    are size × size × channels.
 
     Args:
         size: height and width, in pixels; images are stretched to it.

@@ -1,4 +1,6 @@
-"""What torchvision's and timm's models have in common here: a width that is measured, and weights whose download may fail."""
+"""What torchvision's and timm's models have in common here: a width that is measured, and weights
+whose download may fail.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Network(Backbone):
         name: what to call it in an error.
 
     Raises:
-        ValueError: the model does not take images of that size, or does not give one vector per image.
+        ValueError: the model does not take images of that size, or does not give one vector per
+            image.
     """
 
     preprocessing: Preprocessing
@@ -59,7 +62,9 @@ class Network(Backbone):
 
 
 def interpolation(name: str) -> Interpolation:
-    """Return an interpolation by its name there; anything that Pillow does not have is taken as bilinear."""
+    """Return an interpolation by its name there; anything that Pillow does not have is taken as
+    bilinear.
+    """
     known: dict[str, Interpolation] = {
         "nearest": "nearest",
         "bicubic": "bicubic",
@@ -70,7 +75,8 @@ def interpolation(name: str) -> Interpolation:
 
 @contextmanager
 def hub_from_cache_when_away() -> Iterator[None]:
-    """Inside, Hugging Face's hub is not asked when it cannot be reached: it would be asked again and again for a minute.
+    """Inside, Hugging Face's hub is not asked when it cannot be reached: it would be asked again
+    and again for a minute.
 
     What the cache holds is found all the same.
     """
@@ -88,7 +94,8 @@ def hub_from_cache_when_away() -> Iterator[None]:
 
 
 def reach(address: str) -> None:
-    """Connect to the host of an address, and leave it; behind a proxy, which alone knows the way, do nothing.
+    """Connect to the host of an address, and leave it; behind a proxy, which alone knows the way,
+    do nothing.
 
     Raises:
         OSError: the host cannot be reached.

@@ -30,9 +30,11 @@ FASHION = (
 
 
 def digits() -> Dataset:
-    """Load 1,797 handwritten digits of 8 × 8 pixels, which come with scikit-learn: nothing is downloaded.
+    """Load 1,797 handwritten digits of 8 × 8 pixels, which come with scikit-learn: nothing is
+    downloaded.
 
-    Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+    Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
+    1998.
     """
     values, numbers = _digits()
     pixels = np.rint(values.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # 17 levels of grey
@@ -54,14 +56,15 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def fashion_mnist(folder: Path | None = None, download: bool = False) -> Dataset:
-    """Load Fashion-MNIST: 70,000 grey images of 28 × 28 pixels in ten classes, "0" to "9", with its train and test split.
+    """Load Fashion-MNIST: 70,000 grey images of 28 × 28 pixels in ten classes, "0" to "9", with its
+    train and test split.
 
-    Xiao, Rasul & Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms", 2017.
-    Each item's metadata names its class ("Sneaker").
+    Xiao, Rasul & Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
+    Algorithms", 2017. Each item's metadata names its class ("Sneaker").
 
     Args:
-        folder: folder of its four idx files, gzipped or not; by default where Debian's package `dataset-fashion-mnist`
-            puts them, or where an earlier download went.
+        folder: folder of its four idx files, gzipped or not; by default where Debian's package
+            `dataset-fashion-mnist` puts them, or where an earlier download went.
         download: whether to download it (by torchvision, 30 MB) when it is in none of those places.
 
     Raises:

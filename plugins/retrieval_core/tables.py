@@ -17,15 +17,18 @@ from retrieval.serving.index.sources import collect
 def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> Dataset:
     """Read vectors from a Parquet table, or from a folder that `retrieval embed` wrote.
 
-    A table has a list of numbers `features` or `vector`, and `label`; optionally `key` or `id`, `split` ("train", "validation", "test")
-    and `role` ("query", "gallery", ""). All other columns are metadata. Of a folder, `split` and `role` are looked for in the items' metadata.
+    A table has a list of numbers `features` or `vector`, and `label`; optionally `key` or `id`,
+    `split` ("train", "validation", "test") and `role` ("query", "gallery", ""). All other columns
+    are metadata. Of a folder, `split` and `role` are looked for in the items' metadata.
 
     Args:
         path: the table or the folder; a relative path starts where the command runs.
-        column: of a folder, the backbone's features or the vector; by default the features where there are any.
+        column: of a folder, the backbone's features or the vector; by default the features where
+            there are any.
 
     Raises:
-        DataError: it cannot be read, an item has no label or the key of another, or a vector is not finite.
+        DataError: it cannot be read, an item has no label or the key of another, or a vector is not
+            finite.
     """
     if not path.exists():
         raise DataError(

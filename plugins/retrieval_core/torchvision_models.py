@@ -24,8 +24,8 @@ def torchvision_model(
 
     Args:
         model: its name in torchvision, such as "resnet18".
-        weights: pretrained weights by their name in torchvision, such as "DEFAULT" or "IMAGENET1K_V1", downloaded
-            once; none: random.
+        weights: pretrained weights by their name in torchvision, such as "DEFAULT" or
+            "IMAGENET1K_V1", downloaded once; none: random.
         size: height and width of its input, in pixels; by default those of its weights, mostly 224.
 
     Raises:

@@ -23,15 +23,16 @@ _COLUMNS = ("labels", "splits", "roles", "keys")
 def features(file: Path) -> Dataset:
     """Read vectors from a `.npz` file, as `numpy.savez(file, features=…, labels=…)` writes it.
 
-    It holds `features` (N, F), numbers, and `labels` (N,), text or whole numbers; if the data come with them also
-    `splits` ("train", "validation", "test"), `roles` ("query", "gallery", "") and `keys`, each (N,) text.
+    It holds `features` (N, F), numbers, and `labels` (N,), text or whole numbers; if the data come
+    with them also `splits` ("train", "validation", "test"), `roles` ("query", "gallery", "") and
+    `keys`, each (N,) text.
 
     Args:
         file: the file; a relative path starts where the command runs.
 
     Raises:
-        DataError: with every problem of the file: an array is missing, of another type or length, or not finite; an item
-            has no label, or the key of another.
+        DataError: with every problem of the file: an array is missing, of another type or length,
+            or not finite; an item has no label, or the key of another.
     """
     arrays = _read(file)
     problems = []

@@ -1,4 +1,6 @@
-"""What the paper's losses share: pytorch-metric-learning's call, checks of what it is given, and pairs measured by any distance."""
+"""What the paper's losses share: pytorch-metric-learning's call, checks of what it is given, and
+pairs measured by any distance.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Measure:
-    """Distances of listed pairs between two sets of embeddings, by any of pytorch-metric-learning's distances or a combiner.
+    """Distances of listed pairs between two sets of embeddings, by any of pytorch-metric-learning's
+    distances or a combiner.
 
-    Few pairs are measured one by one, many by the whole matrix. The Euclidean distance is squared without its root.
-    A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2: of unit vectors' Euclidean distance and
-    cosine both are exact. `LpDistance` with power 2 is D² already.
+    Few pairs are measured one by one, many by the whole matrix. The Euclidean distance is squared
+    without its root. A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2: of
+    unit vectors' Euclidean distance and cosine both are exact. `LpDistance` with power 2 is D²
+    already.
 
     Args:
         distance: a `BaseDistance`.
@@ -108,7 +112,9 @@ class PaperLoss(CheckedLoss):
     def pairs(
         self, labels: Tensor | None, indices: Any, query: Tensor, reference: Tensor, ref_labels: Any
     ) -> Pairs:
-        """Return the miner's pairs, each once however often it is listed, or every pair where there is no miner."""
+        """Return the miner's pairs, each once however often it is listed, or every pair where there
+        is no miner.
+        """
         if indices is None:
             same = reference is query
             a, p, b, n = indices_utils.get_all_pairs_indices(labels, None if same else ref_labels)

@@ -1,4 +1,6 @@
-"""Functions of all pairs in blocks: no tensor of (queries, references, width) grows with both, forward or backward."""
+"""Functions of all pairs in blocks: no tensor of (queries, references, width) grows with both,
+forward or backward.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ BLOCK = 2**20
 """Numbers that a pair function may hold in one tensor of a block."""
 
 DIRECT = 2**22
-"""Up to so many numbers in one tensor, all pairs are computed at once, and kept for the gradient."""
+"""Up to so many numbers in one tensor, all pairs are computed at once, and kept for the gradient.
+"""
 
 
 def all_pairs(
@@ -27,7 +30,8 @@ def all_pairs(
     width: int,
     tail: int = 0,
 ) -> Tensor:
-    """Return `function` of all pairs, computed at once where that is small, else in blocks that the gradient computes again.
+    """Return `function` of all pairs, computed at once where that is small, else in blocks that the
+    gradient computes again.
 
     Args:
         function: of a block of queries, one of references, and the parameters.
@@ -47,7 +51,9 @@ def all_pairs(
 
 
 def exporting() -> bool:
-    """Return whether a graph is being traced, whose sizes are unknown: then nothing may depend on them."""
+    """Return whether a graph is being traced, whose sizes are unknown: then nothing may depend on
+    them.
+    """
     return torch.onnx.is_in_onnx_export() or torch.compiler.is_compiling()
 
 

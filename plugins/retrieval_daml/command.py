@@ -15,7 +15,8 @@ import click
     help="Folder for the panels. By default `report` in the run's folder.",
 )
 def daml_report(run: Path, output: Path | None) -> None:
-    """Draw a run as SVG: loss curves of metric and generator, weights of local metrics, synthetic beside real samples, a map of both.
+    """Draw a run as SVG: loss curves of metric and generator, weights of local metrics, synthetic
+    beside real samples, a map of both.
 
     Example:  retrieval daml-report runs/damml
     """

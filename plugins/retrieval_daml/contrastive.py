@@ -13,7 +13,8 @@ from retrieval_daml.base import Measure, PaperLoss
 class ContrastiveLoss(PaperLoss):
     """Positives near, negatives farther than a margin.
 
-    Hadsell, Chopra & LeCun, CVPR 2006; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 8:
+    Hadsell, Chopra & LeCun, CVPR 2006; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning",
+    equation 8:
 
         mean over positive pairs of D² + mean over negative pairs of [ α − D² ]₊
 
@@ -21,7 +22,8 @@ class ContrastiveLoss(PaperLoss):
 
     Args:
         margin: α, a squared distance.
-        distance: how two embeddings are compared; the Euclidean distance, without normalising, by default.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
+            default.
         reducer: how the losses of either kind of pair become one number; the mean by default.
     """
 

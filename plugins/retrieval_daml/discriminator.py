@@ -17,7 +17,9 @@ LOW = 0.05
 """A metric whose mean weight is below this does next to nothing, and a warning says so."""
 
 SHARP = 0.6
-"""Mean largest weight above which the order of candidates differs so much that more of them are needed."""
+"""Mean largest weight above which the order of candidates differs so much that more of them are
+needed.
+"""
 
 SAMPLE = 256
 """Codes whose pairs say how sharp the weights are."""
@@ -26,7 +28,9 @@ QUANTILES = (0.1, 0.5, 0.9)
 
 
 class _Flows(nn.Module):
-    """K unit embeddings, and what the discriminator adds up of an item: features (B, F) to codes (B, D + 2H)."""
+    """K unit embeddings, and what the discriminator adds up of an item: features (B, F) to codes
+    (B, D + 2H).
+    """
 
     def __init__(self, embedding: nn.Module, flows: nn.Linear) -> None:
         super().__init__()
@@ -40,17 +44,20 @@ class _Flows(nn.Module):
 class Discriminator(LocalMetrics):
     """K local metrics, weighed for each pair of items by a network that sees both (DAMML).
 
-    D(x, y) = Σ_k γ_k(x, y) ‖e_k(x) − e_k(y)‖ of unit embeddings e_k (Eq 14); Γ = softmax(½ (h[x; y] + h[y; x])) with
-    h[x; y] = V relu(A x + B y + c) + v on features x, y: two layers, 2F → H → K (Eq 13), which cannot tell the order of the two. An
-    item's code holds A x + c₁ and B x + c₂, so that a server needs no features, and pairs cost H, not F. V and v start at zero: until
-    a phase trains the combiner, Γ = 1/K (Algorithm 2, line 1), unless `start` says otherwise. `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖²
-    with J_dis = −mean ‖Γ − 1/K‖² over the batch's pairs (Eq 16, with its 1/K), between −(1 − 1/K) and 0. With K = 1 there is nothing to
-    weigh, and all is bit for bit as without a combiner.
+    D(x, y) = Σ_k γ_k(x, y) ‖e_k(x) − e_k(y)‖ of unit embeddings e_k (Eq 14); Γ = softmax(½ (h[x; y]
+    + h[y; x])) with h[x; y] = V relu(A x + B y + c) + v on features x, y: two layers, 2F → H → K
+    (Eq 13), which cannot tell the order of the two. An item's code holds A x + c₁ and B x + c₂, so
+    that a server needs no features, and pairs cost H, not F. V and v start at zero: until a phase
+    trains the combiner, Γ = 1/K (Algorithm 2, line 1), unless `start` says otherwise. `objective`
+    is μ J_dis + ρ ‖mean Γ − 1/K‖² with J_dis = −mean ‖Γ − 1/K‖² over the batch's pairs (Eq 16, with
+    its 1/K), between −(1 − 1/K) and 0. With K = 1 there is nothing to weigh, and all is bit for bit
+    as without a combiner.
 
-    The paper's μ = 1e5 without balance leaves one metric in use. ρ keeps the *mean* weights even, while each pair's may be as uneven
-    as μ wants.
+    The paper's μ = 1e5 without balance leaves one metric in use. ρ keeps the *mean* weights even,
+    while each pair's may be as uneven as μ wants.
 
-    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image Processing 29, 2020, Eq 13–16.
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image
+    Processing 29, 2020, Eq 13–16.
     """
 
     def __init__(
@@ -68,17 +75,20 @@ class Discriminator(LocalMetrics):
         """Build.
 
         Args:
-            metrics: K, how many local metrics share the embedding evenly; 1 is the plain Euclidean distance.
-            hidden: H, width of the network's hidden layer; the paper takes that of the features. An indexed item keeps 2 H numbers.
+            metrics: K, how many local metrics share the embedding evenly; 1 is the plain Euclidean
+                distance.
+            hidden: H, width of the network's hidden layer; the paper takes that of the features. An
+                indexed item keeps 2 H numbers.
             mu: μ, weight of J_dis: larger makes each pair's weights more uneven.
             rho: ρ, weight of the balance: larger keeps each metric's mean weight nearer to 1/K.
-            start: standard deviation of V at the start. 0 makes Γ = 1/K, where J_dis has no gradient: only the loss moves Γ from there. Take 1 to
-                see what uneven weights do.
-            views: the features are those of K views of an item side by side, of one width, and metric k sees the k-th view alone, the
-                discriminator all of them. Weights can then leave out a view that is spoilt in either item. With metrics that all see
+            start: standard deviation of V at the start. 0 makes Γ = 1/K, where J_dis has no
+                gradient: only the loss moves Γ from there. Take 1 to see what uneven weights do.
+            views: the features are those of K views of an item side by side, of one width, and
+                metric k sees the k-th view alone, the discriminator all of them. Weights can then
+                leave out a view that is spoilt in either item. With metrics that all see
                 everything, learned weights were no better than even ones in every measurement.
-            candidates: how many candidates a server rescores by default; none: 200, or 500 where the weights are sharp (mean largest weight
-                above 0.6, measured at export).
+            candidates: how many candidates a server rescores by default; none: 200, or 500 where
+                the weights are sharp (mean largest weight above 0.6, measured at export).
         """
         super().__init__(embedding_size, metrics, "daml.discriminator", views)
         for name, value in (("mu", mu), ("rho", rho), ("start", start)):
@@ -95,7 +105,9 @@ class Discriminator(LocalMetrics):
             nn.init.zeros_(self.out.bias)
 
     def build_head(self, features: int) -> nn.Module:
-        """Return features (B, F) → codes (B, D + 2H); the layer that makes the last 2H columns is the combiner's own."""
+        """Return features (B, F) → codes (B, D + 2H); the layer that makes the last 2H columns is
+        the combiner's own.
+        """
         embedding = super().build_head(features)
         if self.metrics == 1:
             return embedding
@@ -105,7 +117,8 @@ class Discriminator(LocalMetrics):
             )
         return _Flows(embedding, self.flows)
 
-    # --- the distance ------------------------------------------------------------------------------------
+    # --- the distance
+    # ------------------------------------------------------------------------------------
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (Q, R) between codes (Q, C) and (R, C)."""
@@ -151,7 +164,9 @@ class Discriminator(LocalMetrics):
         )
 
     def _weights(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Γ (…, K) of codes (…, C) that broadcast; h is linear after its ReLU, so both orders share one product."""
+        """Γ (…, K) of codes (…, C) that broadcast; h is linear after its ReLU, so both orders share
+        one product.
+        """
         ax, bx = x[..., self.embedding_size :].chunk(2, dim=-1)
         ay, by = y[..., self.embedding_size :].chunk(2, dim=-1)
         both = torch.relu(ax + by) + torch.relu(ay + bx)
@@ -170,15 +185,18 @@ class Discriminator(LocalMetrics):
         local = self.local_similarities(query, reference)
         return (self._weight_mat(query, reference, weight, bias) * local).sum(-1)
 
-    # --- training ----------------------------------------------------------------------------------------
+    # --- training
+    # ----------------------------------------------------------------------------------------
 
     def objective(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Return μ J_dis + ρ ‖mean Γ − 1/K‖² over all pairs of different items of the batch, and how Γ is distributed.
+        """Return μ J_dis + ρ ‖mean Γ − 1/K‖² over all pairs of different items of the batch, and
+        how Γ is distributed.
 
-        The figures of metric k = 1 … K: "load_k" its mean weight, "gamma_k_p10", "gamma_k_p50", "gamma_k_p90" quantiles of it;
-        of all together "gamma_max", the mean largest weight, "j_dis" and "balance".
+        The figures of metric k = 1 … K: "load_k" its mean weight, "gamma_k_p10", "gamma_k_p50",
+        "gamma_k_p90" quantiles of it; of all together "gamma_max", the mean largest weight, "j_dis"
+        and "balance".
         """
         if self.metrics == 1 or len(codes) < 2:
             return None, {}
@@ -213,7 +231,8 @@ class Discriminator(LocalMetrics):
             if load is not None and load < LOW
         ]
 
-    # --- serving -----------------------------------------------------------------------------------------
+    # --- serving
+    # -----------------------------------------------------------------------------------------
 
     def choose_candidates(self, codes: Tensor) -> int:
         """Return how many candidates a server rescores: 500 where the weights are sharp, else 200."""

@@ -1,4 +1,6 @@
-"""Hard negatives without a network: disturbed copies of a real negative, the nearest of several drawings."""
+"""Hard negatives without a network: disturbed copies of a real negative, the nearest of several
+drawings.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +14,30 @@ from torch import Tensor, nn
 
 
 class DisturbedNegative(Generator):
-    """Disturbs a negative several times, and keeps the copy that the metric puts nearest to the anchor.
+    """Disturbs a negative several times, and keeps the copy that the metric puts nearest to the
+    anchor.
 
     Not of the paper. For a triplet (a, p, n), with d drawn anew for each of `tries` copies,
 
         x̃ = ‖n‖ · unit(n + step · d)
 
-    where d is, with `by = "noise"`, Gaussian noise of about the length of n; with `by = "classmates"`, a' − p' of another
-    triplet of the batch: an item and its positive differ by what does not matter, and so does n from itself with that added. The
-    copy is kept whose code is nearest to the anchor's: Euclidean, by the head as it is now; with a combiner, of its codes.
+    where d is, with `by = "noise"`, Gaussian noise of about the length of n; with `by =
+    "classmates"`, a' − p' of another triplet of the batch: an item and its positive differ by what
+    does not matter, and so does n from itself with that added. The copy is kept whose code is
+    nearest to the anchor's: Euclidean, by the head as it is now; with a combiner, of its codes.
 
-    The metric is fooled as by a trained generator, but by a search among copies of n that know nothing of the anchor, so that
-    their label stays as right as the disturbance is blind to classes. There are no parameters; a gradient passes through x̃ to n, with d as a constant.
-    It is meant for the hardest real negatives (`daml.semi_hard` with `pick = "hardest"`), and helps most where training
-    classes are few; where they are many, with the real negatives beside it (`[train] real_weight = 1`).
+    The metric is fooled as by a trained generator, but by a search among copies of n that know
+    nothing of the anchor, so that their label stays as right as the disturbance is blind to
+    classes. There are no parameters; a gradient passes through x̃ to n, with d as a constant. It is
+    meant for the hardest real negatives (`daml.semi_hard` with `pick = "hardest"`), and helps most
+    where training classes are few; where they are many, with the real negatives beside it (`[train]
+    real_weight = 1`).
 
     Args:
         by: "noise" or "classmates".
         step: how much is added, in lengths of n or of the difference; 0 leaves the real negative.
-        tries: how many copies are drawn of each negative, each a pass of the head; 1 looks at no distance.
+        tries: how many copies are drawn of each negative, each a pass of the head; 1 looks at no
+            distance.
     """
 
     def __init__(

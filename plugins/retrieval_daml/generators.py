@@ -74,15 +74,16 @@ class TripletGenerator(Generator):
 class HardNegativeGenerator(TripletGenerator):
     """Turns easy negatives into hard ones, adversarial to the metric.
 
-    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 5 and 6: x̃ = g(a, p, n), trained on the mean over
-    triplets of
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 5 and 6: x̃ = g(a, p, n),
+    trained on the mean over triplets of
 
         ‖x̃ − a‖² + λ₁ ‖x̃ − n‖² + λ₂ [ D(x̃, a)² − D(p, a)² − α ]₊
 
-    with D the distance that the model learns, Euclidean or a combiner's whatever the loss measures by. With
-    `form = "contrastive"`, for losses of pairs, the network sees the anchor in place of the positive, and the last term is
-    [D(x̃, a)² − α]₊. The first term alone draws x̃ to (a + λ₁ n)/(1 + λ₁): with the paper's λ₁ = 1 half-way,
-    where no label is right. The network is 3F → F → F with a ReLU.
+    with D the distance that the model learns, Euclidean or a combiner's whatever the loss measures
+    by. With `form = "contrastive"`, for losses of pairs, the network sees the anchor in place of
+    the positive, and the last term is [D(x̃, a)² − α]₊. The first term alone draws x̃ to (a + λ₁
+    n)/(1 + λ₁): with the paper's λ₁ = 1 half-way, where no label is right. The network is 3F → F →
+    F with a ReLU.
 
     Args:
         preset: λ₁ and λ₂ together: "default" (50, 50) or the paper's (1, 50).
@@ -90,7 +91,8 @@ class HardNegativeGenerator(TripletGenerator):
         lambda_adv: λ₂, how much x̃ is to fool the metric; instead of the preset's.
         margin: α, a squared distance; that of the loss.
         form: "triplet", or "contrastive" for losses of pairs.
-        residual: whether the network's output is added to the negative, so that training starts with real negatives.
+        residual: whether the network's output is added to the negative, so that training starts
+            with real negatives.
         normalize: whether x̃ is scaled to its negative's length: unit features stay unit.
     """
 
@@ -146,20 +148,21 @@ class HardNegativeGenerator(TripletGenerator):
 class HardPositiveGenerator(TripletGenerator):
     """Turns easy positives into hard ones.
 
-    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 19: x̃ = g(a, p, n) replaces the positive and is
-    trained on the mean over triplets of
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 19: x̃ = g(a, p, n)
+    replaces the positive and is trained on the mean over triplets of
 
         −‖x̃ − a‖² + λ₁ ‖x̃ − p‖² + λ₂ [ D(n, a)² − D(x̃, a)² − α ]₊
 
-    The first two terms are bounded below only for λ₁ > 1 or for outputs of bounded length, so `normalize = false` with
-    λ₁ ≤ 1 is refused. The paper finds little gain in it (Table XIV).
+    The first two terms are bounded below only for λ₁ > 1 or for outputs of bounded length, so
+    `normalize = false` with λ₁ ≤ 1 is refused. The paper finds little gain in it (Table XIV).
 
     Args:
         preset: λ₁ and λ₂ together: "default" (50, 50) or the paper's (1, 50).
         lambda_reg: λ₁, how much x̃ keeps to the positive it is made of; instead of the preset's.
         lambda_adv: λ₂, how much x̃ is to fool the metric; instead of the preset's.
         margin: α, a squared distance; that of the loss.
-        residual: whether the network's output is added to the positive, so that training starts with real positives.
+        residual: whether the network's output is added to the positive, so that training starts
+            with real positives.
         normalize: whether x̃ is scaled to its positive's length: unit features stay unit.
     """
 

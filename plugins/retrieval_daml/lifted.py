@@ -14,19 +14,22 @@ from retrieval_daml.base import Measure, PaperLoss
 class LiftedLoss(PaperLoss):
     """Each positive pair against the negatives of both of its items.
 
-    Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 10
-    and 11. The mean over positive pairs (i, j) of ½ [ J ]₊ with, as the latter print it,
+    Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric
+    Learning", equations 10 and 11. The mean over positive pairs (i, j) of ½ [ J ]₊ with, as the
+    latter print it,
 
         J = max( max_{n of i} α − D(i, n), max_{n of j} α − D(j, n) ) + D(i, j)
 
-    With `form = "original"` it is ½ [ J ]₊² with the log-exp sum over both items' negatives in place of the maximum. A
-    positive's own negatives count where it is an anchor too: without a reference set, and with one that begins with
-    the batch, as with a generator. A pair without negatives costs nothing.
+    With `form = "original"` it is ½ [ J ]₊² with the log-exp sum over both items' negatives in
+    place of the maximum. A positive's own negatives count where it is an anchor too: without a
+    reference set, and with one that begins with the batch, as with a generator. A pair without
+    negatives costs nothing.
 
     Args:
         margin: α, a distance.
         form: "printed", or "original" for the square and the log-exp sum.
-        distance: how two embeddings are compared; the Euclidean distance, without normalising, by default.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
+            default.
         reducer: how the pairs' losses become one number; the mean by default.
     """
 
@@ -69,7 +72,9 @@ class LiftedLoss(PaperLoss):
         return {"loss": {"losses": losses / 2, "indices": (a, p), "reduction_type": "pos_pair"}}
 
     def _by_anchor(self, values: Tensor, anchors: Tensor, size: int) -> Tensor:
-        """Return the maximum or log-exp sum (B,) of each anchor's values; of none a number below all others."""
+        """Return the maximum or log-exp sum (B,) of each anchor's values; of none a number below
+        all others.
+        """
         lowest = values.new_full((size,), torch.finfo(values.dtype).min / 4)
         if self.form == "printed":
             return lowest.scatter_reduce(0, anchors, values, "amax")

@@ -1,4 +1,6 @@
-"""Several local metrics: the embedding in K parts of unit length, and a distance that weighs their distances."""
+"""Several local metrics: the embedding in K parts of unit length, and a distance that weighs their
+distances.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class UnitParts(nn.Module):
 
 
 class ViewMaps(nn.Module):
-    """A linear map of its own for each of K views: features (B, F), the views side by side, to (B, D).
+    """A linear map of its own for each of K views: features (B, F), the views side by side, to (B,
+    D).
 
     Args:
         features: F, of all views together.
@@ -52,7 +55,8 @@ class ViewMaps(nn.Module):
 
 
 class LocalMetrics(Combiner):
-    """Base of a distance D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k; one local metric is the plain distance.
+    """Base of a distance D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k; one local metric is
+    the plain distance.
 
     Args:
         embedding_size: width of all K embeddings together.
@@ -113,7 +117,9 @@ class LocalMetrics(Combiner):
         return apart.movedim(0, -1)
 
     def local_similarities(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the local cosine similarities (Q, R, K) of codes, all at once: for small numbers of pairs."""
+        """Return the local cosine similarities (Q, R, K) of codes, all at once: for small numbers
+        of pairs.
+        """
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
         return torch.matmul(x.transpose(0, 1), y.permute(1, 2, 0)).movedim(0, -1)
 
@@ -124,7 +130,9 @@ class LocalMetrics(Combiner):
         return (split(apart, self.metrics).square().sum(-1) + 1e-12).sqrt()
 
     def plain_mat(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the Euclidean distances (Q, R) of one embedding, bit for bit as pytorch-metric-learning's `LpDistance`."""
+        """Return the Euclidean distances (Q, R) of one embedding, bit for bit as
+        pytorch-metric-learning's `LpDistance`.
+        """
         return torch.cdist(functional.normalize(query), functional.normalize(reference))
 
 

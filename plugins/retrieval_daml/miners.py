@@ -1,4 +1,6 @@
-"""Which triplets a generator is given: one negative for each anchor and other class, or a semi-hard one for each positive pair."""
+"""Which triplets a generator is given: one negative for each anchor and other class, or a semi-hard
+one for each positive pair.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from retrieval_daml.base import Measure, default_distance
 
 
 class OnePerClass(nn.Module):
-    """A triplet for each anchor and each other class: a random item of that class and a random positive.
+    """A triplet for each anchor and each other class: a random item of that class and a random
+    positive.
 
-    With a generator it gives one synthetic negative per anchor and other class, as the lifted structure and N-pair losses of
-    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", want them (equations 10 to 12). It looks at labels only.
+    With a generator it gives one synthetic negative per anchor and other class, as the lifted
+    structure and N-pair losses of Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", want
+    them (equations 10 to 12). It looks at labels only.
 
     Args:
         anchors: "all" items of the batch, or "one" random item of each class, as N-pair has it.
@@ -75,16 +79,19 @@ class OnePerClass(nn.Module):
 
 
 class SemiHard(nn.Module):
-    """For each positive pair a negative that is farther than the positive, but by less than a margin: a random one, or the nearest.
+    """For each positive pair a negative that is farther than the positive, but by less than a
+    margin: a random one, or the nearest.
 
-    Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", Table
-    IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a negative gives no triplet. One triplet a pair at most
-    keeps a generator cheap; `pml.triplet_margin` with `type_of_triplets = "semihard"` gives them all.
+    Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
+    Metric Learning", Table IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a
+    negative gives no triplet. One triplet a pair at most keeps a generator cheap;
+    `pml.triplet_margin` with `type_of_triplets = "semihard"` gives them all.
 
     Args:
         margin: a difference of squared distances; that of the loss.
         pick: which of a pair's semi-hard negatives: "random", or "hardest", the nearest of them.
-        distance: how two embeddings are compared; the Euclidean distance, without normalising, by default.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
+            default.
     """
 
     def __init__(

@@ -15,18 +15,20 @@ from retrieval_daml.base import Measure, PaperLoss, Positive
 class NPairLoss(PaperLoss):
     """A pair's similarity against its anchor's similarity to a negative of each other class.
 
-    Sohn, NIPS 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 12: the mean over pairs (a, p) of
+    Sohn, NIPS 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 12: the
+    mean over pairs (a, p) of
 
         log( 1 + Σ_n exp( scale · ( s(a, n) − s(a, p) ) ) )
 
-    The paper subtracts the similarity to the negative's source in place of the anchor's own positive. Without a miner a
-    class's first two items of the batch are its pair, the next two that of a second round; with a reference set its
-    items are the positives. With a miner a pair's negatives are those that the miner gives its anchor.
+    The paper subtracts the similarity to the negative's source in place of the anchor's own
+    positive. Without a miner a class's first two items of the batch are its pair, the next two that
+    of a second round; with a reference set its items are the positives. With a miner a pair's
+    negatives are those that the miner gives its anchor.
 
     Args:
         scale: of the similarities: unit vectors need 8 to 16, embeddings of free length 1.
-        distance: how two embeddings are compared; the inner product, without normalising, by default. A distance D
-            becomes s = 1 − D²/2.
+        distance: how two embeddings are compared; the inner product, without normalising, by
+            default. A distance D becomes s = 1 − D²/2.
         reducer: how the pairs' losses become one number; the mean by default.
     """
 
@@ -69,11 +71,13 @@ class NPairLoss(PaperLoss):
 
 
 def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
-    """Return pairs of one class, at most one of each class in a round, and the other pairs' positives as negatives.
+    """Return pairs of one class, at most one of each class in a round, and the other pairs'
+    positives as negatives.
 
     Args:
         labels: (B,).
-        ref_labels: (R,) of the positives; None: the batch itself, where a class's items 2r and 2r + 1 are a pair.
+        ref_labels: (R,) of the positives; None: the batch itself, where a class's items 2r and 2r +
+            1 are a pair.
     """
     ordered, order = torch.sort(labels, stable=True)
     rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)

@@ -1,4 +1,6 @@
-"""Panels of a run as SVG: loss curves, weights of local metrics, synthetic beside real samples, a map of both."""
+"""Panels of a run as SVG: loss curves, weights of local metrics, synthetic beside real samples, a
+map of both.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Samples:
     Attributes:
         labels: (B,) class numbers of the items.
         codes: (B, C) their codes.
-        real: (T,) distances of triplets' anchors to the real samples that the generator replaces; None without one.
+        real: (T,) distances of triplets' anchors to the real samples that the generator replaces;
+            None without one.
         synthetic: (T,) the same of the synthetic samples.
         made: (S, C) codes of some synthetic samples.
         made_labels: (S,) the labels that they are given.
@@ -60,10 +63,12 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
         output: folder for the panels; by default `report` in the run's.
 
     Returns:
-        The files: `losses.svg`; `gamma.svg` where a discriminator trained; `synthetic.svg` where a generator did; `map.svg`.
+        The files: `losses.svg`; `gamma.svg` where a discriminator trained; `synthetic.svg` where a
+            generator did; `map.svg`.
 
     Raises:
-        DataError: the folder is not a run, its log has no epoch in its log yet, or the folder cannot be written.
+        DataError: the folder is not a run, its log has no epoch in its log yet, or the folder
+            cannot be written.
     """
     run = load_run(path)
     if run.recipe.learner is not None:
@@ -84,7 +89,9 @@ TITLES = {
 
 
 def report_panels(path: Path) -> dict[str, bytes]:
-    """Return the panels of a run with a generator or with this plugin's local metrics as SVG, by title; none of any other run."""
+    """Return the panels of a run with a generator or with this plugin's local metrics as SVG, by
+    title; none of any other run.
+    """
     run = load_run(path)
     combiner = run.recipe.combiner
     if run.recipe.generator is None and not (combiner and combiner.name.startswith("daml.")):
@@ -132,7 +139,9 @@ def read_log(run: Run) -> list[dict[str, Any]]:
 
 
 def look(run: Run) -> Samples:
-    """Return training items of a run and what its generator makes of them, with the last checkpoint's weights."""
+    """Return training items of a run and what its generator makes of them, with the last
+    checkpoint's weights.
+    """
     state = checkpoint.load(run.last)
     load_weights(run.model, state, run.last)
     splits = run.splits
@@ -181,7 +190,8 @@ def look(run: Run) -> Samples:
         )
 
 
-# --- panels ----------------------------------------------------------------------------------------------
+# --- panels
+# ----------------------------------------------------------------------------------------------
 
 
 def draw_losses(figure: Any, epochs: list[dict[str, Any]]) -> None:
@@ -221,7 +231,9 @@ def draw_gamma(figure: Any, epochs: list[dict[str, Any]]) -> None:
 
 
 def draw_synthetic(figure: Any, epochs: list[dict[str, Any]], samples: Samples) -> None:
-    """How far synthetic samples are from their anchors beside the real ones, and how far they were moved in each epoch."""
+    """How far synthetic samples are from their anchors beside the real ones, and how far they were
+    moved in each epoch.
+    """
     assert samples.real is not None and samples.synthetic is not None
     left, right = figure.subplots(1, 2)
     bins = np.linspace(0, float(max(samples.real.max(), samples.synthetic.max())) or 1.0, 40)
@@ -237,7 +249,9 @@ def draw_synthetic(figure: Any, epochs: list[dict[str, Any]], samples: Samples) 
 
 
 def draw_map(figure: Any, run: Run, samples: Samples) -> None:
-    """A t-SNE map of items (dots) and synthetic samples (crosses) by the learned distance, coloured by label."""
+    """A t-SNE map of items (dots) and synthetic samples (crosses) by the learned distance, coloured
+    by label.
+    """
     from sklearn.manifold import TSNE
 
     codes = samples.codes if samples.made is None else torch.cat([samples.codes, samples.made])

@@ -13,12 +13,14 @@ from retrieval_daml.base import Measure, PaperLoss, triplets
 class TripletLoss(PaperLoss):
     """Negatives farther than positives by a margin of squared distances.
 
-    Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning",
-    equation 9: the mean over triplets of [ D(p, a)² − D(n, a)² + α ]₊. Without a miner every triplet of the batch counts.
+    Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
+    Metric Learning", equation 9: the mean over triplets of [ D(p, a)² − D(n, a)² + α ]₊. Without a
+    miner every triplet of the batch counts.
 
     Args:
         margin: α, a difference of squared distances.
-        distance: how two embeddings are compared; the Euclidean distance, without normalising, by default.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
+            default.
         reducer: how the triplets' losses become one number; the mean by default.
     """
 

@@ -15,11 +15,13 @@ from retrieval_daml.local_metrics import LocalMetrics, Metrics, all_pairs, widen
 class UniformMetrics(LocalMetrics):
     """K local metrics of equal weight 1/K: what the discriminator has to beat.
 
-    D = (1/K · Σ_k d_k^p)^(1/p) with d_k = ‖e_k(x) − e_k(y)‖ of unit embeddings (Eq 14 with Γ = 1/K). Candidates are proposed by the
-    Euclidean distance of the embeddings side by side, which is √(Σ d_k²): with `power = 2` that *is* the order of D and a bundle needs no
-    rescorer; with the paper's `power = 1` it is not, unless K = 1.
+    D = (1/K · Σ_k d_k^p)^(1/p) with d_k = ‖e_k(x) − e_k(y)‖ of unit embeddings (Eq 14 with Γ =
+    1/K). Candidates are proposed by the Euclidean distance of the embeddings side by side, which is
+    √(Σ d_k²): with `power = 2` that *is* the order of D and a bundle needs no rescorer; with the
+    paper's `power = 1` it is not, unless K = 1.
 
-    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image Processing 29, 2020, Table X.
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image
+    Processing 29, 2020, Table X.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class UniformMetrics(LocalMetrics):
         """Build.
 
         Args:
-            metrics: K, how many local metrics share the embedding evenly; 1 is the plain Euclidean distance.
+            metrics: K, how many local metrics share the embedding evenly; 1 is the plain Euclidean
+                distance.
             power: p; 1 is the paper's mean of distances, 2 the root of the mean of their squares.
-            views: the features are those of K views of an item side by side, of one width, and metric k sees the k-th view alone.
+            views: the features are those of K views of an item side by side, of one width, and
+                metric k sees the k-th view alone.
             candidates: how many candidates a server rescores by default.
         """
         super().__init__(embedding_size, metrics, "daml.uniform", views)
@@ -58,7 +62,9 @@ class UniformMetrics(LocalMetrics):
         return local.mean(-1) if self.exponent == 1 else local.square().mean(-1).sqrt()
 
     def similarities(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return (Q, R) mean cosine similarities: for losses that want a similarity, larger being closer."""
+        """Return (Q, R) mean cosine similarities: for losses that want a similarity, larger being
+        closer.
+        """
         return torch.matmul(query, reference.T) / self.metrics
 
     def _mean(self, query: Tensor, reference: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The metric learners of metric-learn as learners: LMNN, ITML, SCML, MMC and the others that take class labels."""
+"""The metric learners of metric-learn as learners: LMNN, ITML, SCML, MMC and the others that take
+class labels.
+"""
 
 from __future__ import annotations
 

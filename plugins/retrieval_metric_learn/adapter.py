@@ -1,8 +1,10 @@
-"""How an estimator of metric-learn is run under a current scikit-learn, and becomes one of our learners.
+"""How an estimator of metric-learn is run under a current scikit-learn, and becomes one of our
+learners.
 
-metric-learn 0.7 checks its input through an argument of scikit-learn's (`force_all_finite`) that scikit-learn 1.8 removed. Each of
-its estimators does so in one method, `_prepare_inputs`. We check the input ourselves and run a subclass whose
-`_prepare_inputs` hands back what it is given: nothing in metric-learn or scikit-learn is changed.
+metric-learn 0.7 checks its input through an argument of scikit-learn's (`force_all_finite`) that
+scikit-learn 1.8 removed. Each of its estimators does so in one method, `_prepare_inputs`. We check
+the input ourselves and run a subclass whose `_prepare_inputs` hands back what it is given: nothing
+in metric-learn or scikit-learn is changed.
 """
 
 from __future__ import annotations
@@ -50,13 +52,16 @@ class MetricLearnLearner(LinearMap):
 
     Attributes:
         components_: (C, F) the learned map.
-        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on it.
+        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on
+            it.
     """
 
     estimator: ClassVar[str]
 
     def _settings(self) -> dict[str, Any]:
-        """Return the keywords of metric-learn's estimator; by default our parameters, with one seed."""
+        """Return the keywords of metric-learn's estimator; by default our parameters, with one
+        seed.
+        """
         settings: dict[str, Any] = self.get_params(deep=False)
         if "seed" in settings:
             del settings["seed"]
@@ -77,7 +82,8 @@ class MetricLearnLearner(LinearMap):
         """Learn from features (N, F) and labels (N,), which may be text.
 
         Raises:
-            ValueError: the features are not finite, there is one class only, or metric-learn cannot fit them.
+            ValueError: the features are not finite, there is one class only, or metric-learn cannot
+                fit them.
             LinAlgError: a ValueError too: a matrix that it has to invert is singular.
             MissingDependency: metric-learn is not installed.
         """
@@ -94,7 +100,8 @@ class MetricLearnLearner(LinearMap):
         fitted, options = adapted(self.estimator)(**self._settings()), self._fit_options()
         try:
             with warnings.catch_warnings():
-                # fewer pairs than asked for, a default number of bases, divisions by zero: the check of the result below is what counts
+                # fewer pairs than asked for, a default number of bases, divisions by zero: the
+                # check of the result below is what counts
                 for message in ("Only generated", "As no value for `n_basis`"):
                     warnings.filterwarnings("ignore", message=message)
                 warnings.filterwarnings("ignore", category=RuntimeWarning, module="metric_learn")

@@ -1,4 +1,6 @@
-"""The learners: metric-learn's names, parameters and defaults, each described and typed so that a recipe can be checked."""
+"""The learners: metric-learn's names, parameters and defaults, each described and typed so that a
+recipe can be checked.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,19 @@ Prior = Literal["identity", "covariance", "random"]
 
 
 class LMNN(MetricLearnLearner):
-    """Large margin nearest neighbour: target neighbours near, impostors a margin farther; gradient descent.
+    """Large margin nearest neighbour: target neighbours near, impostors a margin farther; gradient
+    descent.
 
-    Weinberger et al., "Distance Metric Learning for Large Margin Nearest Neighbor Classification", NeurIPS 2005.
+    Weinberger et al., "Distance Metric Learning for Large Margin Nearest Neighbor Classification",
+    NeurIPS 2005.
 
     Args:
-        n_neighbors: target neighbours of each item, the nearest of its class; every class needs one member more.
+        n_neighbors: target neighbours of each item, the nearest of its class; every class needs one
+            member more.
         init: where it starts: "auto" takes "lda", "pca" or "identity" by the sizes.
         n_components: width of the codes; none: the number of features.
-        regularization: weight of pulling target neighbours together against pushing impostors away, 0 to 1.
+        regularization: weight of pulling target neighbours together against pushing impostors away,
+            0 to 1.
         learn_rate: first step of the gradient descent, which adapts it.
         convergence_tol: change of the objective below which it stops.
         min_iter: fewest iterations.
@@ -68,18 +74,22 @@ class LMNN(MetricLearnLearner):
 
 
 class ITML(MetricLearnLearner):
-    """Information-theoretic metric learning: the metric nearest to a prior under which pairs keep their bounds.
+    """Information-theoretic metric learning: the metric nearest to a prior under which pairs keep
+    their bounds.
 
-    Davis et al., "Information-Theoretic Metric Learning", ICML 2007. Pairs are drawn from the labels.
+    Davis et al., "Information-Theoretic Metric Learning", ICML 2007. Pairs are drawn from the
+    labels.
 
     Args:
         gamma: weight of the bounds against the prior.
         max_iter: most iterations.
         tol: change of the multipliers below which it stops.
         n_constraints: pairs of each kind; none: 20 times the classes squared.
-        prior: the metric that it starts from and stays near: "covariance" is the inverse covariance.
+        prior: the metric that it starts from and stays near: "covariance" is the inverse
+            covariance.
         lower: bound above the distance of similar pairs; none: the 5th percentile of all distances.
-        upper: bound below the distance of dissimilar pairs; none: the 95th percentile. Set both or neither.
+        upper: bound below the distance of dissimilar pairs; none: the 95th percentile. Set both or
+            neither.
         seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
@@ -118,7 +128,8 @@ class ITML(MetricLearnLearner):
 
 
 class SCML(MetricLearnLearner):
-    """Sparse compositional metric learning: a sparse weighted sum of rank-one metrics from local discriminants.
+    """Sparse compositional metric learning: a sparse weighted sum of rank-one metrics from local
+    discriminants.
 
     Shi et al., "Sparse Compositional Metric Learning", AAAI 2014.
 
@@ -126,7 +137,8 @@ class SCML(MetricLearnLearner):
         k_genuine: nearest items of the class in the triplets of each item.
         k_impostor: nearest items of other classes in them.
         beta: weight of the sparsity.
-        basis: rank-one metrics: "lda" from discriminants of local clusters, "triplet_diffs" from differences.
+        basis: rank-one metrics: "lda" from discriminants of local clusters, "triplet_diffs" from
+            differences.
         n_basis: how many; none: 20 times the features, at most what the items allow.
         gamma: step of the stochastic search.
         max_iter: its iterations.
@@ -174,8 +186,8 @@ class SCML(MetricLearnLearner):
 class MMC(MetricLearnLearner):
     """Similar pairs near under the constraint that dissimilar ones stay apart.
 
-    Xing et al., "Distance Metric Learning with Application to Clustering with Side-Information", NeurIPS 2002. Pairs
-    are drawn from the labels.
+    Xing et al., "Distance Metric Learning with Application to Clustering with Side-Information",
+    NeurIPS 2002. Pairs are drawn from the labels.
 
     Args:
         max_iter: most iterations.
@@ -217,8 +229,8 @@ class MMC(MetricLearnLearner):
 class LSML(MetricLearnLearner):
     """Least squared-residual metric learning: of two pairs, the similar one shall be the nearer.
 
-    Liu et al., "Metric Learning from Relative Comparisons by Minimizing Squared Residual", ICDM 2012. Pairs are drawn
-    from the labels.
+    Liu et al., "Metric Learning from Relative Comparisons by Minimizing Squared Residual", ICDM
+    2012. Pairs are drawn from the labels.
 
     Args:
         tol: change below which it stops.
@@ -249,15 +261,18 @@ class LSML(MetricLearnLearner):
 
 
 class LFDA(MetricLearnLearner):
-    """Local Fisher discriminants: classes apart, near items of a class together, far ones left alone.
+    """Local Fisher discriminants: classes apart, near items of a class together, far ones left
+    alone.
 
-    Sugiyama, "Dimensionality Reduction of Multimodal Labeled Data by Local Fisher Discriminant Analysis", JMLR 2007.
+    Sugiyama, "Dimensionality Reduction of Multimodal Labeled Data by Local Fisher Discriminant
+    Analysis", JMLR 2007.
 
     Args:
         n_components: width of the codes; none: the number of features.
-        k: which nearest neighbour sets the scale of an item's surroundings; none: the 7th, or the last.
-        embedding_type: "weighted" scales each direction by its strength, "orthonormalized" makes them unit and right-angled,
-            "plain" leaves them.
+        k: which nearest neighbour sets the scale of an item's surroundings; none: the 7th, or the
+            last.
+        embedding_type: "weighted" scales each direction by its strength, "orthonormalized" makes
+            them unit and right-angled, "plain" leaves them.
     """
 
     estimator = "LFDA"
@@ -279,8 +294,8 @@ class LFDA(MetricLearnLearner):
             )
 
     def _settings(self) -> dict[str, Any]:
-        # for some of the directions it starts ARPACK anywhere, and gives other digits and signs each time; for all of them
-        # it calls LAPACK, and the first are the same
+        # for some of the directions it starts ARPACK anywhere, and gives other digits and signs
+        # each time; for all of them it calls LAPACK, and the first are the same
         return {**super()._settings(), "n_components": None}
 
     def _components(self, found: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
@@ -290,7 +305,8 @@ class LFDA(MetricLearnLearner):
 class RCA(MetricLearnLearner):
     """Relevant components: whitens the spread within small chunks of a class.
 
-    Shental et al., "Adjustment Learning and Relevant Component Analysis", ECCV 2002. Chunks are drawn from the labels.
+    Shental et al., "Adjustment Learning and Relevant Component Analysis", ECCV 2002. Chunks are
+    drawn from the labels.
 
     Args:
         n_components: width of the codes; none: the number of features.
@@ -342,5 +358,9 @@ LEARNERS = {
     "rca": RCA,
     "scml": SCML,
 }
-"""By name. Left out: NCA, which is scikit-learn's (`core.nca`); Covariance, which is `core.pca` with `whiten`; MLKR, which is for
-regression; SDML, which calls scikit-learn's graphical lasso with an argument that it no longer has."""
+"""By name.
+
+Left out: NCA, which is scikit-learn's (`core.nca`); Covariance, which is `core.pca` with `whiten`;
+MLKR, which is for regression; SDML, which calls scikit-learn's graphical lasso with an argument
+that it no longer has.
+"""

@@ -16,14 +16,18 @@ _LONGEST = 200
 
 
 class MilvusPlace(stores.RemotePlace):
-    """A server of Milvus, or a cluster. Its token is taken from the environment: RETRIEVAL_MILVUS_TOKEN.
+    """A server of Milvus, or a cluster.
+
+    Its token is taken from the environment: RETRIEVAL_MILVUS_TOKEN.
 
     Args:
         address: `milvus://host:19530/photos`; the port is 19530 by default.
         database: the database of the server.
         tls: whether to talk over TLS.
-        ca: file of the certificates that vouch for the server's, as PEM; empty for those that this system trusts.
-        timeout: seconds that one question to the server may take, with what is asked again meanwhile.
+        ca: file of the certificates that vouch for the server's, as PEM; empty for those that this
+            system trusts.
+        timeout: seconds that one question to the server may take, with what is asked again
+            meanwhile.
     """
 
     def __init__(
@@ -72,7 +76,8 @@ class MilvusPlace(stores.RemotePlace):
 
         Raises:
             StoreError: the certificates cannot be read; the server's is not trusted, or is another
-                host's; or nobody speaks TLS there. That nobody answers at all is left to the client.
+                host's; or nobody speaks TLS there. That nobody answers at all is left to the
+                client.
         """
         try:
             context = ssl.create_default_context(cafile=ca or None)

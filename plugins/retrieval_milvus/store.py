@@ -167,7 +167,8 @@ class MilvusStore(stores.RemoteStore):
     ) -> None:
         """Build another index, where it is not the same; searches wait meanwhile. See `Store`.
 
-        Only what lies in files of the server's has an index: it writes its latest rows to one first.
+        Only what lies in files of the server's has an index: it writes its latest rows to one
+        first.
         """
         if backend not in STRUCTURES:
             return super().take_structure(backend, options, report)

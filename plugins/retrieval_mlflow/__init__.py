@@ -1,4 +1,7 @@
-"""MLflow as a tracker: `retrieval train … --track mlflow`. It is there where the package `mlflow` is."""
+"""MLflow as a tracker: `retrieval train … --track mlflow`.
+
+It is there where the package `mlflow` is.
+"""
 
 from __future__ import annotations
 

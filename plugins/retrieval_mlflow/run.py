@@ -16,12 +16,17 @@ from retrieval import TrackedRun
 EXPERIMENT = "retrieval"
 """Where MLFLOW_EXPERIMENT_NAME names none."""
 LONGEST_KEY, LONGEST_VALUE, MOST = 250, 6000, 100
-"""MLflow's limits: characters of a parameter's name and value, parameters of a call (of figures, 1,000)."""
+"""MLflow's limits: characters of a parameter's name and value, parameters of a call (of figures,
+1,000).
+"""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowRun:
-    """MLflow. Its own settings hold: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID."""
+    """MLflow.
+
+    Its own settings hold: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID.
+    """
 
     def __init__(self) -> None:
         """Load the package and open its store, in the thread that calls: see `retrieval.Tracker`."""

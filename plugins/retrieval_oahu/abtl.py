@@ -1,6 +1,7 @@
 """The adaptive-bound triplet loss of one space, on plain distances: thresholds, losses and slopes.
 
-Gao et al. 2019, Eq 8–13. The thresholds come from the distance *before* the update, so no gradient flows through them.
+Gao et al. 2019, Eq 8–13. The thresholds come from the distance *before* the update, so no gradient
+flows through them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A bilinear similarity of unit vectors as a combiner: the query is multiplied by a matrix, items stay as they are."""
+"""A bilinear similarity of unit vectors as a combiner: the query is multiplied by a matrix, items
+stay as they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Triplets from a click log: what was chosen is like the query, what was shown and passed over is not."""
+"""Triplets from a click log: what was chosen is like the query, what was shown and passed over is
+not.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,25 @@ COLUMNS = ("query", "shown", "chosen", "time")
 
 
 class ClickLog:
-    """A CSV file with one search per line, read as a stream and never held: query, shown, chosen, time.
+    """A CSV file with one search per line, read as a stream and never held: query, shown, chosen,
+    time.
 
-    `shown` and `chosen` are ids with `|` between them, `time` is ISO 8601 or seconds. Each chosen item with each one that was
-    shown and not chosen gives a triplet (query, chosen, not chosen), in the order of the file.
+    `shown` and `chosen` are ids with `|` between them, `time` is ISO 8601 or seconds. Each chosen
+    item with each one that was shown and not chosen gives a triplet (query, chosen, not chosen), in
+    the order of the file.
 
     Args:
         path: the file, UTF-8, with a header.
         ids: which row of the features each id is.
-        follow: whether to wait for more at the end of the file, as a server goes on writing it: then the stream never ends.
+        follow: whether to wait for more at the end of the file, as a server goes on writing it:
+            then the stream never ends.
         poll: seconds between two looks.
 
     Attributes:
         lines: how many searches were read.
         unknown: ids that `ids` does not have; each is left out.
-        unusable: searches that gave no triplet: no choice, nothing passed over, or the query itself was chosen.
+        unusable: searches that gave no triplet: no choice, nothing passed over, or the query itself
+            was chosen.
         late: searches that lie before the one above them in time.
         malformed: lines that were left out because a column is missing or the time is none.
     """
@@ -101,7 +107,9 @@ class ClickLog:
         return list(found)
 
     def _text(self, file: TextIO) -> Iterator[str]:
-        """Return whole lines; with `follow` wait for more, and for the end of a line that is being written."""
+        """Return whole lines; with `follow` wait for more, and for the end of a line that is being
+        written.
+        """
         part = ""
         while True:
             line = file.readline()

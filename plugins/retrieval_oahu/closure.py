@@ -1,7 +1,9 @@
-"""What follows from similar and dissimilar pairs: the paper's four rules of transitive closure (§3.1, footnote 1).
+"""What follows from similar and dissimilar pairs: the paper's four rules of transitive closure
+(§3.1, footnote 1).
 
-Similar pairs join items into groups; a dissimilar pair parts two groups. So a similar pair follows from two items of a group, and a
-dissimilar one from two items of groups that are parted: the four rules, and no others, in near-constant time a pair.
+Similar pairs join items into groups; a dissimilar pair parts two groups. So a similar pair follows
+from two items of a group, and a dissimilar one from two items of groups that are parted: the four
+rules, and no others, in near-constant time a pair.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Closure:
         self._group: dict[int, int] = {}
         self._members: dict[int, list[int]] = {}
         self._parted: dict[int, set[int]] = {}
-        # parted pairs of groups, to draw from; those that a later join made stale are dropped when they are drawn
+        # parted pairs of groups, to draw from; those that a later join made stale are dropped when
+        # they are drawn
         self._edges: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
@@ -48,7 +51,8 @@ class Closure:
         )
 
     def add(self, triplet: Triplet) -> bool:
-        """Take a triplet in, unless it contradicts what follows already; then nothing of it is taken.
+        """Take a triplet in, unless it contradicts what follows already; then nothing of it is
+        taken.
 
         Returns:
             Whether it was taken.
@@ -68,7 +72,9 @@ class Closure:
         return True
 
     def draw(self, rng: np.random.Generator) -> Triplet | None:
-        """Return a random triplet that follows, or None where only single items are parted: two parted groups, then the items."""
+        """Return a random triplet that follows, or None where only single items are parted: two
+        parted groups, then the items.
+        """
         for _ in range(32):
             while self._edges:
                 place = int(rng.integers(len(self._edges)))

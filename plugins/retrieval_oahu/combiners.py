@@ -22,7 +22,8 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Hedge(Combiner):
-    """What both ways share: the weights, and √(Σ α_l D_l²) as the distance that is trained and evaluated.
+    """What both ways share: the weights, and √(Σ α_l D_l²) as the distance that is trained and
+    evaluated.
 
     Attributes:
         spaces: L + 1.
@@ -46,12 +47,15 @@ class Hedge(Combiner):
         self.register_buffer(
             "alpha", torch.full((self.spaces,), 1 / self.spaces, dtype=torch.float64)
         )
-        # what the codes were multiplied with: 1 where they are trained, √α where a learner's are served
+        # what the codes were multiplied with: 1 where they are trained, √α where a learner's are
+        # served
         self.register_buffer("factor", torch.ones(self.spaces, dtype=torch.float64))
 
     @classmethod
     def of_weights(cls, alpha: NDArray[np.floating[Any]], embedding: int) -> Self:
-        """Return the combiner of codes that are embeddings times √α, as `OAHU.transform` gives them."""
+        """Return the combiner of codes that are embeddings times √α, as `OAHU.transform` gives
+        them.
+        """
         made = cls(embedding, len(alpha) - 1)
         weights = torch.from_numpy(np.array(alpha, dtype=np.float64))
         made.get_buffer("alpha").copy_(weights)
@@ -116,11 +120,13 @@ class Hedge(Combiner):
 
 
 class HedgeScore(Hedge):
-    """Hedge-weighted spaces, searched as the paper does: an index for each, candidates scored and merged (Eq 27).
+    """Hedge-weighted spaces, searched as the paper does: an index for each, candidates scored and
+    merged (Eq 27).
 
-    Each of the depth + 1 spaces proposes its k nearest items, scored by how near they are among those k and by the space's weight;
-    an item keeps its best score. Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3. Training
-    and `retrieval evaluate` measure √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
+    Each of the depth + 1 spaces proposes its k nearest items, scored by how near they are among
+    those k and by the space's weight; an item keeps its best score. Gao et al., "Towards
+    Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3. Training and `retrieval evaluate`
+    measure √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
 
     Args:
         embedding: width E of each space's embedding.
@@ -154,11 +160,13 @@ class HedgeScore(Hedge):
 
 
 class HedgeSum(Hedge):
-    """Hedge-weighted spaces, searched in one index by Σ α_l D_l²; the weights may change without a rebuild.
+    """Hedge-weighted spaces, searched in one index by Σ α_l D_l²; the weights may change without a
+    rebuild.
 
-    Items are stored as their unit embeddings side by side, and a query's are multiplied with the weights: the inner product is
-    then Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l²; the distance of an answer is √(Σ α_l D_l²), 0 for the item itself. With `oahu.abtl` the weights adapt during training. This is
-    not Eq 27 of the paper (`oahu.hedge`), and no approximation of it.
+    Items are stored as their unit embeddings side by side, and a query's are multiplied with the
+    weights: the inner product is then Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l²; the distance of an
+    answer is √(Σ α_l D_l²), 0 for the item itself. With `oahu.abtl` the weights adapt during
+    training. This is not Eq 27 of the paper (`oahu.hedge`), and no approximation of it.
 
     Args:
         embedding: width E of each space's embedding.

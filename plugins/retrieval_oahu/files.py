@@ -1,4 +1,6 @@
-"""A learner as one safetensors file: its arrays, and its parameters and numbers as JSON beside them."""
+"""A learner as one safetensors file: its arrays, and its parameters and numbers as JSON beside
+them.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ ROWS = 512
 def recorded(
     kept: Floats, at: NDArray[np.int64], stride: int, value: Floats, step: int
 ) -> tuple[Floats, NDArray[np.int64], int]:
-    """Return the record with one more row when its turn has come; when it is full, every second row goes and the stride doubles.
+    """Return the record with one more row when its turn has come; when it is full, every second row
+    goes and the stride doubles.
 
     Args:
         kept: (M, W) values.

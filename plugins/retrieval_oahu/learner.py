@@ -26,31 +26,37 @@ Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 
 FLOOR = 0.05
-"""No feature's deviation counts as less than this share of the features' mean one: a pixel that is nearly always black stays quiet."""
+"""No feature's deviation counts as less than this share of the features' mean one: a pixel that is
+nearly always black stays quiet.
+"""
 
 SETTLE = 1000
 """Without `prepare` or `fit`, means and deviations follow this many triplets, then stay."""
 
 
 class OAHU(OnlineLearner):
-    """Online metric learning with adaptive hedge update: an over-complete network whose depths are experts.
+    """Online metric learning with adaptive hedge update: an over-complete network whose depths are
+    experts.
 
-    An embedding layer sits on the input and on each hidden layer; each is a metric of its own, from linear to deep, on the unit
-    sphere. Every triplet trains all of them with the adaptive-bound triplet loss, weighed by weights that a hedge adapts to
-    their losses. Gao, Li, Chandra, Khan & Thuraisingham, "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019;
-    docs/oahu.md has the paper's errors. Features are standardised one by one.
+    An embedding layer sits on the input and on each hidden layer; each is a metric of its own, from
+    linear to deep, on the unit sphere. Every triplet trains all of them with the adaptive-bound
+    triplet loss, weighed by weights that a hedge adapts to their losses. Gao, Li, Chandra, Khan &
+    Thuraisingham, "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019; docs/oahu.md has
+    the paper's errors. Features are standardised one by one.
 
     Args:
         depth: L, the number of hidden layers.
         hidden: units in each.
         embedding: width E of each embedding; codes are (depth + 1) × E wide.
-        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's theorem wants at most 2/3.
+        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's
+            theorem wants at most 2/3.
         beta: β, what a weight is multiplied with at a loss of 1.
         smoothing: s; no weight falls below about s / (depth + 1).
         learning_rate: η of the gradient step.
-        rule: how losses discount weights: "exp", β^loss; "linear", 1 − (1 − β) loss; "paper", Eq 20 as printed and mended.
-        search: how its answers are found once it is exported: "sum" orders by the weighted sum of squared distances, one index;
-            "score" is Eq 27, an index for each space.
+        rule: how losses discount weights: "exp", β^loss; "linear", 1 − (1 − β) loss; "paper", Eq 20
+            as printed and mended.
+        search: how its answers are found once it is exported: "sum" orders by the weighted sum of
+            squared distances, one index; "score" is Eq 27, an index for each space.
         dtype: precision of the network.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
@@ -108,14 +114,17 @@ class OAHU(OnlineLearner):
         self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return codes (N, (L + 1) E) of features (N, F): each space's unit embedding times √α, side by side.
+        """Return codes (N, (L + 1) E) of features (N, F): each space's unit embedding times √α,
+        side by side.
 
         Their squared Euclidean distance is Σ α_l D_l².
         """
         return self.spaces(X).codes()
 
     def spaces(self, X: ArrayLike) -> Spaces:
-        """Return the unit embeddings of features (N, F) with the present weights, for `classify`, `similar` and `retrieve`."""
+        """Return the unit embeddings of features (N, F) with the present weights, for `classify`,
+        `similar` and `retrieve`.
+        """
         check_is_fitted(self, "n_triplets_")
         x = validate_data(self, X, reset=False, dtype=np.float64)
         return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
@@ -123,7 +132,8 @@ class OAHU(OnlineLearner):
     def classify(
         self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5
     ) -> NDArray[Any]:
-        """Return the label (N,) of each of the features (N, F), from its k nearest references in each space (Eq 23–25).
+        """Return the label (N,) of each of the features (N, F), from its k nearest references in
+        each space (Eq 23–25).
 
         Args:
             X: (N, F).
@@ -134,7 +144,8 @@ class OAHU(OnlineLearner):
         return self.spaces(X).classify(references, labels, k)
 
     def similar(self, X: ArrayLike, Y: ArrayLike, threshold: float = 0.55) -> NDArray[np.float64]:
-        """Return P (N,), the weight of the spaces in which x and y are alike (Eq 26); alike on the whole from .5 on.
+        """Return P (N,), the weight of the spaces in which x and y are alike (Eq 26); alike on the
+        whole from .5 on.
 
         Args:
             X: (N, F).
@@ -146,7 +157,8 @@ class OAHU(OnlineLearner):
     def retrieve(
         self, X: ArrayLike, references: Spaces, k: int = 10
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return rows and scores (N, k) of the references that are most like each of X (N, F), by Eq 27.
+        """Return rows and scores (N, k) of the references that are most like each of X (N, F), by
+        Eq 27.
 
         Args:
             X: (N, F).
@@ -272,6 +284,8 @@ class OAHU(OnlineLearner):
 
 
 def _floored(deviation: Floats) -> Floats:
-    """Return deviations with a floor at `FLOOR` of their quadratic mean; 1 where nothing varies at all."""
+    """Return deviations with a floor at `FLOOR` of their quadratic mean; 1 where nothing varies at
+    all.
+    """
     floor = FLOOR * float(np.sqrt((deviation**2).mean()))
     return np.maximum(deviation, floor) if floor > 0 else np.ones_like(deviation)

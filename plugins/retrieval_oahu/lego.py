@@ -11,16 +11,19 @@ from retrieval_oahu.linear import Floats, MatrixLearner, add_outer
 
 
 class LEGO(MatrixLearner):
-    """LogDet exact gradient online: each violated pair moves the matrix as far as a LogDet penalty lets it, in closed form.
+    """LogDet exact gradient online: each violated pair moves the matrix as far as a LogDet penalty
+    lets it, in closed form.
 
-    Jain, Kulis, Dhillon & Grauman, "Online Metric Learning and Fast Similarity Search", NeurIPS 2008. A similar pair farther than the
-    upper target is drawn towards it, a dissimilar one nearer than the lower target pushed; the targets are percentiles of
-    the distances between random items, as in ITML. M stays positive definite without a projection.
+    Jain, Kulis, Dhillon & Grauman, "Online Metric Learning and Fast Similarity Search", NeurIPS
+    2008. A similar pair farther than the upper target is drawn towards it, a dissimilar one nearer
+    than the lower target pushed; the targets are percentiles of the distances between random items,
+    as in ITML. M stays positive definite without a projection.
 
     Args:
         learning_rate: η.
         upper: percentile of squared distances that similar pairs should stay below.
-        lower: percentile that dissimilar pairs should stay above. 50 and 50 do far better on Fashion-MNIST than the customary 5 and 95.
+        lower: percentile that dissimilar pairs should stay above. 50 and 50 do far better on
+            Fashion-MNIST than the customary 5 and 95.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
         seed: seed of `fit`'s triplets; 0 by default.

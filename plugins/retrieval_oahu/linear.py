@@ -1,4 +1,6 @@
-"""What the linear baselines share: bounds of distances from a sample or from the first triplets, and a map made when it is asked for."""
+"""What the linear baselines share: bounds of distances from a sample or from the first triplets,
+and a map made when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,24 @@ from retrieval_oahu.online import OnlineLearner
 Floats = NDArray[np.floating[Any]]
 
 SETTLE = 100
-"""Without `prepare` or `fit`, sizes of distances are taken from this many triplets, which teach nothing else."""
+"""Without `prepare` or `fit`, sizes of distances are taken from this many triplets, which teach
+nothing else.
+"""
 _PAIRS = 5000
 
 
 class MatrixLearner(LinearMap, OnlineLearner):
-    """A learner of a positive semi-definite matrix M, in which (x − y)ᵀ M (x − y) is the squared distance; subclasses define `_pair`.
+    """A learner of a positive semi-definite matrix M, in which (x − y)ᵀ M (x − y) is the squared
+    distance; subclasses define `_pair`.
 
-    Each triplet is two pairs, first the similar one. Features are divided by one number, the root of the mean squared distance, so that
-    the papers' constants mean the same on all data.
+    Each triplet is two pairs, first the similar one. Features are divided by one number, the root
+    of the mean squared distance, so that the papers' constants mean the same on all data.
 
     Attributes:
         matrix_: (F, F) M, of features divided by `unit_`.
         unit_: what features are divided by.
-        distances_: squared distances that were seen before learning starts, sorted, at most some thousand; they say how large is large.
+        distances_: squared distances that were seen before learning starts, sorted, at most some
+            thousand; they say how large is large.
     """
 
     matrix_: Floats
@@ -40,7 +46,9 @@ class MatrixLearner(LinearMap, OnlineLearner):
         """Check parameters and set what the subclass keeps beside the matrix."""
 
     def _pair(self, apart: Floats, alike: bool) -> bool:
-        """Learn from one difference (F,) of features in units; return whether that changed anything."""
+        """Learn from one difference (F,) of features in units; return whether that changed
+        anything.
+        """
         raise NotImplementedError
 
     def _begin(self, features: int, sample: Floats | None) -> None:
@@ -91,7 +99,9 @@ class MatrixLearner(LinearMap, OnlineLearner):
 
 
 _roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
-"""Maps that were asked for, until their learner learns on: kept here because to be asked must not change an estimator."""
+"""Maps that were asked for, until their learner learns on: kept here because to be asked must not
+change an estimator.
+"""
 
 
 def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:

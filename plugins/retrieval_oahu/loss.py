@@ -22,16 +22,21 @@ _MANY = 200_000
 
 
 class ABTL(CheckedLoss):
-    """Adaptive-bound triplet loss: positives are drawn below a bound, negatives pushed beyond one, that depend on where they are.
+    """Adaptive-bound triplet loss: positives are drawn below a bound, negatives pushed beyond one,
+    that depend on where they are.
 
-    d_sim = τ (e^D − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^−D) / (1 − e^−2) are taken from the distances as they are and are
-    constants to the gradient; the loss is ½ ((D⁺ − d_sim) / (2 − d_sim) + (d_dis − D⁻) / d_dis), which is 0 only for D⁺ = 0 and
-    D⁻ = 2. So every triplet counts. Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, Eq 11–13. With the combiner
-    `oahu.hedge` or `oahu.hedge_sum` it is the weighted sum of the spaces' losses (Eq 19), and the weights adapt with each batch in training.
+    d_sim = τ (e^D − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^−D) / (1 − e^−2) are taken from the
+    distances as they are and are constants to the gradient; the loss is ½ ((D⁺ − d_sim) / (2 −
+    d_sim) + (d_dis − D⁻) / d_dis), which is 0 only for D⁺ = 0 and D⁻ = 2. So every triplet counts.
+    Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, Eq 11–13. With the
+    combiner `oahu.hedge` or `oahu.hedge_sum` it is the weighted sum of the spaces' losses (Eq 19),
+    and the weights adapt with each batch in training.
 
     Args:
-        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's theorem wants at most 2/3.
-        distance: how two embeddings are compared, a distance between 0 and 2; the Euclidean one of unit vectors by default.
+        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's
+            theorem wants at most 2/3.
+        distance: how two embeddings are compared, a distance between 0 and 2; the Euclidean one of
+            unit vectors by default.
         reducer: how the triplets' losses become one number; the mean of those above 0 by default.
     """
 
@@ -99,7 +104,9 @@ class ABTL(CheckedLoss):
 
 
 def abtl(positive: Tensor, negative: Tensor, tau: float) -> Tensor:
-    """Return the loss of distances D⁺ and D⁻, each (T,) between 0 and 2; the thresholds have no gradient."""
+    """Return the loss of distances D⁺ and D⁻, each (T,) between 0 and 2; the thresholds have no
+    gradient.
+    """
     with torch.no_grad():
         near = tau / math.expm1(2.0) * torch.expm1(positive.clamp(max=2))
         far = (2 - tau) + tau / math.expm1(-2.0) * torch.expm1(-negative.clamp(max=2))

@@ -1,7 +1,9 @@
-"""The latest items of a stream, which of them are known to be alike or unlike, and how each item's neighbours vote.
+"""The latest items of a stream, which of them are known to be alike or unlike, and how each item's
+neighbours vote.
 
-What is known is what follows from the triplets (the rules of `closure`), as far as the memory reaches: similar pairs join items into groups, a
-dissimilar one parts two groups. Where a triplet contradicts that, it is believed, and its items are known by it alone.
+What is known is what follows from the triplets (the rules of `closure`), as far as the memory
+reaches: similar pairs join items into groups, a dissimilar one parts two groups. Where a triplet
+contradicts that, it is believed, and its items are known by it alone.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
 VOTERS = (1, 3, 5, 7, 9)
-"""How many neighbours vote: an item is asked with each of these numbers, and its verdict is the mean."""
+"""How many neighbours vote: an item is asked with each of these numbers, and its verdict is the
+mean.
+"""
 NEAR, NEAR_TURNED_OVER = 0.01, 0.05
-"""Voters are among this share of the memory, the nearest, and among the largest of `VOTERS` where that is less. The second is for a memory that has
-let items go: of a stream in which few come back little is known, and what is known lies farther apart."""
+"""Voters are among this share of the memory, the nearest, and among the largest of `VOTERS` where
+that is less. The second is for a memory that has let items go: of a stream in which few come back
+little is known, and what is known lies farther apart.
+"""
 
 
 class Memory:
@@ -28,9 +34,11 @@ class Memory:
     Args:
         vectors: (m, F) items, centred.
         keys: (m, 2) uint64, digests of the items' bytes, by which one is known again.
-        group: (m,) the group of each place, a number below m; that of an empty place is one that no other has.
+        group: (m,) the group of each place, a number below m; that of an empty place is one that no
+            other has.
         parted: (m, m) bool, whether two groups are.
-        used: (m,) when each place was used last, 0 for never: the one used longest ago is given away.
+        used: (m,) when each place was used last, 0 for never: the one used longest ago is given
+            away.
     """
 
     def __init__(
@@ -53,7 +61,9 @@ class Memory:
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
-        """Return the place of an item, and whether it is new there; another was let go for it if the size stayed the same."""
+        """Return the place of an item, and whether it is new there; another was let go for it if
+        the size stayed the same.
+        """
         self._clock += 1
         place = self._place.get(key)
         new = place is None
@@ -88,7 +98,8 @@ class Memory:
         parted[one, group[negative]] = parted[group[negative], one] = True
 
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
-        """Return how the neighbours of items vote (A,), the mean over `VOTERS`: 1 for the item's own group, 0 for another, ½ for a tie or for nobody.
+        """Return how the neighbours of items vote (A,), the mean over `VOTERS`: 1 for the item's
+        own group, 0 for another, ½ for a tie or for nobody.
 
         Args:
             anchors: (A,) places.

@@ -16,7 +16,8 @@ from retrieval_oahu.network import TINY
 
 
 class OverComplete(nn.Module):
-    """Features (B, F) to codes (B, (L + 1) E): each space's unit embedding times its factor, side by side.
+    """Features (B, F) to codes (B, (L + 1) E): each space's unit embedding times its factor, side
+    by side.
 
     Args:
         features: F.

@@ -1,8 +1,10 @@
-"""OAHU's over-complete network in numpy: one triplet forward, backward and down the gradient, without temporaries of its size.
+"""OAHU's over-complete network in numpy: one triplet forward, backward and down the gradient,
+without temporaries of its size.
 
-Level l of L + 1 takes h_l (h_0 is the input) and gives h_{l+1} = relu(h_l W_{l+1}) and the embedding f_l = h_l Θ_l, scaled to unit
-length (Gao et al. 2019, Eq 1). W_{l+1} and Θ_l lie side by side in one matrix, so that a level is one product forward, one backward
-and one rank-three update in place.
+Level l of L + 1 takes h_l (h_0 is the input) and gives h_{l+1} = relu(h_l W_{l+1}) and the
+embedding f_l = h_l Θ_l, scaled to unit length (Gao et al. 2019, Eq 1). W_{l+1} and Θ_l lie side by
+side in one matrix, so that a level is one product forward, one backward and one rank-three update
+in place.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Network:
 
     Args:
         first: (F, H + E), columns W₁ then Θ₀; changed in place by `step`.
-        deeper: (L, H, H + E), for each hidden layer's output the columns W_{l+1} then Θ_l; likewise. The last W is unused and
-            stays zero.
+        deeper: (L, H, H + E), for each hidden layer's output the columns W_{l+1} then Θ_l;
+            likewise. The last W is unused and stays zero.
         hidden: H.
     """
 
@@ -49,7 +51,9 @@ class Network:
     def random(
         cls, features: int, depth: int, hidden: int, embedding: int, seed: int, dtype: Any
     ) -> Network:
-        """Return a network with normal weights: variance 2 / fan-in before a ReLU (He et al. 2015), 1 / fan-in before an embedding."""
+        """Return a network with normal weights: variance 2 / fan-in before a ReLU (He et al. 2015),
+        1 / fan-in before an embedding.
+        """
         rng = np.random.default_rng(seed)
         first = rng.standard_normal((features, hidden + embedding))
         deeper = rng.standard_normal((depth, hidden, hidden + embedding))
@@ -97,7 +101,8 @@ class Network:
 
 
 def triplet_gradient(z: Floats, alpha: Floats, tau: float) -> tuple[Floats, Floats]:
-    """Return the losses (L + 1,) of embeddings that are not scaled yet, and the gradient of Σ α_l loss_l by them.
+    """Return the losses (L + 1,) of embeddings that are not scaled yet, and the gradient of Σ α_l
+    loss_l by them.
 
     Args:
         z: (L + 1, 3, E), anchor, positive and negative in each level.

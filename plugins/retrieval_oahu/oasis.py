@@ -22,16 +22,18 @@ Floats = NDArray[np.floating[Any]]
 
 
 class OASIS(OnlineLearner):
-    """Online algorithm for scalable image similarity: S(x, y) = xᵀ W y, a passive-aggressive step for each violated margin.
+    """Online algorithm for scalable image similarity: S(x, y) = xᵀ W y, a passive-aggressive step
+    for each violated margin.
 
-    Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through Ranking", JMLR 2010. W is neither symmetric nor
-    positive: S is not a distance. Vectors are scaled to unit length, so that a search by inner product is one by distance:
-    codes are unit vectors, and a query's are multiplied by Wᵀ.
+    Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through
+    Ranking", JMLR 2010. W is neither symmetric nor positive: S is not a distance. Vectors are
+    scaled to unit length, so that a search by inner product is one by distance: codes are unit
+    vectors, and a query's are multiplied by Wᵀ.
 
     Args:
         aggressiveness: C, the largest step.
-        margin: by how much a positive should be more similar than a negative; 0.01 on unit vectors is what the paper's 1 is on vectors of
-            length 10, such as images of some hundred pixels.
+        margin: by how much a positive should be more similar than a negative; 0.01 on unit vectors
+            is what the paper's 1 is on vectors of length 10, such as images of some hundred pixels.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
         seed: seed of `fit`'s triplets; 0 by default.
@@ -60,7 +62,9 @@ class OASIS(OnlineLearner):
         self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return unit vectors (N, F), which are searched; `queries` gives the vectors to search with."""
+        """Return unit vectors (N, F), which are searched; `queries` gives the vectors to search
+        with.
+        """
         check_is_fitted(self, "n_triplets_")
         return unit(validate_data(self, X, reset=False, dtype=(np.float64, np.float32)))
 
@@ -71,10 +75,11 @@ class OASIS(OnlineLearner):
         return asked
 
     def pair_distance(self, pairs: ArrayLike) -> Floats:
-        """Return |Wᵀx − y| of the unit vectors x and y of each pair (P, 2, F), (P,): what a search of the exported model measures.
+        """Return |Wᵀx − y| of the unit vectors x and y of each pair (P, 2, F), (P,): what a search
+        of the exported model measures.
 
-        The first item of a pair is the query. For one query, items are in the order of `pair_score`; the distance is not
-        symmetric, and that of an item and itself is not 0.
+        The first item of a pair is the query. For one query, items are in the order of
+        `pair_score`; the distance is not symmetric, and that of an item and itself is not 0.
 
         Raises:
             NotFittedError: nothing has been fitted.
@@ -84,7 +89,8 @@ class OASIS(OnlineLearner):
         return np.asarray(np.linalg.norm(self.queries(query) - self.transform(item), axis=1))
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
-        """Return the learned similarity xᵀ W y of the unit vectors of each pair (P, 2, F), (P,); larger is more alike.
+        """Return the learned similarity xᵀ W y of the unit vectors of each pair (P, 2, F), (P,);
+        larger is more alike.
 
         See `pair_distance` for the errors.
         """

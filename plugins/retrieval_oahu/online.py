@@ -32,7 +32,8 @@ class OnlineLearner(MetricLearner):
     Attributes:
         n_triplets_: how many triplets it was given.
         n_used_: how many of them changed it.
-        n_skipped_: how many it left out because anchor and negative were the same vector: nothing can separate them.
+        n_skipped_: how many it left out because anchor and negative were the same vector: nothing
+            can separate them.
         n_features_in_: F.
     """
 
@@ -45,34 +46,42 @@ class OnlineLearner(MetricLearner):
     n_skipped_: int
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        """Check parameters and set every fitted attribute to where learning starts, from unlabelled vectors (N, F) if they are given."""
+        """Check parameters and set every fitted attribute to where learning starts, from unlabelled
+        vectors (N, F) if they are given.
+        """
         raise NotImplementedError
 
     def _learn(self, triplets: Floats) -> int:
-        """Learn from triplets (T, 3, F), float64, one after another; return how many changed anything."""
+        """Learn from triplets (T, 3, F), float64, one after another; return how many changed
+        anything.
+        """
         raise NotImplementedError
 
     def prepare(self, X: ArrayLike) -> Self:
-        """Start anew from unlabelled vectors (N, F), which say how large and how varied features are.
+        """Start anew from unlabelled vectors (N, F), which say how large and how varied features
+        are.
 
-        Nothing is learned. Without it, what a learner needs to know of the features comes from the first triplets.
+        Nothing is learned. Without it, what a learner needs to know of the features comes from the
+        first triplets.
         """
         x = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
         self._reset(x.shape[1], x)
         return self
 
     def partial_fit(self, triplets: ArrayLike, y: Any = None) -> Self:
-        """Learn from triplets in order; in chunks or one by one, the result is the same to the last bit.
+        """Learn from triplets in order; in chunks or one by one, the result is the same to the last
+        bit.
 
-        A triplet that comes twice is learned twice. Triplets that contradict each other pull both ways and undo each other;
-        `retrieval_oahu.with_closure` detects them.
+        A triplet that comes twice is learned twice. Triplets that contradict each other pull both
+        ways and undo each other; `retrieval_oahu.with_closure` detects them.
 
         Args:
             triplets: (T, 3, F) anchors, positives and negatives; or one triplet (3, F).
             y: ignored; scikit-learn's convention.
 
         Raises:
-            ValueError: the chunk has another shape or width, or holds NaN or infinity; then nothing of it is learned.
+            ValueError: the chunk has another shape or width, or holds NaN or infinity; then nothing
+                of it is learned.
         """
         chunk = np.asarray(triplets)
         if chunk.dtype.kind not in "fiub":
@@ -106,15 +115,16 @@ class OnlineLearner(MetricLearner):
         return self
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Start anew and learn the paper's stream (§4.3.2) drawn from labelled vectors: `seeds` random triplets, then `closure` more
-        that follow from them.
+        """Start anew and learn the paper's stream (§4.3.2) drawn from labelled vectors: `seeds`
+        random triplets, then `closure` more that follow from them.
 
         Args:
             X: (N, F) features.
             y: (N,) labels, which may be text.
 
         Raises:
-            ValueError: features are not finite, there is one class only, or no class has two members.
+            ValueError: features are not finite, there is one class only, or no class has two
+                members.
         """
         x, labels = validate_data(
             self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
@@ -130,7 +140,9 @@ class OnlineLearner(MetricLearner):
         return self
 
     def learn_from(self, chunks: Iterable[ArrayLike]) -> Self:
-        """Call `partial_fit` on each chunk of a stream until it ends; an endless one is cut by `itertools.islice`."""
+        """Call `partial_fit` on each chunk of a stream until it ends; an endless one is cut by
+        `itertools.islice`.
+        """
         for chunk in chunks:
             self.partial_fit(chunk)
         return self
@@ -143,7 +155,9 @@ class OnlineLearner(MetricLearner):
         return self.n_used_ / usable if usable else float("nan")
 
     def save(self, path: str | Path) -> None:
-        """Write parameters and all that was learned, as safetensors; learning goes on from the file as if it had not been interrupted."""
+        """Write parameters and all that was learned, as safetensors; learning goes on from the file
+        as if it had not been interrupted.
+        """
         check_is_fitted(self, "n_triplets_")
         files.save(self, Path(path))
 

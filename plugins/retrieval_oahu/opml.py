@@ -19,11 +19,13 @@ from retrieval_oahu.streams import in_chunks
 
 
 class OPML(MatrixLearner):
-    """One-pass metric learning: each violated triplet has a closed-form step of the linear map, (I + γ A)⁻¹.
+    """One-pass metric learning: each violated triplet has a closed-form step of the linear map, (I
+    + γ A)⁻¹.
 
-    Li, Gao, Wang, Zhou, Huo & Shi, "OPML: A One-Pass Closed-Form Solution for Online Metric Learning", Pattern Recognition 2018. `fit` makes its
-    own triplets in one pass: each item with the latest of its class and the latest of another. γ is cut to ½ / |x − x⁻|² where
-    the step would not be invertible.
+    Li, Gao, Wang, Zhou, Huo & Shi, "OPML: A One-Pass Closed-Form Solution for Online Metric
+    Learning", Pattern Recognition 2018. `fit` makes its own triplets in one pass: each item with
+    the latest of its class and the latest of another. γ is cut to ½ / |x − x⁻|² where the step
+    would not be invertible.
 
     Args:
         gamma: γ, the step's size.
@@ -98,7 +100,8 @@ class OPML(MatrixLearner):
 
 
 def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
-    """Return the triplets of one pass: each item, the latest before it of its class, the latest of another.
+    """Return the triplets of one pass: each item, the latest before it of its class, the latest of
+    another.
 
     Args:
         labels: (N,).

@@ -12,15 +12,18 @@ from retrieval_oahu.linear import Floats, MatrixLearner, add_outer
 SHARE = 0.9
 """How much of a direction a similar pair may take away."""
 REFRESH = 1000
-"""Changes between two inversions: the inverse is kept by rank-one updates, whose rounding adds up."""
+"""Changes between two inversions: the inverse is kept by rank-one updates, whose rounding adds up.
+"""
 
 
 class RDML(MatrixLearner):
-    """A perceptron of pairs: those on the wrong side of distance 1 add or subtract their difference's outer product.
+    """A perceptron of pairs: those on the wrong side of distance 1 add or subtract their
+    difference's outer product.
 
-    Jin, Wang & Zhou, "Regularized Distance Metric Learning: Theory and Algorithm", NeurIPS 2009. A similar pair is wrong when
-    farther than the mean squared distance, a dissimilar one when nearer. The step of a similar pair is cut short where M would
-    cease to be positive definite, by the paper's bound 1 / (xᵀ M⁻¹ x), so that no projection is needed.
+    Jin, Wang & Zhou, "Regularized Distance Metric Learning: Theory and Algorithm", NeurIPS 2009. A
+    similar pair is wrong when farther than the mean squared distance, a dissimilar one when nearer.
+    The step of a similar pair is cut short where M would cease to be positive definite, by the
+    paper's bound 1 / (xᵀ M⁻¹ x), so that no projection is needed.
 
     Args:
         learning_rate: λ.

@@ -1,6 +1,7 @@
 """Streams of triplets: iterators that never end and hold no more than a window of what they gave.
 
-Items are numbers, rows of whatever holds the features; `in_chunks` looks the features up, a chunk at a time.
+Items are numbers, rows of whatever holds the features; `in_chunks` looks the features up, a chunk
+at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class HeldOut:
 def from_labels(
     labels: ArrayLike, *, seed: int = 0, held_out: HeldOut | None = None, skip: int = 0
 ) -> Iterator[Triplet]:
-    """Return an endless stream of random triplets: any item with company in its class, another of the class, any of the others.
+    """Return an endless stream of random triplets: any item with company in its class, another of
+    the class, any of the others.
 
     Args:
         labels: (N,) one label per item.
@@ -49,10 +51,12 @@ def from_labels(
         skip: how many triplets of the stream were used before.
 
     Raises:
-        ValueError: a label is missing, there are fewer than two classes, or no class has two members.
+        ValueError: a label is missing, there are fewer than two classes, or no class has two
+            members.
     """
     codes = np.unique(read_labels(labels), return_inverse=True)[1].ravel()
-    # items sorted by class: the members of a class are a range, and so are, on a circle, all the others
+    # items sorted by class: the members of a class are a range, and so are, on a circle, all the
+    # others
     order = np.argsort(codes, kind="stable")
     sizes = np.bincount(codes)
     starts = np.cumsum(sizes) - sizes
@@ -101,22 +105,26 @@ def _random(
 
 
 class with_closure:
-    """Seed triplets as they come, each followed by triplets that follow from it and those before (§3.1).
+    """Seed triplets as they come, each followed by triplets that follow from it and those before
+    (§3.1).
 
-    An iterator; it ends when the seeds do. It holds a window of seeds, half of which is let go when it is full.
+    An iterator; it ends when the seeds do. It holds a window of seeds, half of which is let go when
+    it is full.
 
     Args:
         seeds: an iterable of triplets of item numbers; it may never end.
         per_seed: how many triplets of the closure come for each seed.
         memory: how many seeds the closure is taken over.
-        held_out: pairs of an evaluation set: no seed and no triplet of the closure with any of them is given.
+        held_out: pairs of an evaluation set: no seed and no triplet of the closure with any of them
+            is given.
         seed: of the closure's random choice.
 
     Attributes:
         seeds: how many seeds were given on.
         closed: how many triplets of the closure were given.
         contradictions: seeds that were left out because the opposite follows from the window.
-        duplicates: seeds that were left out because the window holds them, or they were given as part of its closure.
+        duplicates: seeds that were left out because the window holds them, or they were given as
+            part of its closure.
         refused: seeds that were left out because they hold a pair of the evaluation set.
         last_contradiction: the latest contradicting seed, or None.
     """
@@ -205,7 +213,8 @@ class with_closure:
 def paper_stream(
     labels: ArrayLike, seeds: int, closure: int, *, seed: int = 0, held_out: HeldOut | None = None
 ) -> Iterator[Triplet]:
-    """Return the experiments' finite stream (§4.3.2): random seeds, then as many triplets of their closure, in the order of creation.
+    """Return the experiments' finite stream (§4.3.2): random seeds, then as many triplets of their
+    closure, in the order of creation.
 
     Args:
         labels: (N,).

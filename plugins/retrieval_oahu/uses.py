@@ -1,4 +1,5 @@
-"""What an OAHU model is used for: classification, similarity, retrieval (Gao et al. 2019, §3.6), from embeddings alone.
+"""What an OAHU model is used for: classification, similarity, retrieval (Gao et al. 2019, §3.6),
+from embeddings alone.
 
 The embeddings may come from a learner or from an exported bundle.
 """
@@ -20,7 +21,9 @@ Floats = NDArray[np.floating[Any]]
 _BLOCK = 1 << 22
 """Distances that are held at a time."""
 _MARGIN = 8
-"""Neighbours beyond k that are measured again exactly: a product in float32 may have the last ones in the wrong order."""
+"""Neighbours beyond k that are measured again exactly: a product in float32 may have the last ones
+in the wrong order.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class Spaces:
         return found
 
     def classify(self, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
-        """Return labels (N,): each of the k neighbours in each space votes with its score (Eq 23–25); see `OAHU.classify`.
+        """Return labels (N,): each of the k neighbours in each space votes with its score (Eq
+        23–25); see `OAHU.classify`.
 
         Raises:
             ValueError: a label is missing, labels do not fit the references, or k is below 1.
@@ -115,10 +119,11 @@ class Spaces:
     def retrieve(
         self, references: Spaces, k: int = 10
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return rows and scores (N, min(k, references)), best first, by Eq 27; see `OAHU.retrieve`.
+        """Return rows and scores (N, min(k, references)), best first, by Eq 27; see
+        `OAHU.retrieve`.
 
-        An item that several spaces propose counts with the best of its scores, not with their sum: the paper keeps "distinct
-        items" of a sorted list.
+        An item that several spaces propose counts with the best of its scores, not with their sum:
+        the paper keeps "distinct items" of a sorted list.
         """
         rows, scores = self._candidates(references, k)
         width = rows.shape[2]

@@ -1,4 +1,6 @@
-"""`Warm`: exactly Euclid until the stream has shown that a learned geometry has better neighbours, and that one from then on."""
+"""`Warm`: exactly Euclid until the stream has shown that a learned geometry has better neighbours,
+and that one from then on.
+"""
 
 from __future__ import annotations
 
@@ -31,38 +33,55 @@ class Expert(NamedTuple):
 
 
 EXPERTS = (Expert(1.0, False), Expert(1e-3, False), Expert(1.0, True), Expert(1e-2, True))
-"""Short and long reach, with lengths and without them. A long one evens out features of very different scales."""
+"""Short and long reach, with lengths and without them.
+
+A long one evens out features of very different scales.
+"""
 BLOCK = 64
 """Triplets that are judged and then learned at a time; at the very start 1, 1, 2, 4, … of them."""
 REFRESH = 512
-"""Triplets between two decompositions of the moment, after the first thousand; before that, each block has its own."""
+"""Triplets between two decompositions of the moment, after the first thousand; before that, each
+block has its own.
+"""
 SETTLE = 500
-"""Without `prepare` or `fit`, mean and principal components are taken from this many triplets; until then the map is the identity."""
+"""Without `prepare` or `fit`, mean and principal components are taken from this many triplets;
+until then the map is the identity.
+"""
 MIXTURE = 10.0
 """Around which n the bound of `_bound` is tightest; it holds at any number."""
 
 
 class Warm(LinearMap, OnlineLearner):
-    """A warm start: Euclid before the first triplet, and until the neighbours of the stream's own items have refuted it.
+    """A warm start: Euclid before the first triplet, and until the neighbours of the stream's own
+    items have refuted it.
 
-    Let A be the second moment of the differences between similar items, divided by its mean eigenvalue. Each expert of `EXPERTS`
-    measures with (I + A / r)⁻¹, the regularised Mahalanobis distance of differences within classes; directions in which similar items do not differ
-    stay as they are. An expert is served in Euclid's place when two judges agree, each asked before the triplets are learned:
+    Let A be the second moment of the differences between similar items, divided by its mean
+    eigenvalue. Each expert of `EXPERTS` measures with (I + A / r)⁻¹, the regularised Mahalanobis
+    distance of differences within classes; directions in which similar items do not differ stay as
+    they are. An expert is served in Euclid's place when two judges agree, each asked before the
+    triplets are learned:
 
-    - *neighbours*: a memory holds the latest items, and what the triplets say of them: who is alike, who is not. An item's nearest of which
-      that is known, among the nearest hundredth of the memory (the nearest twentieth once items have been let go), vote whether it is what it is, once 1 of them, once 3, 5, 7 and 9. Each item counts once, with the
-      mean of its latest votes. Let d be the expert's verdict less Euclid's, S their sum and n the sum of their squares; needed is S > √((n + r) (ln((n + r) / r) + 2 ln(1 / p))), which luck
-      alone exceeds with probability at most p at whatever time it is looked at (Robbins, "Statistical methods related to the
-      law of the iterated logarithm", 1970; r = 10; p is `doubt` over the number of experts), where items are independent;
-    - *triplets*: the expert has put the negative nearer than the positive less often than Euclid has.
+    - *neighbours*: a memory holds the latest items, and what the triplets say of them: who is
+      alike, who is not. An item's nearest of which that is known, among the nearest hundredth of
+      the memory (the nearest twentieth once items have been let go), vote whether it is what it is,
+      once 1 of them, once 3, 5, 7 and 9. Each item counts once, with the mean of its latest votes.
+      Let d be the expert's verdict less Euclid's, S their sum and n the sum of their squares;
+      needed is S > √((n + r) (ln((n + r) / r) + 2 ln(1 / p))), which luck alone exceeds with
+      probability at most p at whatever time it is looked at (Robbins, "Statistical methods related
+      to the law of the iterated logarithm", 1970; r = 10; p is `doubt` over the number of experts),
+      where items are independent;
+    - *triplets*: the expert has put the negative nearer than the positive less often than Euclid
+      has.
 
-    Random triplets alone say little of neighbours: they order classes. Of several such experts the one with the largest S is served; when its lead with
-    either judge is gone, Euclid returns. So the model is one linear map, and after some experts a scaling to unit length.
+    Random triplets alone say little of neighbours: they order classes. Of several such experts the
+    one with the largest S is served; when its lead with either judge is gone, Euclid returns. So
+    the model is one linear map, and after some experts a scaling to unit length.
 
     Args:
-        components: along how many principal components A is known; features stay as they are along the others. None, or as many as there
-            are features or more: all.
-        prior: for how many similar pairs the start counts: after t pairs A is multiplied with t / (t + prior).
+        components: along how many principal components A is known; features stay as they are along
+            the others. None, or as many as there are features or more: all.
+        prior: for how many similar pairs the start counts: after t pairs A is multiplied with t /
+            (t + prior).
         ridge: r is the expert's `reach` times this; the smaller, the further the experts reach.
         doubt: see above.
         memory: how many items are held.
@@ -79,7 +98,8 @@ class Warm(LinearMap, OnlineLearner):
         weights_: (M, N + 1) the same along the stream; M is bounded.
         weights_at_: (M,) after how many triplets each row was taken.
         lead_: (N,) S.
-        differing_: (N,) n: how many items only one of the two has right, where all their votes agree.
+        differing_: (N,) n: how many items only one of the two has right, where all their votes
+            agree.
         triplets_lead_: (N,) by how many triplets each expert leads; ties count half.
     """
 
@@ -137,12 +157,14 @@ class Warm(LinearMap, OnlineLearner):
         self.group_ = np.arange(places)
         self.parted_ = np.zeros((places, places), bool)
         self.used_ = np.zeros(places, np.int64)
-        # what each held item's latest votes were, less Euclid's, when they were, and the sums over those let go
+        # what each held item's latest votes were, less Euclid's, when they were, and the sums over
+        # those let go
         self.verdicts_, self.judged_ = np.zeros((places, number)), np.zeros(places, np.int64)
         self.let_go_ = np.zeros((2, number))
         self._known: Memory | None = None
         self.components_ = np.eye(features)
-        # what mean and principal components are made of when no sample gave them: sums over the first vectors
+        # what mean and principal components are made of when no sample gave them: sums over the
+        # first vectors
         self.sum_, self.products_ = np.zeros(features), np.zeros((features, features))
         self.basis_ = np.zeros((0, features))
         self.mean_ = np.zeros(features)
@@ -197,7 +219,9 @@ class Warm(LinearMap, OnlineLearner):
         self._decide()
 
     def _remember(self, triplets: Floats) -> NDArray[np.int64]:
-        """Take triplets into the memory; return the places of anchors and positives that have not been judged for a while."""
+        """Take triplets into the memory; return the places of anchors and positives that have not
+        been judged for a while.
+        """
         memory, due = self._memory(), dict[int, None]()
         for triplet in triplets:
             places = []
@@ -241,7 +265,9 @@ class Warm(LinearMap, OnlineLearner):
         self.judged_[places] = self.learned_
 
     def _judge_triplets(self, triplets: Floats, codes: Floats) -> None:
-        """Count which triplets (T, 3, F) each expert has right and Euclid wrong, and the other way round."""
+        """Count which triplets (T, 3, F) each expert has right and Euclid wrong, and the other way
+        round.
+        """
         squares = ((triplets[:, :1] - triplets[:, 1:]) ** 2).sum(axis=2)
         euclid = _wrong(squares[:, 0], squares[:, 1])
         outside = triplets @ triplets.transpose(0, 2, 1) - codes @ codes.transpose(0, 2, 1)
@@ -322,7 +348,9 @@ class Warm(LinearMap, OnlineLearner):
         return found
 
     def get_metric(self) -> Callable[..., float]:
-        """Return a function of two feature vectors (F,) that gives their learned distance; see `MetricLearner.get_metric`."""
+        """Return a function of two feature vectors (F,) that gives their learned distance; see
+        `MetricLearner.get_metric`.
+        """
         return (
             MetricLearner.get_metric(self)
             if getattr(self, "left_", False)

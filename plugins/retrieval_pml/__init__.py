@@ -1,7 +1,9 @@
-"""Everything of pytorch-metric-learning under its own names: losses, miners, reducers, regularisers and distances.
+"""Everything of pytorch-metric-learning under its own names: losses, miners, reducers, regularisers
+and distances.
 
-`ContrastiveLoss` is `pml.contrastive`, `TripletMarginMiner` is the miner `pml.triplet_margin`, and so on. The classes and
-parameters that are left out are listed in `retrieval_pml.excluded`, with the reasons.
+`ContrastiveLoss` is `pml.contrastive`, `TripletMarginMiner` is the miner `pml.triplet_margin`, and
+so on. The classes and parameters that are left out are listed in `retrieval_pml.excluded`, with the
+reasons.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from retrieval.host.hookspecs import Factories
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Every loss: of pairs, triplets, rankings, proxies and views, and those that wrap other losses."""
+    """Every loss: of pairs, triplets, rankings, proxies and views, and those that wrap other
+    losses.
+    """
     from retrieval_pml import (
         losses_classifiers,
         losses_pairs,

@@ -1,6 +1,8 @@
-"""Losses of a matrix of pairs, some rows at a time: plain formulas on as many numbers as a processor's cache holds, and their gradient with them.
+"""Losses of a matrix of pairs, some rows at a time: plain formulas on as many numbers as a
+processor's cache holds, and their gradient with them.
 
-Nothing of a block is kept but its rows' losses and the gradient, so that a loss needs the matrix, one more, and no lists of indices.
+Nothing of a block is kept but its rows' losses and the gradient, so that a loss needs the matrix,
+one more, and no lists of indices.
 """
 
 from __future__ import annotations
@@ -55,12 +57,14 @@ def by_rows(
     Args:
         mat: (N, M) similarities or distances.
         pairs: which of its pairs are positive and which negative.
-        plain: of some rows (R, M), their two masks, and their rows of `others`: their losses (R,), differentiable, and where there is
-            something to count a second (R,), which is not. Each is of its row alone.
+        plain: of some rows (R, M), their two masks, and their rows of `others`: their losses (R,),
+            differentiable, and where there is something to count a second (R,), which is not. Each
+            is of its row alone.
         others: more of each row, each (N, …).
-        fused: of some rows (R, M), the pairs, which rows they are, a tensor (R, M) that it fills with the losses' derivatives, and their
-            rows of `others`: what `plain` returns and the losses' derivatives by each of `others`, instead of `plain` where the gradient is
-            not differentiated again.
+        fused: of some rows (R, M), the pairs, which rows they are, a tensor (R, M) that it fills
+            with the losses' derivatives, and their rows of `others`: what `plain` returns and the
+            losses' derivatives by each of `others`, instead of `plain` where the gradient is not
+            differentiated again.
         parts: the rows of each block; by default as many as `ENTRIES` allow.
     """
     losses, counts, _ = rows_and_pairs(mat, pairs, None, plain, *others, fused=fused, parts=parts)
@@ -76,7 +80,9 @@ def rows_and_pairs(
     fused: Fused | None = None,
     parts: list[slice] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `by_rows` does, and the numbers (P,) of listed pairs, of which none comes twice: all by one gradient of the matrix."""
+    """Return what `by_rows` does, and the numbers (P,) of listed pairs, of which none comes twice:
+    all by one gradient of the matrix.
+    """
     parts = blocks(*mat.shape) if parts is None else parts
     found: tuple[Tensor, Tensor, Tensor] = _ByRows.apply(
         mat, pairs, listed, plain, fused, parts, *others
@@ -133,7 +139,8 @@ class _ByRows(torch.autograd.Function):
                         whole[part] = slope
                 continue
             masks = pairs.of(part)
-            # a checkpoint around all of this would have every tensor that is saved here computed anew, amid this very forward
+            # a checkpoint around all of this would have every tensor that is saved here computed
+            # anew, amid this very forward
             with torch.enable_grad(), saved_tensors_hooks(_as_is, _as_is):
                 given = [
                     x[part].detach().requires_grad_(want)
@@ -180,11 +187,13 @@ class _ByRows(torch.autograd.Function):
 def derivatives(
     formula: Plain, inputs: Sequence[Tensor | None], gradient: Any
 ) -> list[Tensor | None]:
-    """Return the derivatives of a formula of some tensors, each for itself, in a form that can be differentiated again.
+    """Return the derivatives of a formula of some tensors, each for itself, in a form that can be
+    differentiated again.
 
     Args:
         formula: of the inputs.
-        inputs: one of them may have been made of another, which counts for nothing here; None is handed on.
+        inputs: one of them may have been made of another, which counts for nothing here; None is
+            handed on.
         gradient: of what the formula gives.
     """
     # aliases: the way from one input to another ends at them
@@ -205,7 +214,8 @@ class _Lse(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
         kept = values.masked_fill(~mask, torch.finfo(values.dtype).min)
         top = kept.amax(1, keepdim=True)
-        # what is smaller adds nothing to a sum of 1 or more, and processors are slow at the smallest numbers
+        # what is smaller adds nothing to a sum of 1 or more, and processors are slow at the
+        # smallest numbers
         weights = kept.sub_(top).clamp_(min=-87).exp_()
         total = weights.sum(1, keepdim=True)
         found = (top + total.log()).squeeze(1)
@@ -221,7 +231,8 @@ class _Lse(torch.autograd.Function):
 
 
 def lse(values: Tensor, mask: Tensor) -> Tensor:
-    """Return log Σ exp of each row's values in the mask (N,); the lowest finite number where there are none.
+    """Return log Σ exp of each row's values in the mask (N,); the lowest finite number where there
+    are none.
 
     The gradient of a row that has none is to be 0.
     """

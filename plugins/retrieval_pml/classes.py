@@ -1,7 +1,9 @@
-"""Losses of items against class weights, of one matrix of their products, whose gradient is written down with the value.
+"""Losses of items against class weights, of one matrix of their products, whose gradient is written
+down with the value.
 
-pytorch-metric-learning makes some ten such matrices: a mask of the targets, copies with a margin, and what autograd keeps of each. Here
-only the targets' numbers (N,) go through the formula of a margin; the matrix becomes its own gradient in place.
+pytorch-metric-learning makes some ten such matrices: a mask of the targets, copies with a margin,
+and what autograd keeps of each. Here only the targets' numbers (N,) go through the formula of a
+margin; the matrix becomes its own gradient in place.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Target = Callable[..., Tensor]
 
 
 def is_product(distance: Any) -> bool:
-    """Return whether a distance is a plain product of vectors or of unit vectors, as these losses are written for."""
+    """Return whether a distance is a plain product of vectors or of unit vectors, as these losses
+    are written for.
+    """
     if type(distance) not in (distances.CosineSimilarity, distances.DotProductSimilarity):
         return False
     return (distance.p, distance.power) == (2, 1) and not distance.collect_stats
@@ -43,7 +47,9 @@ class Pool:
         raise NotImplementedError(f"{type(self).__name__} must define plain(products)")
 
     def derived_(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative of its class's number."""
+        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative
+        of its class's number.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define derived_(products)")
 
 
@@ -55,7 +61,9 @@ class Nearest(Pool):
         return products.max(1)[0]
 
     def derived_(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative of its class's number."""
+        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative
+        of its class's number.
+        """
         best = products.amax(1)
         free = torch.ones_like(best, dtype=torch.bool)
         for each in products.unbind(1):
@@ -73,7 +81,9 @@ class Softly(Pool):
         return (torch.softmax(products, 1) * products).sum(1)
 
     def derived_(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative of its class's number."""
+        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative
+        of its class's number.
+        """
         weights = exp_(products - products.amax(1, keepdim=True))
         share = weights.sum(1, keepdim=True).reciprocal_()
         mean = (weights * products).sum(1, keepdim=True).mul_(share)
@@ -92,13 +102,15 @@ def cross_entropy(
     centres: int = 1,
     rate: float = 1.0,
 ) -> Tensor:
-    """Return each item's −log softmax of its products with class weights, at its label, where the label's logit is another (N,).
+    """Return each item's −log softmax of its products with class weights, at its label, where the
+    label's logit is another (N,).
 
     Args:
         items: (N, C).
         weights: (C, centres × K), all classes' first centres first.
         labels: (N,) int64.
-        target: of the labels' logits (N,) and `others`: what stands in their place, each of its own item's numbers.
+        target: of the labels' logits (N,) and `others`: what stands in their place, each of its own
+            item's numbers.
         others: what `target` needs besides, each (N,).
         bias: (K,) added to each item's products, where there is one centre; or None.
         pool: what makes one number of a class's centres; None where there is one.
@@ -209,7 +221,9 @@ def _plain(
 
 
 def squared_errors(items: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean square of what products of items (N, C) with class weights (C, K) differ from 1 at the label and from 0 elsewhere."""
+    """Return the mean square of what products of items (N, C) with class weights (C, K) differ from
+    1 at the label and from 0 elsewhere.
+    """
     found: Tensor = _SquaredErrors.apply(items, weights, labels)
     return found
 
@@ -239,7 +253,8 @@ class _SquaredErrors(torch.autograd.Function):
 def proxy_anchor(
     proxies: Tensor, items: Tensor, labels: Tensor, margin: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each proxy's log(1 + Σ exp) of its own items' exponents and of all others' (K,) each, of exponents as products.
+    """Return each proxy's log(1 + Σ exp) of its own items' exponents and of all others' (K,) each,
+    of exponents as products.
 
     Args:
         proxies: (K, C) of length α.

@@ -1,4 +1,6 @@
-"""What all factories of this plugin share: the types of parameters, full precision, and a few tensor helpers."""
+"""What all factories of this plugin share: the types of parameters, full precision, and a few
+tensor helpers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ Init = (
 )
 """How proxies or class weights begin; None leaves the choice to the loss."""
 
-# pytorch-metric-learning has no types: what these classes are mixed into has attributes that nn.Module lacks
+# pytorch-metric-learning has no types: what these classes are mixed into has attributes that
+# nn.Module lacks
 _Mixin: Any = nn.Module
 
 
@@ -59,8 +62,9 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
 class PreciseLoss(_Mixin):
     """Computes a loss in float32 when it is given half-precision embeddings, also under autocast.
 
-    Upstream casts the *parameters* of a loss (proxies, class weights) to the embeddings' type, so one bfloat16
-    batch would leave them rounded for good; and exponentials of 64 × a cosine have no place in 8 bits.
+    Upstream casts the *parameters* of a loss (proxies, class weights) to the embeddings' type, so
+    one bfloat16 batch would leave them rounded for good; and exponentials of 64 × a cosine have no
+    place in 8 bits.
 
     Attributes:
         known_classes: how many classes a loss has weights of; None of a loss that has none.
@@ -76,11 +80,13 @@ class PreciseLoss(_Mixin):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`.
+        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see
+        `retrieval.Loss`.
 
         Raises:
-            ValueError: the loss has weights of classes, and a label is not the number of one; on a GPU, where reading
-                labels would wait for the device, the device's own assertion fails instead.
+            ValueError: the loss has weights of classes, and a label is not the number of one; on a
+                GPU, where reading labels would wait for the device, the device's own assertion
+                fails instead.
         """
         if labels is not None and self.known_classes is not None:
             _require_classes(labels, self.known_classes)
@@ -104,7 +110,9 @@ class PreciseLoss(_Mixin):
 
 
 def _require_classes(labels: Tensor, classes: int) -> None:
-    """Refuse labels that number no class: upstream takes -1, which often means "no label", for the last class."""
+    """Refuse labels that number no class: upstream takes -1, which often means "no label", for the
+    last class.
+    """
     try:
         torch._assert_async(
             ((labels >= 0) & (labels < classes)).all(), "a label is not the number of a class"
@@ -133,7 +141,8 @@ class PreciseMiner(_Mixin):
 
 
 def segment_logsumexp(values: Tensor, segment: Tensor, segments: int) -> Tensor:
-    """Return log Σ exp of the values of each segment; the lowest finite number where a segment is empty.
+    """Return log Σ exp of the values of each segment; the lowest finite number where a segment is
+    empty.
 
     Args:
         values: (N,).
@@ -217,7 +226,9 @@ def reduced(loss: Tensor) -> dict[str, dict[str, Any]]:
 
 
 class EveryPair(_Mixin):
-    """Lets a batch with a single pair count: upstream returns 0 when no list of pairs is longer than one."""
+    """Lets a batch with a single pair count: upstream returns 0 when no list of pairs is longer
+    than one.
+    """
 
     def compute_loss(
         self,
@@ -279,7 +290,9 @@ class OfBatch(_Mixin):
         )
 
     def weigh(self, losses: Tensor, some: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
-        """Return items' losses (N,) by name, those where `some` (N,) is true, times their weights by a miner's indices."""
+        """Return items' losses (N,) by name, those where `some` (N,) is true, times their weights
+        by a miner's indices.
+        """
         kept = torch.where(some)[0]
         if len(kept) == 0:
             return self.zero_losses()

@@ -1,4 +1,5 @@
-"""Losses of pairs where upstream departs from the paper, fails on some batch, or needs P × N memory.
+"""Losses of pairs where upstream departs from the paper, fails on some batch, or needs P × N
+memory.
 
 Each class says what differs from pytorch-metric-learning; all else is inherited.
 """
@@ -30,10 +31,12 @@ from retrieval_pml.pairs import Pairs
 
 
 class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
-    """Upstream's formula in memory of N², where upstream compares every positive with every negative pair.
+    """Upstream's formula in memory of N², where upstream compares every positive with every
+    negative pair.
 
-    A pair without negatives costs 0 (the sum of none is 0, its logarithm −∞). With a reference set, the negatives of
-    the anchor count; upstream also takes those of the batch item that has the positive's index.
+    A pair without negatives costs 0 (the sum of none is 0, its logarithm −∞). With a reference set,
+    the negatives of the anchor count; upstream also takes those of the batch item that has the
+    positive's index.
     """
 
     def compute_loss(
@@ -70,7 +73,8 @@ class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
 
 
 class ThresholdConsistentMarginLoss(PreciseLoss, losses.ThresholdConsistentMarginLoss):
-    """Upstream's, except that positives and negatives come from the reference set when there is one.
+    """Upstream's, except that positives and negatives come from the reference set when there is
+    one.
 
     Upstream looks them up in the batch, with indices into the reference set.
     """
@@ -111,10 +115,11 @@ def _mean_where(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class AgainstNegatives(EveryPair):
-    """A loss of each positive pair against all its anchor's negatives: log(1 + Σ exp(pushed − pulled)), in memory of the pairs.
+    """A loss of each positive pair against all its anchor's negatives: log(1 + Σ exp(pushed −
+    pulled)), in memory of the pairs.
 
-    Upstream compares every positive with every negative pair. The logarithm is exact; upstream's NT-Xent adds the smallest
-    number to its argument, which bounds it at 87.
+    Upstream compares every positive with every negative pair. The logarithm is exact; upstream's
+    NT-Xent adds the smallest number to its argument, which bounds it at 87.
     """
 
     rows, rows_by_labels = "anchors", True
@@ -179,7 +184,9 @@ class TupletMarginLoss(PreciseLoss, AgainstNegatives, losses.TupletMarginLoss):
 
 
 class LogNCA:
-    """NCA by logarithms: upstream drops items whose probability rounds to 0, and fails when there are none left."""
+    """NCA by logarithms: upstream drops items whose probability rounds to 0, and fails when there
+    are none left.
+    """
 
     def nca_computation(
         self,
@@ -225,9 +232,9 @@ class NCALoss(PreciseLoss, LogNCA, losses.NCALoss):
 class InstanceLoss(PreciseLoss, OfBatch, losses.InstanceLoss):
     """Cross-entropy over the *labels* of the batch, each item voting for its own.
 
-    −log( Σ over items of i's label exp(γ cos) / Σ over all items exp(γ cos) ). With a label for each item it is the
-    paper's instance loss within the batch. Upstream uses the rank of i's label as if it were the position of an
-    item, which draws items towards those of other classes.
+    −log( Σ over items of i's label exp(γ cos) / Σ over all items exp(γ cos) ). With a label for
+    each item it is the paper's instance loss within the batch. Upstream uses the rank of i's label
+    as if it were the position of an item, which draws items towards those of other classes.
     """
 
     def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
@@ -243,7 +250,9 @@ class InstanceLoss(PreciseLoss, OfBatch, losses.InstanceLoss):
 
 
 class NPairsLoss(PreciseLoss, losses.NPairsLoss):
-    """Upstream's, which finds each label's first two items by sorting the labels, where upstream lists all pairs."""
+    """Upstream's, which finds each label's first two items by sorting the labels, where upstream
+    lists all pairs.
+    """
 
     def compute_loss(
         self,

@@ -35,9 +35,11 @@ from retrieval_pml.matrices import lengths_of, similarities, unit
 
 
 class ClassWeights(PreciseLoss):
-    """A loss of each item against class weights, by one matrix of their products; see `retrieval_pml.classes`.
+    """A loss of each item against class weights, by one matrix of their products; see
+    `retrieval_pml.classes`.
 
-    Upstream's own way is taken for distances that are no product of vectors, and where statistics are collected.
+    Upstream's own way is taken for distances that are no product of vectors, and where statistics
+    are collected.
     """
 
     rows = "items"
@@ -86,7 +88,9 @@ class ClassWeights(PreciseLoss):
 
 
 class MarginAtTarget(ClassWeights):
-    """Softmax over scaled cosines, with another number for the label's; the gradient of an angle stays finite at the class's weights."""
+    """Softmax over scaled cosines, with another number for the label's; the gradient of an angle
+    stays finite at the class's weights.
+    """
 
     def get_angles(self, cosine_of_target_classes: Tensor) -> Tensor:
         """Return the angles, in radians, of cosines."""
@@ -104,7 +108,9 @@ class MarginAtTarget(ClassWeights):
 
 
 class MultipleAngle(MarginAtTarget):
-    """The coefficients of cos(mθ), equation 7 of large-margin softmax, made without SciPy calls that NumPy deprecates."""
+    """The coefficients of cos(mθ), equation 7 of large-margin softmax, made without SciPy calls
+    that NumPy deprecates.
+    """
 
     margin: int
 
@@ -124,7 +130,9 @@ class MultipleAngle(MarginAtTarget):
         return cross_entropy(embeddings * self.scale, weights, labels, self._with_lengths, lengths)
 
     def lengths_of(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class weights (C, K) of the logits, and what the items' cosines with their own are multiplied by there (N,)."""
+        """Return the class weights (C, K) of the logits, and what the items' cosines with their own
+        are multiplied by there (N,).
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must define lengths_of(embeddings, labels)"
         )
@@ -139,7 +147,9 @@ class LargeMarginSoftmaxLoss(MultipleAngle, losses.LargeMarginSoftmaxLoss):
     """Upstream's, with gradients that stay finite at an angle of 0."""
 
     def lengths_of(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class weights (C, K) of the logits, and what the items' cosines with their own are multiplied by there (N,)."""
+        """Return the class weights (C, K) of the logits, and what the items' cosines with their own
+        are multiplied by there (N,).
+        """
         of_weights = torch.linalg.vector_norm(self.W, dim=0)
         return self.W, torch.linalg.vector_norm(embeddings, dim=1) * of_weights[labels]
 
@@ -148,7 +158,9 @@ class SphereFaceLoss(MultipleAngle, losses.SphereFaceLoss):
     """Upstream's, with gradients that stay finite at an angle of 0."""
 
     def lengths_of(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class weights (C, K) of the logits, and what the items' cosines with their own are multiplied by there (N,)."""
+        """Return the class weights (C, K) of the logits, and what the items' cosines with their own
+        are multiplied by there (N,).
+        """
         return unit(self.W, 0), torch.linalg.vector_norm(embeddings, dim=1)
 
 
@@ -209,10 +221,14 @@ def _by_centre(weights: Tensor, centres: int) -> Tensor:
 
 
 class ProxyNCALoss(ClassWeights, LogNCA, losses.ProxyNCALoss):
-    """Upstream's, computed by logarithms; refuses the reference set, which upstream silently ignores."""
+    """Upstream's, computed by logarithms; refuses the reference set, which upstream silently
+    ignores.
+    """
 
     def written_for(self, labels: Tensor) -> bool:
-        """Return whether `of_items` measures as this loss's distance does, and each item has a proxy."""
+        """Return whether `of_items` measures as this loss's distance does, and each item has a
+        proxy.
+        """
         distance = self.distance
         squared = type(distance) is LpDistance and (distance.p, distance.power) == (2, 2)
         if not (is_product(distance) or (squared and not distance.collect_stats)):
@@ -278,7 +294,10 @@ class ProxyAnchorLoss(PreciseLoss, losses.ProxyAnchorLoss):
 
 
 class P2SGradLoss(PreciseLoss, losses.P2SGradLoss):
-    """Upstream's, by one matrix of products; see `retrieval_pml.classes`. A cosine that rounds to more than 1 stays as it is."""
+    """Upstream's, by one matrix of products; see `retrieval_pml.classes`.
+
+    A cosine that rounds to more than 1 stays as it is.
+    """
 
     def compute_loss(
         self,
@@ -304,11 +323,12 @@ class P2SGradLoss(PreciseLoss, losses.P2SGradLoss):
 
 
 class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
-    """Upstream's formula with matrices of (N + K)², and with each training class assigned at random, once, to a proxy (the paper's meta-classes).
+    """Upstream's formula with matrices of (N + K)², and with each training class assigned at
+    random, once, to a proxy (the paper's meta-classes).
 
-    Upstream takes no labels and assigns *items* at random, anew in every batch, unless the caller passes
-    meta-classes; it needs as many items as proxies, and K matrices to compare random walks. The assignment is a buffer, so a
-    resumed run keeps it.
+    Upstream takes no labels and assigns *items* at random, anew in every batch, unless the caller
+    passes meta-classes; it needs as many items as proxies, and K matrices to compare random walks.
+    The assignment is a buffer, so a resumed run keeps it.
     """
 
     def __init__(self, classes: int, **parameters: Any) -> None:
@@ -346,7 +366,9 @@ class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
         return ends
 
     def _apart(self, near: Tensor, own: Tensor) -> Tensor:
-        """Return the mean over items of log(1 + Σ exp) of how much nearer (N, K) other proxies are than the own (N, 1), and the margin."""
+        """Return the mean over items of log(1 + Σ exp) of how much nearer (N, K) other proxies are
+        than the own (N, 1), and the margin.
+        """
         excess = near - near.gather(1, own) + self.margin
         excess = excess.masked_fill((excess < 0).scatter(1, own, True), -torch.inf)
         return torch.log1p(excess.exp().sum(1)).mean()

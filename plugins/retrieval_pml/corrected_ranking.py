@@ -1,4 +1,6 @@
-"""Ranking losses where upstream departs from the paper, fails on some batch, or needs much memory; each class says what differs."""
+"""Ranking losses where upstream departs from the paper, fails on some batch, or needs much memory;
+each class says what differs.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ from retrieval_pml.pairs import Pairs
 class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
     """Smoothed average precision of any batch, in blocks of positive pairs × N.
 
-    Upstream reads the number of classes where it needs the items of each, so that its groups mix classes unless both
-    numbers agree; and it requires the batch sorted by class, with equally many items of each. Here the batch may
-    have any order and any class sizes; an item without another of its class is left out. As in the authors' code, a
-    query counts among its own positives.
+    Upstream reads the number of classes where it needs the items of each, so that its groups mix
+    classes unless both numbers agree; and it requires the batch sorted by class, with equally many
+    items of each. Here the batch may have any order and any class sizes; an item without another of
+    its class is left out. As in the authors' code, a query counts among its own positives.
     """
 
     weighted = True
@@ -46,7 +48,9 @@ class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
 
 
 class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
-    """Upstream's, in a few N × N: a distance is shared between the two ends of its bin, where upstream asks every bin of every pair."""
+    """Upstream's, in a few N × N: a distance is shared between the two ends of its bin, where
+    upstream asks every bin of every pair.
+    """
 
     weighted = True
 
@@ -123,10 +127,12 @@ class RankedListLoss(PreciseLoss, OfBatch, losses.RankedListLoss):
 
 
 class HistogramLoss(PreciseLoss, losses.HistogramLoss):
-    """Upstream's histograms, of all positive and all negative pairs once each, as the paper defines them.
+    """Upstream's histograms, of all positive and all negative pairs once each, as the paper defines
+    them.
 
-    Upstream goes through all triplets (N³), leaves out negative pairs of items that have no positive, fails on a
-    cosine that rounds to 1 or more, and indexes a matrix by lists, which newer releases of PyTorch read differently.
+    Upstream goes through all triplets (N³), leaves out negative pairs of items that have no
+    positive, fails on a cosine that rounds to 1 or more, and indexes a matrix by lists, which newer
+    releases of PyTorch read differently.
     """
 
     def compute_loss(
@@ -153,7 +159,9 @@ class HistogramLoss(PreciseLoss, losses.HistogramLoss):
         return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:
-        """Return the soft histogram (bins + 1,) of cosines (N,): each is shared between its bin's two ends."""
+        """Return the soft histogram (bins + 1,) of cosines (N,): each is shared between its bin's
+        two ends.
+        """
         bins = math.ceil(round(2 / self.delta, 6))
         place = (distances.clamp(-1, 1) + 1) / self.delta
         low = place.detach().floor().clamp(0, bins - 1).long()

@@ -1,4 +1,5 @@
-"""Losses of triplets where upstream departs from the paper, fails on some batch, or needs memory of all triplets.
+"""Losses of triplets where upstream departs from the paper, fails on some batch, or needs memory of
+all triplets.
 
 Each class says what differs from pytorch-metric-learning; all else is inherited.
 """
@@ -20,9 +21,11 @@ from retrieval_pml.pairs import Pairs
 
 
 class TripletMarginLoss(PreciseLoss, losses.TripletMarginLoss):
-    """Upstream's, except that `swap` compares positive and negative within the reference set that holds both.
+    """Upstream's, except that `swap` compares positive and negative within the reference set that
+    holds both.
 
-    Upstream reads their distance from the matrix of *batch* × reference with an index into the reference.
+    Upstream reads their distance from the matrix of *batch* × reference with an index into the
+    reference.
     """
 
     def compute_loss(
@@ -52,10 +55,11 @@ class TripletMarginLoss(PreciseLoss, losses.TripletMarginLoss):
 
 
 class AngularLoss(PreciseLoss, losses.AngularLoss):
-    """Upstream's, except that negatives are normalised as anchors and positives are, in a few N × N.
+    """Upstream's, except that negatives are normalised as anchors and positives are, in a few N ×
+    N.
 
-    Equation 8 of the paper assumes unit vectors throughout; upstream leaves `ref_emb`, which holds the
-    negatives, at its own length.
+    Equation 8 of the paper assumes unit vectors throughout; upstream leaves `ref_emb`, which holds
+    the negatives, at its own length.
     """
 
     def compute_loss(
@@ -92,7 +96,9 @@ class AngularLoss(PreciseLoss, losses.AngularLoss):
 
 
 class _Angles(torch.autograd.Function):
-    """The angular loss of pairs, log(1 + Σ exp(4 t (xₐ + xₚ)ᵀxₙ − 2 (1 + t) xₐᵀxₚ)): each once more when its gradient is due."""
+    """The angular loss of pairs, log(1 + Σ exp(4 t (xₐ + xₚ)ᵀxₙ − 2 (1 + t) xₐᵀxₚ)): each once more
+    when its gradient is due.
+    """
 
     @staticmethod
     def forward(
@@ -132,7 +138,9 @@ class _Angles(torch.autograd.Function):
         labels: tuple[Tensor, Tensor],
         square: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return some pairs' losses (K,) and their exponents (K, M), −∞ where an item is no negative."""
+        """Return some pairs' losses (K,) and their exponents (K, M), −∞ where an item is no
+        negative.
+        """
         own = 2 * (1 + square) * near[anchor, positive]
         exponents = (near[anchor] + among[positive]) * (4 * square) - own.unsqueeze(1)
         same = labels[0][anchor].unsqueeze(1) == labels[1].unsqueeze(0)
@@ -165,9 +173,10 @@ class _Angles(torch.autograd.Function):
 class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
     """Upstream's, except for the histogram of differences.
 
-    It is a buffer, so that a resumed run goes on with it. It is a constant of the loss, as in the paper; upstream
-    differentiates through it into the batch before, which fails on the second step. Differences in the last bin are
-    counted there instead of failing. All triplets are gone through in blocks, none of which is kept.
+    It is a buffer, so that a resumed run goes on with it. It is a constant of the loss, as in the
+    paper; upstream differentiates through it into the batch before, which fails on the second step.
+    Differences in the last bin are counted there instead of failing. All triplets are gone through
+    in blocks, none of which is kept.
     """
 
     hist_: Tensor
@@ -223,7 +232,9 @@ class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
         return found.index_add(0, high, upper_share)
 
     def update_histogram(self, data: Tensor) -> None:
-        """Mix the histogram of this batch's differences d(a, p) − d(a, n), (T,), into the running one."""
+        """Mix the histogram of this batch's differences d(a, p) − d(a, n), (T,), into the running
+        one.
+        """
         self._mix(self._counted(data))
 
     def _mix(self, batch: Tensor) -> None:

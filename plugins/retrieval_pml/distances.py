@@ -52,9 +52,11 @@ def lp(
 def snr(
     normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1
 ) -> distances.SNRDistance:
-    """The variance of the difference over that of the first embedding (noise over signal); not symmetric.
+    """The variance of the difference over that of the first embedding (noise over signal); not
+    symmetric.
 
-    Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric Learning, CVPR 2019.
+    Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric
+    Learning, CVPR 2019.
 
     Args:
         normalize_embeddings: whether embeddings are scaled to length 1 first.

@@ -1,4 +1,7 @@
-"""What pytorch-metric-learning has and this plugin does not offer, and why. A test compares this with the installed release."""
+"""What pytorch-metric-learning has and this plugin does not offer, and why.
+
+A test compares this with the installed release.
+"""
 
 from __future__ import annotations
 

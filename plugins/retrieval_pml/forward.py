@@ -1,4 +1,6 @@
-"""A factory from a signature and a docstring alone: its arguments go to one constructor of pytorch-metric-learning."""
+"""A factory from a signature and a docstring alone: its arguments go to one constructor of
+pytorch-metric-learning.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MEANINGS = {
     "weight_reg_weight": "the factor of that penalty.",
     "weight_init_func": "how the class weights begin; standard normal by default.",
 }
-"""What parameters mean that many factories have; a factory whose own means something else says so in its docstring."""
+"""What parameters mean that many factories have; a factory whose own means something else says so
+in its docstring.
+"""
 
 UPSTREAM = {"classes": "num_classes"}
 """What upstream calls a parameter that the host gives."""
@@ -31,12 +35,15 @@ UPSTREAM = {"classes": "num_classes"}
 def forwards(upstream: Callable[..., Any], **renamed: str) -> Callable[[F], F]:
     """Make a factory of a function that has a signature and a docstring, and no body but checks.
 
-    A call runs the function, which may refuse its arguments, and then gives all of them, defaults too, to `upstream` by
-    name. What is made knows the number of classes, where that is given, and refuses labels of no class. An initialiser's name becomes PyTorch's function. Parameters of `MEANINGS` need no line in the docstring.
+    A call runs the function, which may refuse its arguments, and then gives all of them, defaults
+    too, to `upstream` by name. What is made knows the number of classes, where that is given, and
+    refuses labels of no class. An initialiser's name becomes PyTorch's function. Parameters of
+    `MEANINGS` need no line in the docstring.
 
     Args:
         upstream: the class.
-        renamed: what `upstream` calls a parameter, where that differs from the function and from `UPSTREAM`.
+        renamed: what `upstream` calls a parameter, where that differs from the function and from
+            `UPSTREAM`.
     """
 
     def decorate(function: F) -> F:
@@ -63,7 +70,9 @@ def forwards(upstream: Callable[..., Any], **renamed: str) -> Callable[[F], F]:
 
 
 def _documented(text: str, parameters: list[str]) -> str:
-    """Return a docstring with a line under `Args:`, its last section, for each parameter of `MEANINGS` that has none."""
+    """Return a docstring with a line under `Args:`, its last section, for each parameter of
+    `MEANINGS` that has none.
+    """
     lines = [
         f"    {name}: {MEANINGS[name]}"
         for name in parameters

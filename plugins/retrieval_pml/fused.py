@@ -1,4 +1,6 @@
-"""Losses of a matrix of pairs, row by row, whose gradient is written down with the value; see `blocks.by_rows`."""
+"""Losses of a matrix of pairs, row by row, whose gradient is written down with the value; see
+`blocks.by_rows`.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ def circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -
 
 
 def votes(rate: float) -> Fused:
-    """Return the fused cross-entropy over labels of which each pair votes for one; see `corrected_pairs.InstanceLoss` and `LogNCA`.
+    """Return the fused cross-entropy over labels of which each pair votes for one; see
+    `corrected_pairs.InstanceLoss` and `LogNCA`.
 
     Args:
         rate: what a pair's number is multiplied by: γ, or less than 0 for distances.
@@ -114,7 +117,9 @@ def votes(rate: float) -> Fused:
 
 
 def _softmax(exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's softmax, and log Σ exp: the largest exponent, and the logarithm of its share."""
+    """Return each row's softmax, and log Σ exp: the largest exponent, and the logarithm of its
+    share.
+    """
     shares = torch.softmax(exponents, 1)
     return shares, exponents.amax(1) - shares.amax(1).log_()
 

@@ -35,8 +35,8 @@ def large_margin_softmax(
 ) -> losses.LargeMarginSoftmaxLoss:
     """Large-margin softmax: the target class's angle counts m times.
 
-    Liu, Wen, Yu & Yang, Large-Margin Softmax Loss for Convolutional Neural Networks, ICML 2016. Logits keep the
-    lengths of embeddings and weights.
+    Liu, Wen, Yu & Yang, Large-Margin Softmax Loss for Convolutional Neural Networks, ICML 2016.
+    Logits keep the lengths of embeddings and weights.
 
     Args:
         margin: the factor m of the target's angle.
@@ -60,8 +60,8 @@ def sphere_face(
 ) -> losses.SphereFaceLoss:
     """SphereFace: large-margin softmax with class weights of length 1.
 
-    Liu, Wen, Yu, Li, Raj & Song, SphereFace: Deep Hypersphere Embedding for Face Recognition, CVPR 2017. Logits keep
-    the embeddings' lengths.
+    Liu, Wen, Yu, Li, Raj & Song, SphereFace: Deep Hypersphere Embedding for Face Recognition, CVPR
+    2017. Logits keep the embeddings' lengths.
 
     Args:
         margin: the factor m of the target's angle.
@@ -85,7 +85,8 @@ def arc_face(
 ) -> losses.ArcFaceLoss:
     """ArcFace: softmax over cosines, with a margin added to the target class's angle.
 
-    Deng, Guo, Xue & Zafeiriou, ArcFace: Additive Angular Margin Loss for Deep Face Recognition, CVPR 2019.
+    Deng, Guo, Xue & Zafeiriou, ArcFace: Additive Angular Margin Loss for Deep Face Recognition,
+    CVPR 2019.
 
     Args:
         margin: added to the target class's angle, in degrees.
@@ -132,10 +133,13 @@ def sub_center_arc_face(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.SubCenterArcFaceLoss:
-    """ArcFace with several centres per class, of which the nearest counts: wrong labels gather at a centre of their own.
+    """ArcFace with several centres per class, of which the nearest counts: wrong labels gather at a
+    centre of their own.
 
-    Deng, Guo, Liu, Gong & Zafeiriou, Sub-center ArcFace: Boosting Face Recognition by Large-Scale Noisy Web Faces, ECCV
-    2020. The loss's `get_outliers(embeddings, labels)` finds the items far from their class's dominant centre.
+    Deng, Guo, Liu, Gong & Zafeiriou, Sub-center ArcFace: Boosting Face Recognition by Large-Scale
+    Noisy Web Faces, ECCV
+    2020. The loss's `get_outliers(embeddings, labels)` finds the items far from their class's
+          dominant centre.
 
     Args:
         margin: added to the target class's angle, in degrees.

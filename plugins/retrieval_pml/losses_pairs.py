@@ -37,12 +37,13 @@ def contrastive(
 ) -> losses.ContrastiveLoss:
     """Contrastive loss: positive pairs nearer than one margin, negative pairs farther than another.
 
-    Hadsell, Chopra & LeCun, Dimensionality Reduction by Learning an Invariant Mapping, CVPR 2006 (here without
-    the square).
+    Hadsell, Chopra & LeCun, Dimensionality Reduction by Learning an Invariant Mapping, CVPR 2006
+    (here without the square).
 
     Args:
         pos_margin: a positive pair costs what its distance exceeds this; with a similarity use 1.
-        neg_margin: a negative pair costs what its distance falls short of this; with a similarity use 0.
+        neg_margin: a negative pair costs what its distance falls short of this; with a similarity
+            use 0.
         reducer: how the pairs' losses become one number; by default the mean of those above 0.
     """
 
@@ -59,7 +60,8 @@ def signal_to_noise_ratio_contrastive(
 ) -> losses.SignalToNoiseRatioContrastiveLoss:
     """Contrastive loss on the signal-to-noise distance var(anchor − other) / var(anchor).
 
-    Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric Learning, CVPR
+    Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric
+    Learning, CVPR
     2019. The paper adds the regulariser `pml.zero_mean`.
 
     Args:
@@ -95,14 +97,17 @@ def triplet_margin(
 ) -> losses.TripletMarginLoss:
     """Triplet loss: an anchor's positive nearer than its negative, by a margin.
 
-    Schroff, Kalenichenko & Philbin, FaceNet, CVPR 2015; Weinberger & Saul, JMLR 2009. `swap` follows Balntas et al.,
-    BMVC 2016, and works with a reference set, where upstream mixes up indices.
+    Schroff, Kalenichenko & Philbin, FaceNet, CVPR 2015; Weinberger & Saul, JMLR 2009. `swap`
+    follows Balntas et al., BMVC 2016, and works with a reference set, where upstream mixes up
+    indices.
 
     Args:
         margin: by how much, in the distance's unit.
-        swap: compare the positive with the negative instead of the anchor where that violates the margin more.
+        swap: compare the positive with the negative instead of the anchor where that violates the
+            margin more.
         smooth_loss: log(1 + exp(violation)) instead of max(0, violation).
-        triplets_per_anchor: how many random triplets an anchor gets, or all; a miner's take precedence.
+        triplets_per_anchor: how many random triplets an anchor gets, or all; a miner's take
+            precedence.
         reducer: how the triplets' losses become one number; by default the mean of those above 0.
     """
 
@@ -122,18 +127,20 @@ def margin(
 ) -> losses.MarginLoss:
     """Margin loss: positives below, negatives above a boundary distance that may be learned.
 
-    Wu, Manmatha, Smola & Krähenbühl, Sampling Matters in Deep Embedding Learning, ICCV 2017; made for the miner
-    `pml.distance_weighted`.
+    Wu, Manmatha, Smola & Krähenbühl, Sampling Matters in Deep Embedding Learning, ICCV 2017; made
+    for the miner `pml.distance_weighted`.
 
     Args:
         margin: how far from the boundary pairs should be, in the distance's unit.
         nu: the weight of the penalty on a learned boundary.
         beta: the boundary, or where it begins.
-        triplets_per_anchor: how many random triplets an anchor gets, or all; a miner's take precedence.
+        triplets_per_anchor: how many random triplets an anchor gets, or all; a miner's take
+            precedence.
         learn_beta: whether the boundary is learned.
         per_class: one boundary for each training class instead of one for all.
         distance: how two embeddings are compared; Euclidean on unit vectors by default.
-        reducer: how the triplets' losses become one number; by default their sum over the number of pairs above 0.
+        reducer: how the triplets' losses become one number; by default their sum over the number of
+            pairs above 0.
         embedding_regularizer: a penalty on the embeddings, added to the loss.
         embedding_reg_weight: the factor of that penalty.
     """
@@ -165,8 +172,9 @@ def angular(
 ) -> losses.AngularLoss:
     """Angular loss: bounds the angle at the negative in the triangle of a triplet.
 
-    Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017, equation 8. All three are
-    normalised, as the equation assumes; upstream leaves the negatives at their own length.
+    Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017, equation 8. All
+    three are normalised, as the equation assumes; upstream leaves the negatives at their own
+    length.
 
     Args:
         alpha: the bound, in degrees.
@@ -182,11 +190,12 @@ def dynamic_soft_margin(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.DynamicSoftMarginLoss:
-    """Triplet loss without a margin: each triplet weighs as much as the share of triplets easier than it.
+    """Triplet loss without a margin: each triplet weighs as much as the share of triplets easier
+    than it.
 
-    Zhang & Rusinkiewicz, Learning Local Descriptors with a CDF-Based Dynamic Soft Margin, ICCV 2019. The histogram of
-    d(a, p) − d(a, n) is state: it is saved with the run. Upstream keeps it out of the checkpoint, and
-    differentiates through it, which fails on the second batch.
+    Zhang & Rusinkiewicz, Learning Local Descriptors with a CDF-Based Dynamic Soft Margin, ICCV
+    2019. The histogram of d(a, p) − d(a, n) is state: it is saved with the run. Upstream keeps it
+    out of the checkpoint, and differentiates through it, which fails on the second batch.
 
     Args:
         min_val: the smallest difference that counts; on unit vectors −2.
@@ -206,8 +215,9 @@ def lifted_structure(
 ) -> losses.LiftedStructureLoss:
     """Lifted structure loss: each positive pair against all negatives of both its items.
 
-    Oh Song, Xiang, Jegelka & Savarese, Deep Metric Learning via Lifted Structured Feature Embedding, CVPR 2016.
-    Computed in memory of N², where upstream compares all positive with all negative pairs.
+    Oh Song, Xiang, Jegelka & Savarese, Deep Metric Learning via Lifted Structured Feature
+    Embedding, CVPR 2016. Computed in memory of N², where upstream compares all positive with all
+    negative pairs.
 
     Args:
         neg_margin: negatives nearer than this cost most, in the distance's unit.
@@ -227,8 +237,8 @@ def generalized_lifted_structure(
 ) -> losses.GeneralizedLiftedStructureLoss:
     """Lifted loss of an anchor: all its positives against all its negatives at once.
 
-    Hermans, Beyer & Leibe, In Defense of the Triplet Loss for Person Re-Identification, 2017, equation 8. An anchor
-    that lacks either costs nothing.
+    Hermans, Beyer & Leibe, In Defense of the Triplet Loss for Person Re-Identification, 2017,
+    equation 8. An anchor that lacks either costs nothing.
 
     Args:
         neg_margin: negatives nearer than this cost most, in the distance's unit.
@@ -248,8 +258,8 @@ def intra_pair_variance(
 ) -> losses.IntraPairVarianceLoss:
     """Draws positive pairs' similarities towards their mean, and negative pairs' likewise.
 
-    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019: meant beside `pml.tuplet_margin` in
-    `pml.multiple`.
+    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019: meant beside
+    `pml.tuplet_margin` in `pml.multiple`.
 
     Args:
         pos_eps: how far, relatively, a positive pair may fall below the mean at no cost.
@@ -271,9 +281,9 @@ def threshold_consistent_margin(
 ) -> losses.ThresholdConsistentMarginLoss:
     """A regulariser in the form of a loss: makes one similarity threshold fit all classes.
 
-    Zhang et al., Threshold-Consistent Margin Loss for Open-World Deep Metric Learning, ICLR 2024: meant beside
-    another loss in `pml.multiple`. Looks positives and negatives up in the reference set when there is one;
-    upstream looks in the batch.
+    Zhang et al., Threshold-Consistent Margin Loss for Open-World Deep Metric Learning, ICLR 2024:
+    meant beside another loss in `pml.multiple`. Looks positives and negatives up in the reference
+    set when there is one; upstream looks in the batch.
 
     Args:
         lambda_plus: the weight of positive pairs.

@@ -39,12 +39,13 @@ def normalized_softmax(
 ) -> losses.NormalizedSoftmaxLoss:
     """Softmax over similarities to class weights of length 1.
 
-    Zhai & Wu, Classification is a Strong Baseline for Deep Metric Learning, BMVC 2019; Wang et al., NormFace, ACM MM
-    2017.
+    Zhai & Wu, Classification is a Strong Baseline for Deep Metric Learning, BMVC 2019; Wang et al.,
+    NormFace, ACM MM 2017.
 
     Args:
         temperature: similarities are divided by it.
-        distance: how embeddings are compared with class weights; the dot product of unit vectors by default.
+        distance: how embeddings are compared with class weights; the dot product of unit vectors by
+            default.
     """
 
 
@@ -63,16 +64,19 @@ def proxy_anchor(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.ProxyAnchorLoss:
-    """Proxy-anchor loss: each class's proxy against all items of the batch, the hardest weighing most.
+    """Proxy-anchor loss: each class's proxy against all items of the batch, the hardest weighing
+    most.
 
-    Kim, Kim, Cho & Kwak, Proxy Anchor Loss for Deep Metric Learning, CVPR 2020. The authors give the proxies 100 times
-    the learning rate of the network.
+    Kim, Kim, Cho & Kwak, Proxy Anchor Loss for Deep Metric Learning, CVPR 2020. The authors give
+    the proxies 100 times the learning rate of the network.
 
     Args:
-        margin: δ: positives should be this much nearer than the distance's zero, negatives this much farther.
+        margin: δ: positives should be this much nearer than the distance's zero, negatives this
+            much farther.
         alpha: the exponent's scale.
         distance: how embeddings are compared with proxies; cosine similarity by default.
-        reducer: how the proxies' losses become one number; by default their sum over the number of proxies with positives, and of all.
+        reducer: how the proxies' losses become one number; by default their sum over the number of
+            proxies with positives, and of all.
         weight_regularizer: a penalty on the proxies, added to the loss.
         weight_init_func: how the proxies begin; Kaiming's normal (fan out) by default.
     """
@@ -94,13 +98,14 @@ def proxy_nca(
 ) -> losses.ProxyNCALoss:
     """Proxy-NCA: neighbourhood components analysis with one proxy per class in place of neighbours.
 
-    Movshovitz-Attias, Toshev, Leung, Ioffe & Singh, No Fuss Distance Metric Learning Using Proxies, ICCV 2017. As
-    upstream's, and unlike the paper's, the denominator includes the item's own proxy (Teh, DeVries & Taylor,
-    ProxyNCA++, ECCV 2020): a proper softmax.
+    Movshovitz-Attias, Toshev, Leung, Ioffe & Singh, No Fuss Distance Metric Learning Using Proxies,
+    ICCV 2017. As upstream's, and unlike the paper's, the denominator includes the item's own proxy
+    (Teh, DeVries & Taylor, ProxyNCA++, ECCV 2020): a proper softmax.
 
     Args:
         softmax_scale: distances are multiplied by it.
-        distance: how embeddings are compared with proxies; squared Euclidean on unit vectors by default.
+        distance: how embeddings are compared with proxies; squared Euclidean on unit vectors by
+            default.
         weight_regularizer: a penalty on the proxies, added to the loss.
         weight_init_func: how the proxies begin; standard normal by default.
     """
@@ -125,8 +130,8 @@ def soft_triple(
 ) -> losses.SoftTripleLoss:
     """SoftTriple: softmax over classes with several centres each, softly the nearest.
 
-    Qian, Shang, Sun, Hu, Li & Jin, SoftTriple Loss: Deep Metric Learning Without Triplet Sampling, ICCV 2019; the paper
-    merges centres with the weight regulariser `pml.sparse_centers`.
+    Qian, Shang, Sun, Hu, Li & Jin, SoftTriple Loss: Deep Metric Learning Without Triplet Sampling,
+    ICCV 2019; the paper merges centres with the weight regulariser `pml.sparse_centers`.
 
     Args:
         centers_per_class: centres of each class.
@@ -150,8 +155,8 @@ def p2s_grad(
 ) -> losses.P2SGradLoss:
     """P2SGrad: mean squared error between cosines to class weights and the one-hot label.
 
-    Zhang et al., P2SGrad: Refined Gradients for Optimizing Deep Face Models, CVPR 2019, equation 11. Needs no scale
-    and no margin. The class weights are put back to length 1 at each call.
+    Zhang et al., P2SGrad: Refined Gradients for Optimizing Deep Face Models, CVPR 2019, equation
+    11. Needs no scale and no margin. The class weights are put back to length 1 at each call.
     """
 
 
@@ -168,14 +173,17 @@ def manifold(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.ManifoldLoss:
-    """Manifold similarity to proxies of meta-classes, measured by a random walk over the batch and the proxies.
+    """Manifold similarity to proxies of meta-classes, measured by a random walk over the batch and
+    the proxies.
 
-    Aziere & Todorovic, Ensemble Deep Manifold Similarity Learning Using Hard Proxies, CVPR 2019. Each training class
-    belongs to one proxy, drawn when the loss is made (the paper trains an ensemble, each member with a draw of its
-    own); upstream draws for each *item*, anew in each batch. Inverts a matrix of batch + K.
+    Aziere & Todorovic, Ensemble Deep Manifold Similarity Learning Using Hard Proxies, CVPR 2019.
+    Each training class belongs to one proxy, drawn when the loss is made (the paper trains an
+    ensemble, each member with a draw of its own); upstream draws for each *item*, anew in each
+    batch. Inverts a matrix of batch + K.
 
     Args:
-        K: how many proxies (meta-classes); more than there are classes leaves some without positives.
+        K: how many proxies (meta-classes); more than there are classes leaves some without
+            positives.
         lambdaC: the weight of the contextual loss against the intrinsic one.
         alpha: the share of similarity that the random walk passes on.
         margin: between the similarity to the own proxy and to others.

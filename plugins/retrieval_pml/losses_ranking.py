@@ -21,7 +21,8 @@ def fast_ap(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.FastAPLoss:
-    """FastAP: 1 − average precision, from soft histograms of squared distances between unit vectors.
+    """FastAP: 1 − average precision, from soft histograms of squared distances between unit
+    vectors.
 
     Cakir, He, Xia, Kulis & Sclaroff, Deep Metric Learning to Rank, CVPR 2019. Wants large batches.
 
@@ -40,9 +41,9 @@ def smooth_ap(
 ) -> losses.SmoothAPLoss:
     """Smooth-AP: 1 − average precision, with a sigmoid in place of each comparison of ranks.
 
-    Brown, Xie, Kalogeiton & Zisserman, Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020.
-    Takes batches in any order and with any class sizes; upstream mixes up the number of classes and of items in
-    each, and requires sorted, equal classes.
+    Brown, Xie, Kalogeiton & Zisserman, Smooth-AP: Smoothing the Path Towards Large-Scale Image
+    Retrieval, ECCV 2020. Takes batches in any order and with any class sizes; upstream mixes up the
+    number of classes and of items in each, and requires sorted, equal classes.
 
     Args:
         temperature: of the sigmoid; smaller is closer to the true ranks.
@@ -61,15 +62,15 @@ def pnp(
 ) -> losses.PNPLoss:
     """Penalises the negatives that rank before a positive, and nothing else.
 
-    Li, Min, Song, Li, Zhang & Jiang, Rethinking the Optimization of Average Precision: Only Penalizing Negative
-    Instances before Positive Ones is Enough, AAAI 2022.
+    Li, Min, Song, Li, Zhang & Jiang, Rethinking the Optimization of Average Precision: Only
+    Penalizing Negative Instances before Positive Ones is Enough, AAAI 2022.
 
     Args:
         b: the base of variant Ib.
         alpha: the exponent of variant Dq.
         anneal: the temperature of the sigmoid that counts negatives.
-        variant: how the count R of negatives costs: O as R, Ds as log(1 + R), Dq as 1 − 1/(1 + R)^alpha, Iu as (1 + R)
-            log(1 + R), Ib as (bR − log(1 + bR)) / b².
+        variant: how the count R of negatives costs: O as R, Ds as log(1 + R), Dq as 1 − 1/(1 +
+            R)^alpha, Iu as (1 + R) log(1 + R), Ib as (bR − log(1 + bR)) / b².
     """
 
 
@@ -86,10 +87,12 @@ def ranked_list(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.RankedListLoss:
-    """Ranked list loss: positives within a sphere around each query, negatives outside a larger one.
+    """Ranked list loss: positives within a sphere around each query, negatives outside a larger
+    one.
 
-    Wang, Hua, Kodirov, Hu, Garnier & Robertson, Ranked List Loss for Deep Metric Learning, CVPR 2019; the paper uses
-    margin = 0.4, alpha = 1.2, Tn = 10. Above 5 a temperature makes exp overflow-prone, and upstream warns.
+    Wang, Hua, Kodirov, Hu, Garnier & Robertson, Ranked List Loss for Deep Metric Learning, CVPR
+    2019; the paper uses margin = 0.4, alpha = 1.2, Tn = 10. Above 5 a temperature makes exp
+    overflow-prone, and upstream warns.
 
     Args:
         margin: between both spheres, in the distance's unit.
@@ -109,10 +112,11 @@ def histogram(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.HistogramLoss:
-    """Histogram loss: the probability that a random negative pair is more similar than a random positive one.
+    """Histogram loss: the probability that a random negative pair is more similar than a random
+    positive one.
 
-    Ustinova & Lempitsky, Learning Deep Embeddings with Histogram Loss, NIPS 2016. Counts every pair once; upstream
-    fails when a cosine rounds to 1.
+    Ustinova & Lempitsky, Learning Deep Embeddings with Histogram Loss, NIPS 2016. Counts every pair
+    once; upstream fails when a cosine rounds to 1.
 
     Args:
         n_bins: how many bins divide the cosines from −1 to 1; 100 when neither is given.

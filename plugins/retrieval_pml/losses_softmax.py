@@ -26,8 +26,8 @@ def multi_similarity(
 ) -> losses.MultiSimilarityLoss:
     """Multi-similarity loss: soft maxima of an anchor's positives and of its negatives.
 
-    Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning, CVPR
-    2019; the paper mines with `pml.multi_similarity`.
+    Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep
+    Metric Learning, CVPR 2019; the paper mines with `pml.multi_similarity`.
 
     Args:
         alpha: the exponent's scale for positives.
@@ -48,8 +48,9 @@ def circle(
 ) -> losses.CircleLoss:
     """Circle loss: each similarity weighs as much as it is away from its optimum.
 
-    Sun et al., Circle Loss: A Unified Perspective of Pair Similarity Optimization, CVPR 2020. The paper sets
-    m = 0.25, gamma = 256 for faces, 0.25 and 128 for persons, 0.4 and 80 for fine-grained retrieval.
+    Sun et al., Circle Loss: A Unified Perspective of Pair Similarity Optimization, CVPR 2020. The
+    paper sets m = 0.25, gamma = 256 for faces, 0.25 and 128 for persons, 0.4 and 80 for
+    fine-grained retrieval.
 
     Args:
         m: the relaxation: positives should pass a cosine of 1 − m, negatives stay below m.
@@ -66,10 +67,11 @@ def nt_xent(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.NTXentLoss:
-    """Normalised temperature-scaled cross-entropy (InfoNCE): each positive pair against its anchor's negatives.
+    """Normalised temperature-scaled cross-entropy (InfoNCE): each positive pair against its
+    anchor's negatives.
 
-    Sohn, NIPS 2016; van den Oord, Li & Vinyals, 2018; Chen et al., SimCLR, ICML 2020. Computed in memory of the pairs,
-    where upstream compares all positive with all negative pairs.
+    Sohn, NIPS 2016; van den Oord, Li & Vinyals, 2018; Chen et al., SimCLR, ICML 2020. Computed in
+    memory of the pairs, where upstream compares all positive with all negative pairs.
 
     Args:
         temperature: similarities are divided by it.
@@ -86,9 +88,11 @@ def sup_con(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.SupConLoss:
-    """Supervised contrastive loss: the mean log-probability of an anchor's positives among all others.
+    """Supervised contrastive loss: the mean log-probability of an anchor's positives among all
+    others.
 
-    Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, equation 2 (the sum outside the logarithm).
+    Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, equation 2 (the sum outside the
+    logarithm).
 
     Args:
         temperature: similarities are divided by it.
@@ -105,10 +109,12 @@ def tuplet_margin(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.TupletMarginLoss:
-    """Tuplet margin loss: a positive against all negatives of its anchor, with slack in the positive's angle.
+    """Tuplet margin loss: a positive against all negatives of its anchor, with slack in the
+    positive's angle.
 
-    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019; the paper adds `pml.intra_pair_variance`.
-    Computed in memory of the pairs, where upstream compares all positive with all negative pairs.
+    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019; the paper adds
+    `pml.intra_pair_variance`. Computed in memory of the pairs, where upstream compares all positive
+    with all negative pairs.
 
     Args:
         margin: the slack β, in degrees.
@@ -125,10 +131,12 @@ def nca(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.NCALoss:
-    """Neighbourhood components analysis: −log of the probability that a random neighbour has the item's class.
+    """Neighbourhood components analysis: −log of the probability that a random neighbour has the
+    item's class.
 
-    Goldberger, Roweis, Hinton & Salakhutdinov, Neighbourhood Components Analysis, NIPS 2004 (the logarithmic
-    objective). Computed by logarithms; upstream drops items whose probability rounds to 0.
+    Goldberger, Roweis, Hinton & Salakhutdinov, Neighbourhood Components Analysis, NIPS 2004 (the
+    logarithmic objective). Computed by logarithms; upstream drops items whose probability rounds to
+    0.
 
     Args:
         softmax_scale: distances are multiplied by it.
@@ -146,9 +154,10 @@ def n_pairs(
 ) -> losses.NPairsLoss:
     """N-pairs loss: one positive pair per class, each anchor against the other classes' positives.
 
-    Sohn, Improved Deep Metric Learning with Multi-class N-pair Loss Objective, NIPS 2016. Only the first positive
-    pair of each class counts, so a batch of two items per class wastes nothing. The paper does not normalise (set
-    `distance` to `pml.dot_product_similarity` with `normalize_embeddings = false`) and adds `pml.lp`.
+    Sohn, Improved Deep Metric Learning with Multi-class N-pair Loss Objective, NIPS 2016. Only the
+    first positive pair of each class counts, so a batch of two items per class wastes nothing. The
+    paper does not normalise (set `distance` to `pml.dot_product_similarity` with
+    `normalize_embeddings = false`) and adds `pml.lp`.
 
     Args:
         distance: how two embeddings are compared; the dot product of unit vectors by default.
@@ -166,8 +175,10 @@ def instance(
 ) -> losses.InstanceLoss:
     """Instance loss: each item is to be told from all others of the batch, by cross-entropy.
 
-    Zheng, Zheng, Garrett, Yang, Xu & Shen, Dual-Path Convolutional Image-Text Embeddings with Instance Loss, ACM TOMM
-    2020. Items that share a label share their vote: −log Σ over own label / Σ over all, of exp(γ cos). Upstream
+    Zheng, Zheng, Garrett, Yang, Xu & Shen, Dual-Path Convolutional Image-Text Embeddings with
+    Instance Loss, ACM TOMM
+    2020. Items that share a label share their vote: −log Σ over own label / Σ over all, of exp(γ
+          cos). Upstream
     takes the rank of a label for the position of an item, which draws items towards other classes.
 
     Args:

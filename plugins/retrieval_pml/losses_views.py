@@ -1,4 +1,7 @@
-"""Losses of two views of the same things. Items that share a label are views of one thing, paired in order."""
+"""Losses of two views of the same things.
+
+Items that share a label are views of one thing, paired in order.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,8 @@ def two_views(
 
 
 class VICRegLoss(PreciseLoss, losses.VICRegLoss):
-    """Upstream's, which finds the two views by their label when it is called like any other loss; its gradient is written down.
+    """Upstream's, which finds the two views by their label when it is called like any other loss;
+    its gradient is written down.
 
     Without labels the embeddings are the first views, and `ref_emb` holds the second ones.
     """
@@ -99,7 +103,8 @@ class VICRegLoss(PreciseLoss, losses.VICRegLoss):
 
         Args:
             embeddings: (N, C) both views; without labels, the first views.
-            labels: (N,) items of one label are views of one thing; None when `ref_emb` holds the second views.
+            labels: (N,) items of one label are views of one thing; None when `ref_emb` holds the
+                second views.
             indices_tuple: must be None.
             ref_emb: (N, C) the second views, when there are no labels.
             ref_labels: must be None.
@@ -131,9 +136,11 @@ class VICRegLoss(PreciseLoss, losses.VICRegLoss):
 
 
 class _VICReg(torch.autograd.Function):
-    """How far apart each thing's views (2, P, C) are (P,), what their dimensions lack in spread (2, C), and their covariances, one number.
+    """How far apart each thing's views (2, P, C) are (P,), what their dimensions lack in spread (2,
+    C), and their covariances, one number.
 
-    One product for the covariances and one for all of the gradient, where autograd takes three for the covariances alone.
+    One product for the covariances and one for all of the gradient, where autograd takes three for
+    the covariances alone.
     """
 
     @staticmethod
@@ -226,8 +233,10 @@ def vic_reg(
 ) -> losses.VICRegLoss:
     """VICReg: two views of a thing alike, each dimension spread out, no two dimensions correlated.
 
-    Bardes, Ponce & LeCun, VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning, ICLR
-    2022. Items that share a label are taken for views of one thing, in pairs, in the batch's order; fewer than two
+    Bardes, Ponce & LeCun, VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised
+    Learning, ICLR
+    2022. Items that share a label are taken for views of one thing, in pairs, in the batch's order;
+          fewer than two
     pairs cost nothing.
 
     Args:
@@ -241,14 +250,17 @@ def vic_reg(
 
 @traits(ref_emb=False, miner=False)
 def self_supervised(loss: AnyLoss, symmetric: bool = True) -> losses.SelfSupervisedLoss:
-    """Another loss on pairs of views: items that share a label are views of one thing, paired in order.
+    """Another loss on pairs of views: items that share a label are views of one thing, paired in
+    order.
 
-    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, with `pml.nt_xent` inside. For a dataset whose labels say
-    which image a view was made of; with class labels it is the inner loss on pairs of a class.
+    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, with `pml.nt_xent` inside. For a dataset
+    whose labels say which image a view was made of; with class labels it is the inner loss on pairs
+    of a class.
 
     Args:
         loss: the loss, which must take a reference set.
-        symmetric: both views serve as anchors, against all others; otherwise the first against the second views.
+        symmetric: both views serve as anchors, against all others; otherwise the first against the
+            second views.
     """
     return SelfSupervisedLoss(loss, symmetric)
 

@@ -1,4 +1,6 @@
-"""Losses that are sums over single pairs, measured in blocks of rows, and the signal-to-noise distance in memory of N²."""
+"""Losses that are sums over single pairs, measured in blocks of rows, and the signal-to-noise
+distance in memory of N².
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ _NAMES = ("pos_loss", "neg_loss")
 
 
 class SumsOfPairs(Whole):
-    """A loss with a part of its positive pairs and one of its negative pairs; the negative ones are never listed."""
+    """A loss with a part of its positive pairs and one of its negative pairs; the negative ones are
+    never listed.
+    """
 
     def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return the losses by name, the negatives' reduced; None where it has to be made of single pairs."""
+        """Return the losses by name, the negatives' reduced; None where it has to be made of single
+        pairs.
+        """
         this: Any = self
         limits = bounds(self.reducer_of("neg_loss"))
         if limits is None:
@@ -87,7 +93,8 @@ class SumsOfPairs(Whole):
     def pushed_(
         self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor
     ) -> Any:
-        """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by each of `still`; see `blocks.by_rows`.
+        """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by
+        each of `still`; see `blocks.by_rows`.
 
         Args:
             mat: (R, M) some rows.
@@ -150,7 +157,9 @@ class IntraPairVarianceLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.IntraPai
     def pushed_(
         self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor
     ) -> Any:
-        """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by the mean (R,); see `SumsOfPairs`."""
+        """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by the
+        mean (R,); see `SumsOfPairs`.
+        """
         sign = 1 if self.distance.is_inverted else -1
         share = 1 + sign * self.neg_eps
         over = (mat - share * still[0].unsqueeze(1)).mul_(sign)
@@ -191,7 +200,9 @@ class _MeanOfNegatives(torch.autograd.Function):
 
 
 class SNRDistance(distances.SNRDistance):
-    """Upstream's, by a product of matrices, where upstream keeps the difference of each pair of embeddings."""
+    """Upstream's, by a product of matrices, where upstream keeps the difference of each pair of
+    embeddings.
+    """
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return var(query − reference) / var(query), (N, M)."""

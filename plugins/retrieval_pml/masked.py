@@ -1,6 +1,8 @@
-"""Losses of all pairs or triplets on masked matrices: the same numbers as upstream's lists of indices, in a few N × N.
+"""Losses of all pairs or triplets on masked matrices: the same numbers as upstream's lists of
+indices, in a few N × N.
 
-Where a miner picks, where triplets are drawn, or where a reducer looks at single triplets, upstream's own way is taken.
+Where a miner picks, where triplets are drawn, or where a reducer looks at single triplets,
+upstream's own way is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _ENTRIES = 2**18
 
 
 class MaskedPairs:
-    """Gives a loss of the matrix of all pairs its pairs as masks, without lists of indices where no miner gave any.
+    """Gives a loss of the matrix of all pairs its pairs as masks, without lists of indices where no
+    miner gave any.
 
     A batch with a single pair counts; upstream returns 0 when no list of pairs is longer than one.
     """
@@ -118,7 +121,8 @@ class SupConLoss(PreciseLoss, MaskedPairs, losses.SupConLoss):
 class GeneralizedLiftedStructureLoss(
     PreciseLoss, MaskedPairs, losses.GeneralizedLiftedStructureLoss
 ):
-    """Upstream's, by `MaskedPairs`, except that an anchor without positives or without negatives costs 0.
+    """Upstream's, by `MaskedPairs`, except that an anchor without positives or without negatives
+    costs 0.
 
     The sum of none is 0 and its logarithm −∞; upstream puts 0 in its place.
     """
@@ -134,7 +138,9 @@ class GeneralizedLiftedStructureLoss(
 
 
 class Whole:
-    """Lets a loss of all pairs or triplets be measured and reduced as a whole; `compute_loss` still gives each one's."""
+    """Lets a loss of all pairs or triplets be measured and reduced as a whole; `compute_loss` still
+    gives each one's.
+    """
 
     def measured(
         self,
@@ -144,7 +150,9 @@ class Whole:
         ref_emb: Tensor | None,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the loss, a scalar: upstream's steps, with `whole` in the place of `compute_loss` where it can."""
+        """Return the loss, a scalar: upstream's steps, with `whole` in the place of `compute_loss`
+        where it can.
+        """
         this: Any = self
         common_functions.check_shapes(embeddings, labels)
         parts, classes = None, labels
@@ -171,7 +179,9 @@ class Whole:
         ref_emb: Tensor,
         ref_labels: Tensor,
     ) -> Any:
-        """Return the loss of a miner's pairs or triplets by name, reduced; None where it has to be made of single ones."""
+        """Return the loss of a miner's pairs or triplets by name, reduced; None where it has to be
+        made of single ones.
+        """
         return None
 
     def reducer_of(self, name: str) -> Any:
@@ -185,7 +195,9 @@ class Whole:
 
 
 def bounds(reducer: Any) -> tuple[float | None, float | None, bool] | None:
-    """Return between which two losses a reducer counts, and whether it takes their mean (or sum); None if it does something else."""
+    """Return between which two losses a reducer counts, and whether it takes their mean (or sum);
+    None if it does something else.
+    """
     if reducer.collect_stats:
         return None
     if type(reducer) in (reducers.AvgNonZeroReducer, reducers.ThresholdReducer):
@@ -196,7 +208,9 @@ def bounds(reducer: Any) -> tuple[float | None, float | None, bool] | None:
 
 
 class TripletMarginLoss(Whole, corrected_triplets.TripletMarginLoss):
-    """The corrected one, which measures all triplets in blocks of masked rows and keeps none of them."""
+    """The corrected one, which measures all triplets in blocks of masked rows and keeps none of
+    them.
+    """
 
     @property
     def rows_by_labels(self) -> bool:
@@ -209,7 +223,9 @@ class TripletMarginLoss(Whole, corrected_triplets.TripletMarginLoss):
         return "anchors" if self.triplets_per_anchor == "all" else None
 
     def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return the loss of all triplets by name, reduced; None where it has to be made of single triplets."""
+        """Return the loss of all triplets by name, reduced; None where it has to be made of single
+        triplets.
+        """
         limits = bounds(self.reducer_of("loss"))
         if self.swap or self.smooth_loss or limits is None:
             return None
@@ -231,7 +247,9 @@ class TripletMarginLoss(Whole, corrected_triplets.TripletMarginLoss):
         ref_emb: Tensor,
         ref_labels: Tensor,
     ) -> Any:
-        """Return the loss of a miner's triplets by name, reduced; None where it has to be made of single ones."""
+        """Return the loss of a miner's triplets by name, reduced; None where it has to be made of
+        single ones.
+        """
         limits = bounds(self.reducer_of("loss"))
         if self.swap or self.smooth_loss or limits is None:
             return None
@@ -252,7 +270,9 @@ class TripletMarginLoss(Whole, corrected_triplets.TripletMarginLoss):
 
 
 class _ListedTriplets(torch.autograd.Function):
-    """The sum of max(0, d(a, p) − d(a, n) + margin) of some triplets, and how many are counted: some triplets at a time."""
+    """The sum of max(0, d(a, p) − d(a, n) + margin) of some triplets, and how many are counted:
+    some triplets at a time.
+    """
 
     @staticmethod
     def forward(
@@ -263,7 +283,9 @@ class _ListedTriplets(torch.autograd.Function):
         low: float | None,
         high: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum (float64) of the losses above `low` and below `high`, and their number; see `_AllTriplets`."""
+        """Return the sum (float64) of the losses above `low` and below `high`, and their number;
+        see `_AllTriplets`.
+        """
         every = near.reshape(-1)
         slope = torch.zeros_like(every)
         total = near.new_zeros((), dtype=torch.float64)
@@ -353,10 +375,14 @@ class _AllTriplets(torch.autograd.Function):
 
 
 class MarginLoss(Whole, PreciseLoss, losses.MarginLoss):
-    """Upstream's, which adds up all triplets by their pairs: a pair's loss counts once for each triplet that it is in."""
+    """Upstream's, which adds up all triplets by their pairs: a pair's loss counts once for each
+    triplet that it is in.
+    """
 
     def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return the loss of all triplets by name, reduced; None where it has to be made of single triplets."""
+        """Return the loss of all triplets by name, reduced; None where it has to be made of single
+        triplets.
+        """
         if not isinstance(self.reducer_of("margin_loss"), reducers.DivisorReducer):
             return None
         pairs = Pairs(labels, ref_labels)

@@ -1,4 +1,6 @@
-"""Miners on masks and in blocks of rows: upstream's pairs and triplets, in upstream's order and of upstream's draws, without lists of all of them."""
+"""Miners on masks and in blocks of rows: upstream's pairs and triplets, in upstream's order and of
+upstream's draws, without lists of all of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Triplets = tuple[Tensor, Tensor, Tensor]
 
 
 class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
-    """Upstream's pairs by each row's extremes, where upstream sorts all rows; they come in the order of their columns."""
+    """Upstream's pairs by each row's extremes, where upstream sorts all rows; they come in the
+    order of their columns.
+    """
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.Miner`."""
@@ -94,7 +98,9 @@ class TripletMarginMiner(PreciseMiner, miners.TripletMarginMiner):
 
 
 class AngularMiner(PreciseMiner, miners.AngularMiner):
-    """Upstream's, which requires a normalising distance and then measures embeddings at their own length; in blocks of positive pairs."""
+    """Upstream's, which requires a normalising distance and then measures embeddings at their own
+    length; in blocks of positive pairs.
+    """
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
@@ -117,7 +123,9 @@ class AngularMiner(PreciseMiner, miners.AngularMiner):
 def _triplets(
     chosen: Any, anchor: Tensor, positive: Tensor, labels: Tensor, ref_labels: Tensor
 ) -> Triplets:
-    """Return the triplets (T,) of positive pairs (P,) and those of their negatives that `chosen` says, of some pairs, as a mask (K, M)."""
+    """Return the triplets (T,) of positive pairs (P,) and those of their negatives that `chosen`
+    says, of some pairs, as a mask (K, M).
+    """
     found: list[tuple[slice, Tensor, Tensor]] = []
     for part in blocks(len(anchor), len(ref_labels)):
         a, p = anchor[part], positive[part]
@@ -300,7 +308,9 @@ class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
         mat, width = similarities(self.distance, embeddings, ref_emb), float(embeddings.shape[1])
 
         def logarithms(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
-            """Return some rows' clipped distances, the logarithms of their weights, and which of these are numbers."""
+            """Return some rows' clipped distances, the logarithms of their weights, and which of
+            these are numbers.
+            """
             near = mat[rows].clamp(min=self.cutoff)
             found = (2.0 - width) * torch.log(near) - ((width - 3) / 2) * torch.log(
                 1.0 - 0.25 * near**2.0

@@ -1,4 +1,6 @@
-"""Matrices of distances and similarities: those of a batch with itself by half the products, one for a loss and its miner."""
+"""Matrices of distances and similarities: those of a batch with itself by half the products, one
+for a loss and its miner.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ _LONG = 256
 """From this many numbers on, products cost more than copies of them."""
 _EPS = 1e-12
 _DIRECT = 25
-"""Up to so many items torch subtracts one vector from the other, which is exact where they are almost the same."""
+"""Up to so many items torch subtracts one vector from the other, which is exact where they are
+almost the same.
+"""
 
 
 def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
     """Return a distance's matrix (N, M).
 
-    Where both sides are one, its gradient takes one product instead of two. A matrix that was made without a gradient, as a miner's
-    is, is kept as long as its embeddings are there and unchanged, until it is asked for with a gradient: a loss on the pairs of a miner
-    takes the miner's.
+    Where both sides are one, its gradient takes one product instead of two. A matrix that was made
+    without a gradient, as a miner's is, is kept as long as its embeddings are there and unchanged,
+    until it is asked for with a gradient: a loss on the pairs of a miner takes the miner's.
 
     Args:
         distance: one of pytorch-metric-learning's.
@@ -54,7 +58,8 @@ def _vectors(distance: Any, embeddings: Tensor) -> tuple[Tensor, bool]:
 
 
 def unit(vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
-    """Return vectors at one length, as `torch.nn.functional.normalize` does; its gradient takes half the passes.
+    """Return vectors at one length, as `torch.nn.functional.normalize` does; its gradient takes
+    half the passes.
 
     Args:
         vectors: of two dimensions.
@@ -99,7 +104,9 @@ def _at_length_1(vectors: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _through(gradient: Tensor, vectors: Tensor, found: Tensor, lengths: Tensor, dim: int) -> Tensor:
-    """Return the gradient to vectors of one to `found`, these at length 1; where it will be differentiated, `found` is made of them."""
+    """Return the gradient to vectors of one to `found`, these at length 1; where it will be
+    differentiated, `found` is made of them.
+    """
     if torch.is_grad_enabled():
         return torch.autograd.grad(found, vectors, gradient, create_graph=True)[0]
     # a vector that is too short to have a direction is only divided
@@ -114,7 +121,9 @@ def products(x: Tensor) -> Tensor:
 
 
 def _kind(distance: Any) -> tuple[Any, ...] | None:
-    """Return what two distances have in common that make one matrix; None of those whose gradient is not known here."""
+    """Return what two distances have in common that make one matrix; None of those whose gradient
+    is not known here.
+    """
     if distance.collect_stats:
         return None
     norm = (distance.normalize_embeddings, distance.p if distance.normalize_embeddings else None)
@@ -189,7 +198,9 @@ class _Euclidean(torch.autograd.Function):
 
 
 def _with_itself(x: Tensor) -> Tensor:
-    """Return x xᵀ (N, N) of vectors (N, C); long ones in stripes, of which what lies below the diagonal is copied."""
+    """Return x xᵀ (N, N) of vectors (N, C); long ones in stripes, of which what lies below the
+    diagonal is copied.
+    """
     if x.device.type != "cpu" or x.shape[1] < _LONG or len(x) < _LONG:
         return x @ x.T
     found = torch.empty(len(x), len(x), dtype=x.dtype)
@@ -202,5 +213,7 @@ def _with_itself(x: Tensor) -> Tensor:
 
 
 def _with_transposed(mat: Tensor) -> Tensor:
-    """Return a matrix (N, N) and its transposed one, added; torch copies a transposed matrix by tiles, and adds one by single numbers."""
+    """Return a matrix (N, N) and its transposed one, added; torch copies a transposed matrix by
+    tiles, and adds one by single numbers.
+    """
     return mat.T.clone(memory_format=torch.contiguous_format).add_(mat)

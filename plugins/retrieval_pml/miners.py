@@ -51,8 +51,8 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
 def angular(angle: Annotated[float, Field(ge=0, lt=90)] = 20.0) -> miners.AngularMiner:
     """Triplets whose angle at the negative exceeds a bound.
 
-    Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017. On unit vectors; upstream measures
-    embeddings at their own length.
+    Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017. On unit vectors;
+    upstream measures embeddings at their own length.
 
     Args:
         angle: the bound, in degrees.
@@ -72,10 +72,11 @@ def batch_easy_hard(
     Xuan, Stylianou & Pless, Improved Embeddings with Easy Positive Triplet Mining, WACV 2020.
 
     Args:
-        pos_strategy: which positive: the farthest (hard), the farthest still nearer than the negative (semihard), the
-            nearest (easy), or all.
-        neg_strategy: which negative: the nearest (hard), the nearest still farther than the positive (semihard), the
-            farthest (easy), or all. Not semihard on both sides, and not semihard beside all.
+        pos_strategy: which positive: the farthest (hard), the farthest still nearer than the
+            negative (semihard), the nearest (easy), or all.
+        neg_strategy: which negative: the nearest (hard), the nearest still farther than the
+            positive (semihard), the farthest (easy), or all. Not semihard on both sides, and not
+            semihard beside all.
         allowed_pos_range: the smallest and largest distance of a positive that may be chosen.
         allowed_neg_range: the smallest and largest distance of a negative that may be chosen.
     """
@@ -113,7 +114,9 @@ def distance_weighted(
 
 @traits(ref_emb=False)
 def embeddings_already_packaged_as_triplets() -> miners.EmbeddingsAlreadyPackagedAsTriplets:
-    """The triplets that the batch is made of: anchor, positive, negative, anchor, and so on, whatever the labels."""
+    """The triplets that the batch is made of: anchor, positive, negative, anchor, and so on,
+    whatever the labels.
+    """
     return EmbeddingsAlreadyPackagedAsTriplets()
 
 
@@ -134,10 +137,11 @@ def hdc(
 def multi_similarity(
     epsilon: float = 0.1, distance: Distance = None
 ) -> miners.MultiSimilarityMiner:
-    """Negatives more similar than the least similar positive, positives less similar than the most similar negative.
+    """Negatives more similar than the least similar positive, positives less similar than the most
+    similar negative.
 
-    Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning, CVPR
-    2019.
+    Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep
+    Metric Learning, CVPR 2019.
 
     Args:
         epsilon: pairs also count when they miss that by less than this.
@@ -165,12 +169,14 @@ def triplet_margin(
 ) -> miners.TripletMarginMiner:
     """Triplets that violate a margin.
 
-    Schroff, Kalenichenko & Philbin, FaceNet: A Unified Embedding for Face Recognition and Clustering, CVPR 2015.
+    Schroff, Kalenichenko & Philbin, FaceNet: A Unified Embedding for Face Recognition and
+    Clustering, CVPR 2015.
 
     Args:
         margin: by how much the negative should be farther than the positive.
-        type_of_triplets: all that violate the margin; of those hard (the negative is nearer) or semihard (it is
-            farther, by less than the margin); or easy, those that do not violate it.
+        type_of_triplets: all that violate the margin; of those hard (the negative is nearer) or
+            semihard (it is farther, by less than the margin); or easy, those that do not violate
+            it.
     """
 
 

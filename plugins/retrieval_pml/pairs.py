@@ -15,7 +15,8 @@ _FEW = 32
 
 
 class Pairs:
-    """Which pairs (N, M) are positive and which negative: by labels, or as a miner says; an item and itself are neither.
+    """Which pairs (N, M) are positive and which negative: by labels, or as a miner says; an item
+    and itself are neither.
 
     Args:
         labels: (N,).
@@ -58,7 +59,9 @@ class Pairs:
         return same, other
 
     def positives(self, rows: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Return the positive pairs (P,), row by row: of all rows, or of some, which are counted from the first of these."""
+        """Return the positive pairs (P,), row by row: of all rows, or of some, which are counted
+        from the first of these.
+        """
         if self.listed is not None:
             row, column = torch.where(self.listed[0][slice(None) if rows is None else rows])
             return row, column
@@ -105,7 +108,9 @@ class Pairs:
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The reference items in the order of their labels (M,); where each row's label begins there (N,), and how often it comes (N,)."""
+        """The reference items in the order of their labels (M,); where each row's label begins
+        there (N,), and how often it comes (N,).
+        """
         known, order = self.ref_labels.sort(stable=True)
         first = torch.searchsorted(known, self.labels)
         return order, first, torch.searchsorted(known, self.labels, right=True) - first

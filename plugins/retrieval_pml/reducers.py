@@ -15,7 +15,8 @@ from retrieval_pml.forward import forwards
 
 
 class ClassWeightedReducer(reducers.ClassWeightedReducer):
-    """Upstream's, except for losses that come as a column (N, 1), as those of `pml.multi_similarity` do.
+    """Upstream's, except for losses that come as a column (N, 1), as those of
+    `pml.multi_similarity` do.
 
     Upstream multiplies a column with a row of weights, and so each loss with every weight.
     """
@@ -45,14 +46,16 @@ class DivisorReducer(reducers.DivisorReducer):
 class PerAnchorReducer(reducers.PerAnchorReducer):
     """Upstream's mean of each anchor's losses, also with a reference set and for triplets.
 
-    Upstream fails where pairs reach into a reference set larger than the batch, on losses that come as a column
-    (N, 1), and on triplets.
+    Upstream fails where pairs reach into a reference set larger than the batch, on losses that come
+    as a column (N, 1), and on triplets.
     """
 
     def tuple_reduction_helper(
         self, losses: Tensor, loss_indices: Sequence[Tensor], embeddings: Tensor, labels: Tensor
     ) -> Any:
-        """Return the inner reducer's number of the anchors' mean losses; an anchor without any counts as 0."""
+        """Return the inner reducer's number of the anchors' mean losses; an anchor without any
+        counts as 0.
+        """
         anchors, zeros = loss_indices[0], losses.new_zeros(len(embeddings))
         total = zeros.index_add(0, anchors, losses.flatten())
         count = zeros.index_add(0, anchors, torch.ones_like(losses.flatten()))
@@ -76,7 +79,8 @@ def avg_non_zero() -> reducers.AvgNonZeroReducer:
 def class_weighted(
     weights: list[NonNegative], classes: int | None = None
 ) -> reducers.ClassWeightedReducer:
-    """The mean of the losses, each times the weight of its item's (pair's or triplet's anchor's) class.
+    """The mean of the losses, each times the weight of its item's (pair's or triplet's anchor's)
+    class.
 
     Args:
         weights: one for each training class, in the order of the class numbers.
@@ -87,9 +91,11 @@ def class_weighted(
 
 
 def divisor() -> reducers.DivisorReducer:
-    """The sum of the losses over a number that the loss names, such as that of proxies with positives.
+    """The sum of the losses over a number that the loss names, such as that of proxies with
+    positives.
 
-    Serves `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, whose default it is.
+    Serves `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, whose default
+    it is.
     """
     return DivisorReducer()
 
@@ -108,8 +114,8 @@ def multiple(
 
     Args:
         reducers: one for each name.
-        names: the parts, such as "pos_loss" and "neg_loss" (`pml.contrastive`, `pml.proxy_anchor`), "margin_loss",
-            "embedding_reg_loss", "weight_reg_loss"; "loss" where there is only one.
+        names: the parts, such as "pos_loss" and "neg_loss" (`pml.contrastive`, `pml.proxy_anchor`),
+            "margin_loss", "embedding_reg_loss", "weight_reg_loss"; "loss" where there is only one.
         default_reducer: for the parts not named; the mean by default.
     """
     if len(set(names)) != len(reducers) or len(names) != len(reducers):

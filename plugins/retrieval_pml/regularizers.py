@@ -56,19 +56,23 @@ def sparse_centers(
 ) -> regularizers.SparseCentersRegularizer:
     """Merges the centres of a class that has several: √(2 − 2 cos) between each two of them.
 
-    Qian, Shang, Sun, Hu, Li & Jin, SoftTriple Loss, ICCV 2019; the weight regulariser of `pml.soft_triple`.
+    Qian, Shang, Sun, Hu, Li & Jin, SoftTriple Loss, ICCV 2019; the weight regulariser of
+    `pml.soft_triple`.
 
     Args:
         centers_per_class: as in the loss, at least 2.
-        reducer: how the pairs' penalties become one number; by default their sum over twice the number of pairs.
+        reducer: how the pairs' penalties become one number; by default their sum over twice the
+            number of pairs.
     """
 
 
 @forwards(regularizers.ZeroMeanRegularizer)
 def zero_mean(reducer: Reducer = None) -> regularizers.ZeroMeanRegularizer:
-    """The absolute sum of each row's dimensions; belongs to `pml.signal_to_noise_ratio_contrastive`.
+    """The absolute sum of each row's dimensions; belongs to
+    `pml.signal_to_noise_ratio_contrastive`.
 
-    Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric Learning, CVPR 2019.
+    Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric
+    Learning, CVPR 2019.
 
     Args:
         reducer: how the rows' penalties become one number; the mean by default.

@@ -50,7 +50,9 @@ def check_reference(name: str, loss: nn.Module) -> None:
 
 
 class MultipleLosses(losses.MultipleLosses):
-    """Upstream's, which hands a reference set on, and lets some losses have a miner and others none."""
+    """Upstream's, which hands a reference set on, and lets some losses have a miner and others
+    none.
+    """
 
     def __init__(
         self,
@@ -89,7 +91,8 @@ class MultipleLosses(losses.MultipleLosses):
         """Return the weighted sum of the losses; see `retrieval.Loss`.
 
         Raises:
-            ValueError: indices come from outside though a loss has a miner, or a loss takes no reference set.
+            ValueError: indices come from outside though a loss has a miner, or a loss takes no
+                reference set.
         """
         if indices_tuple is not None and self.miner_of:
             raise ValueError(
@@ -110,13 +113,15 @@ class MultipleLosses(losses.MultipleLosses):
 
 
 class CrossBatchMemory(losses.CrossBatchMemory):
-    """Upstream's queue, with its position in the state, so that a resumed run goes on exactly where it stopped.
+    """Upstream's queue, with its position in the state, so that a resumed run goes on exactly where
+    it stopped.
 
-    Also: a batch of one item is not compared with itself; indices of a miner outside are pointed at the batch's
-    places in the queue (upstream takes them for places in the queue as they are); any loss that takes a reference
-    set serves, not only those of a list of names.
+    Also: a batch of one item is not compared with itself; indices of a miner outside are pointed at
+    the batch's places in the queue (upstream takes them for places in the queue as they are); any
+    loss that takes a reference set serves, not only those of a list of names.
 
-    Buffers: `embedding_memory` (M, C), `label_memory` (M,), `queue_state` (2,) int64: position, filled or not.
+    Buffers: `embedding_memory` (M, C), `label_memory` (M,), `queue_state` (2,) int64: position,
+    filled or not.
     """
 
     def __init__(
@@ -180,7 +185,8 @@ class CrossBatchMemory(losses.CrossBatchMemory):
             enqueue_mask: (B,) the items that go into the queue; the others are compared with it.
 
         Raises:
-            ValueError: the batch is larger than the queue, or there is a reference set, or no labels.
+            ValueError: the batch is larger than the queue, or there is a reference set, or no
+                labels.
         """
         no_reference("CrossBatchMemory", ref_emb)
         labels = on_labels(labels, embeddings, "CrossBatchMemory")
@@ -245,7 +251,8 @@ def multiple(
         losses: the losses.
         miners: one for each loss, in the same order, or fewer with `miner_for`.
         weights: one for each loss; 1 by default.
-        miner_for: the position, from 0, of the loss that each miner serves, where not every loss has one.
+        miner_for: the position, from 0, of the loss that each miner serves, where not every loss
+            has one.
     """
     return MultipleLosses(losses, miners, weights, miner_for)
 
@@ -259,8 +266,8 @@ def cross_batch_memory(
 ) -> losses.CrossBatchMemory:
     """Another loss, of the batch against a queue of the embeddings of past batches.
 
-    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and its position are
-    saved with the run; upstream's position is not.
+    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
+    its position are saved with the run; upstream's position is not.
 
     Args:
         loss: the loss, which must take a reference set.

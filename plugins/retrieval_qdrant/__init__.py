@@ -1,4 +1,6 @@
-"""Qdrant as a store: `qdrant://host:6333/photos`, and `qdrant_local:///data/photos` without a server."""
+"""Qdrant as a store: `qdrant://host:6333/photos`, and `qdrant_local:///data/photos` without a
+server.
+"""
 
 from __future__ import annotations
 

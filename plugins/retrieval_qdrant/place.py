@@ -35,7 +35,8 @@ class QdrantPlace(stores.RemotePlace):
         address: `qdrant://host:6333/photos`; the port is 6333 by default.
         tls: whether to talk over TLS.
         timeout: seconds that one question to the server may take.
-        exact: whether every vector is looked at, rather than Qdrant's graph, which is faster and may miss some.
+        exact: whether every vector is looked at, rather than Qdrant's graph, which is faster and
+            may miss some.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class QdrantLocalPlace(stores.RemotePlace):
 
 
 class _LocalClient:
-    """What `QdrantClient` is, for a folder, which is opened once in a process and asked by one thread at a time.
+    """What `QdrantClient` is, for a folder, which is opened once in a process and asked by one
+    thread at a time.
 
     Args:
         folder: where its collections are; it is made where it is missing.

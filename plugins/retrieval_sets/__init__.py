@@ -1,4 +1,7 @@
-"""Data sets as their makers published them: their layouts, splits and numbers. Nothing is downloaded."""
+"""Data sets as their makers published them: their layouts, splits and numbers.
+
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 

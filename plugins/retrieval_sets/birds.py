@@ -36,19 +36,24 @@ def cub200(
 ) -> Dataset:
     """Load CUB-200-2011: 11,788 photographs of 200 species of birds, with a box each.
 
-    Wah, Branson, Welinder, Perona & Belongie, "The Caltech-UCSD Birds-200-2011 Dataset", Caltech, CNS-TR-2011-001. Nothing is
-    downloaded. The first 100 species train (5,864 images) and the others test (5,924): Oh Song, Xiang, Jegelka & Savarese, "Deep
-    Metric Learning via Lifted Structured Feature Embedding", CVPR 2016, which does not use the boxes.
+    Wah, Branson, Welinder, Perona & Belongie, "The Caltech-UCSD Birds-200-2011 Dataset", Caltech,
+    CNS-TR-2011-001. Nothing is downloaded. The first 100 species train (5,864 images) and the
+    others test (5,924): Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted
+    Structured Feature Embedding", CVPR 2016, which does not use the boxes.
 
     Args:
         folder: the folder `CUB_200_2011`, or the one that holds it.
-        protocol: "classes" is that split by species; "official" the makers' `train_test_split.txt`, with all species on both sides.
+        protocol: "classes" is that split by species; "official" the makers' `train_test_split.txt`,
+            with all species on both sides.
         crop: whether images are cut to the birds' boxes.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
+        DataError: with every problem: missing files, wrong lines, other numbers than the published
+            ones.
     """
     official = protocol == "official"
     published = CUB_OFFICIAL if official else CUB

@@ -35,19 +35,24 @@ def cars196(
 ) -> Dataset:
     """Load Cars-196: 16,185 photographs of 196 models of cars, with a box each.
 
-    Krause, Stark, Deng & Fei-Fei, "3D Object Representations for Fine-Grained Categorization", 3dRR 2013. Nothing is downloaded.
-    Both layouts are read: `car_ims/` with `cars_annos.mat`, and `cars_train/`, `cars_test/` with the two files of annotations of
-    `devkit/`. The first 98 models train (8,054 images) and the others test (8,131): Oh Song et al., CVPR 2016, without the boxes.
+    Krause, Stark, Deng & Fei-Fei, "3D Object Representations for Fine-Grained Categorization", 3dRR
+    2013. Nothing is downloaded. Both layouts are read: `car_ims/` with `cars_annos.mat`, and
+    `cars_train/`, `cars_test/` with the two files of annotations of `devkit/`. The first 98 models
+    train (8,054 images) and the others test (8,131): Oh Song et al., CVPR 2016, without the boxes.
 
     Args:
         folder: the folder that holds them.
-        protocol: "classes" is that split by model; "official" the makers' own, with all models on both sides.
+        protocol: "classes" is that split by model; "official" the makers' own, with all models on
+            both sides.
         crop: whether images are cut to the cars' boxes.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, annotations that are damaged, other numbers than the published ones.
+        DataError: with every problem: missing files, annotations that are damaged, other numbers
+            than the published ones.
     """
     published = CARS_OFFICIAL if protocol == "official" else CARS
     published.root(folder)

@@ -25,17 +25,21 @@ def cifar100(
 ) -> Dataset:
     """Load CIFAR-100: 60,000 colour images of 32 × 32 pixels, with their train and test split.
 
-    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary version*: the version for Python is
-    made of pickles, which are never read. Each of 20 coarse classes has five fine ones; an item's metadata has both names.
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
+    version*: the version for Python is made of pickles, which are never read. Each of 20 coarse
+    classes has five fine ones; an item's metadata has both names.
 
     Args:
-        folder: the folder `cifar-100-binary` with `train.bin`, `test.bin`, `fine_label_names.txt` and `coarse_label_names.txt`.
+        folder: the folder `cifar-100-binary` with `train.bin`, `test.bin`, `fine_label_names.txt`
+            and `coarse_label_names.txt`.
         labels: which classes are the labels: 100 fine ones, or 20 coarse ones.
         grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
-        counts: "published" refuses files with other numbers than the published ones; "any" takes what is there.
+        counts: "published" refuses files with other numbers than the published ones; "any" takes
+            what is there.
 
     Raises:
-        DataError: a file is missing, is not of whole records, holds a label that is too large, or other numbers than published.
+        DataError: a file is missing, is not of whole records, holds a label that is too large, or
+            other numbers than published.
     """
     count = _LISTS[labels][1]
     published = Published(

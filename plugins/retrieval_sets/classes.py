@@ -42,15 +42,19 @@ CALTECH256 = Published(
 def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Food-101: 101,000 photographs of 101 dishes, with their train and test split.
 
-    Bossard, Guillaumin & Van Gool, "Food-101: Mining Discriminative Components with Random Forests", ECCV 2014. Nothing is downloaded.
+    Bossard, Guillaumin & Van Gool, "Food-101: Mining Discriminative Components with Random
+    Forests", ECCV 2014. Nothing is downloaded.
 
     Args:
         folder: the folder `food-101`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
+        DataError: with every problem: missing files, wrong lines, other numbers than the published
+            ones.
     """
     root = FOOD.root(folder, "images", "meta/train.txt", "meta/test.txt", inside=["food-101"])
     problems: list[str] = []
@@ -65,19 +69,23 @@ def dtd(
     counts: Counts = "published",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Load the Describable Textures Dataset: 5,640 photographs of 47 textures, with one of its ten splits.
+    """Load the Describable Textures Dataset: 5,640 photographs of 47 textures, with one of its ten
+    splits.
 
-    Cimpoi, Maji, Kokkinos, Mohamed & Vedaldi, "Describing Textures in the Wild", CVPR 2014. Nothing is downloaded. Each of train,
-    validation and test has 40 images of each texture.
+    Cimpoi, Maji, Kokkinos, Mohamed & Vedaldi, "Describing Textures in the Wild", CVPR 2014. Nothing
+    is downloaded. Each of train, validation and test has 40 images of each texture.
 
     Args:
         folder: the folder `dtd`, or the one that holds it.
         partition: which of the ten splits.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
+        DataError: with every problem: missing files, wrong lines, other numbers than the published
+            ones.
     """
     names = {
         "train": f"train{partition}",
@@ -97,15 +105,19 @@ def dtd(
 
 
 def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
-    """Load Caltech-101: 8,677 photographs of 101 kinds of things; the class of background pictures is left out.
+    """Load Caltech-101: 8,677 photographs of 101 kinds of things; the class of background pictures
+    is left out.
 
-    Fei-Fei, Fergus & Perona, "Learning Generative Visual Models from Few Training Examples", CVPR workshop 2004. Nothing is
-    downloaded. It has no split of its own: `[split] by = "class"` or `"item"`.
+    Fei-Fei, Fergus & Perona, "Learning Generative Visual Models from Few Training Examples", CVPR
+    workshop 2004. Nothing is downloaded. It has no split of its own: `[split] by = "class"` or
+    `"item"`.
 
     Args:
         folder: the folder `101_ObjectCategories`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
         DataError: with every problem: missing files, other numbers than the published ones.
@@ -116,15 +128,18 @@ def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 
 def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
-    """Load Caltech-256: 29,780 photographs of 256 kinds of things; the class of clutter is left out.
+    """Load Caltech-256: 29,780 photographs of 256 kinds of things; the class of clutter is left
+    out.
 
-    Griffin, Holub & Perona, "Caltech-256 Object Category Dataset", Caltech, CNS-TR-2007-001. Nothing is downloaded. It has no split
-    of its own: `[split] by = "class"` or `"item"`.
+    Griffin, Holub & Perona, "Caltech-256 Object Category Dataset", Caltech, CNS-TR-2007-001.
+    Nothing is downloaded. It has no split of its own: `[split] by = "class"` or `"item"`.
 
     Args:
         folder: the folder `256_ObjectCategories`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
         DataError: with every problem: missing files, other numbers than the published ones.

@@ -1,4 +1,7 @@
-"""Text files that list images: a line each, words apart by blanks or commas. Every wrong line is told, none ends the reading."""
+"""Text files that list images: a line each, words apart by blanks or commas.
+
+Every wrong line is told, none ends the reading.
+"""
 
 from __future__ import annotations
 

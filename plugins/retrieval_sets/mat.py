@@ -1,4 +1,6 @@
-"""Annotations in MATLAB's format 5, within bounds; what a file says is data only, and nothing of it is run."""
+"""Annotations in MATLAB's format 5, within bounds; what a file says is data only, and nothing of it
+is run.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ _COMPRESSED = 15
 
 
 def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """Return the rows of a file's variable `annotations`, a structure array: the values of its fields, text and numbers.
+    """Return the rows of a file's variable `annotations`, a structure array: the values of its
+    fields, text and numbers.
 
     Args:
         path: the file.
         fields: their names, in the order that they are wanted in.
 
     Raises:
-        DataError: the file is missing, damaged, too large (also when unpacked), or holds something else.
+        DataError: the file is missing, damaged, too large (also when unpacked), or holds something
+            else.
     """
     from scipy.io import loadmat
 

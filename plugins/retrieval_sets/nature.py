@@ -44,18 +44,24 @@ def inaturalist2018(
 ) -> Dataset:
     """Load iNaturalist 2018: 461,939 photographs of 8,142 species.
 
-    Van Horn et al., "The iNaturalist Species Classification and Detection Dataset", CVPR 2018; the split by species is that of Brown,
-    Xie, Kalogeiton & Zisserman, "Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval", ECCV 2020: 5,690 species train
-    (325,846 images), 2,452 others test (136,093). Nothing is downloaded. Each item's metadata has its kingdom or class ("Aves").
+    Van Horn et al., "The iNaturalist Species Classification and Detection Dataset", CVPR 2018; the
+    split by species is that of Brown, Xie, Kalogeiton & Zisserman, "Smooth-AP: Smoothing the Path
+    Towards Large-Scale Image Retrieval", ECCV 2020: 5,690 species train (325,846 images), 2,452
+    others test (136,093). Nothing is downloaded. Each item's metadata has its kingdom or class
+    ("Aves").
 
     Args:
         folder: the folder that holds `train_val2018` and the lists.
-        protocol: "classes" is that split; "official" the makers' training and validation sides, with all species on both.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        protocol: "classes" is that split; "official" the makers' training and validation sides,
+            with all species on both.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
+        DataError: with every problem: missing files, wrong lines, other numbers than the published
+            ones.
     """
     problems: list[str] = []
     if protocol == "official":
@@ -88,7 +94,9 @@ def inaturalist2018(
 
 
 def _of_path(path: str) -> tuple[str, str, str] | None:
-    """Return an image's path from train_val2018 on, its group and its species; lists may name folders above."""
+    """Return an image's path from train_val2018 on, its group and its species; lists may name
+    folders above.
+    """
     parts = path.split("/")
     if "train_val2018" not in parts or len(parts) - parts.index("train_val2018") != 4:
         return None
@@ -126,21 +134,27 @@ def google_landmarks_v2(
     counts: Counts = "published",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Load Google Landmarks v2: over five million photographs of landmarks, with queries and an index.
+    """Load Google Landmarks v2: over five million photographs of landmarks, with queries and an
+    index.
 
-    Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for Instance-Level Recognition and Retrieval",
-    CVPR 2020. Nothing is downloaded. 1,580,470 images of 81,313 landmarks train (the clean list; all: 4,132,914); the index of 761,757 images
-    is the gallery. Queries are the test images that the solution names images of the index for; what is relevant is taken by
-    landmark: a query's label is the landmark that most of its images have. Each item's metadata tells whether it is public or private.
+    Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
+    Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. 1,580,470 images of
+    81,313 landmarks train (the clean list; all: 4,132,914); the index of 761,757 images is the
+    gallery. Queries are the test images that the solution names images of the index for; what is
+    relevant is taken by landmark: a query's label is the landmark that most of its images have.
+    Each item's metadata tells whether it is public or private.
 
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.
         train: which list trains: "clean" (`train_clean.csv`) or "all" (`train.csv`).
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
+        DataError: with every problem: missing files, wrong lines, other numbers than the published
+            ones.
     """
     name = "train_clean.csv" if train == "clean" else "train.csv"
     sides = {

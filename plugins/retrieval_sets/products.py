@@ -34,19 +34,23 @@ _MOST = 10**9
 def stanford_online_products(
     folder: Path, counts: Counts = "published", skip_bad: bool = False
 ) -> Dataset:
-    """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay, in twelve categories.
+    """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay, in twelve
+    categories.
 
-    Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016. Nothing is
-    downloaded. 11,318 products train (59,551 images), 11,316 others test (60,502). Each item's metadata names its category
-    ("bicycle").
+    Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted Structured Feature
+    Embedding", CVPR 2016. Nothing is downloaded. 11,318 products train (59,551 images), 11,316
+    others test (60,502). Each item's metadata names its category ("bicycle").
 
     Args:
         folder: the folder `Stanford_Online_Products`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
+        DataError: with every problem: missing files, wrong lines, other numbers than the published
+            ones.
     """
     lists = ("Ebay_train.txt", "Ebay_test.txt")
     root = SOP.root(folder, *lists, inside=["Stanford_Online_Products"])
@@ -72,19 +76,22 @@ def in_shop(
 ) -> Dataset:
     """Load In-Shop Clothes Retrieval (DeepFashion): 52,712 photographs of 7,982 clothing items.
 
-    Liu, Luo, Qiu, Wang & Tang, "DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations", CVPR 2016.
-    Nothing is downloaded. 3,997 items train (25,882 images); of 3,985 others 14,218 images are queries and 12,612 the gallery. The
-    images of `img.zip` are cut out and centred already.
+    Liu, Luo, Qiu, Wang & Tang, "DeepFashion: Powering Robust Clothes Recognition and Retrieval with
+    Rich Annotations", CVPR 2016. Nothing is downloaded. 3,997 items train (25,882 images); of 3,985
+    others 14,218 images are queries and 12,612 the gallery. The images of `img.zip` are cut out and
+    centred already.
 
     Args:
         folder: the folder that holds them.
         crop: whether images are cut to the boxes of `list_bbox_inshop.txt`.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published ones, queries that nothing in
-            the gallery answers.
+        DataError: with every problem: missing files, wrong lines, other numbers than the published
+            ones, queries that nothing in the gallery answers.
     """
     images = next(
         (folder / place for place in ("", "Img") if (folder / place / "img").is_dir()), folder

@@ -22,7 +22,8 @@ class Published:
         title: what it is called.
         home: where to get it, as the object of "get it from".
         holds: what its folder must hold, as the object of "the folder must hold".
-        counts: by side ("train", "validation", "test", "query", "gallery"), each count that a release or its paper has.
+        counts: by side ("train", "validation", "test", "query", "gallery"), each count that a
+            release or its paper has.
     """
 
     title: str
@@ -39,7 +40,8 @@ class Published:
         """Return the folder, or one of its folders `inside`, that holds all `names`.
 
         Raises:
-            DataError: none does; the sentence names what is missing, what the folder must hold and where to get it.
+            DataError: none does; the sentence names what is missing, what the folder must hold and
+                where to get it.
         """
         if not folder.is_dir():
             raise DataError(
@@ -93,14 +95,16 @@ def assemble(
         images: the folder that the rows' paths start from.
         rows: the lists' images.
         problems: what reading the lists found.
-        counts: "published" compares the numbers, and refuses queries that nothing in the gallery answers.
+        counts: "published" compares the numbers, and refuses queries that nothing in the gallery
+            answers.
         where: what to name in errors: the folder that the user gave.
         crop: whether images are cut to their boxes.
         skip_bad: whether images that cannot be read are left out; they are counted before.
         notes: see `Dataset`.
 
     Raises:
-        DataError: with every problem: lists, missing images, counts, an empty gallery, query classes that it lacks.
+        DataError: with every problem: lists, missing images, counts, an empty gallery, query
+            classes that it lacks.
     """
     if not rows and not problems:
         problems.append("it lists no image.")

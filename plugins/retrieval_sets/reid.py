@@ -15,7 +15,8 @@ from retrieval_sets.lists import Lines, numbers
 from retrieval_sets.published import Published, Row, assemble
 
 _SIZES = {"small": 800, "medium": 1600, "large": 2400}
-# Of the test sides, what the paper prints and what the lists of the release hold differ; so do those of the training side.
+# Of the test sides, what the paper prints and what the lists of the release hold differ; so do
+# those of the training side.
 _TESTED = {"small": (6_493, 7_332), "medium": (13_377, 12_995), "large": (19_777, 20_038)}
 _VEHICLES = "image/ and train_test_split/ with train_list.txt and test_list_800.txt, test_list_1600.txt or test_list_2400.txt"
 _VEHICLE_TRAIN = [Count(110_178, 13_134), Count(113_346, 13_164)]
@@ -46,19 +47,23 @@ def vehicle_id(
 ) -> Dataset:
     """Load VehicleID: vehicles seen by surveillance cameras, with one of its three test sets.
 
-    Liu, Tian, Wang, Pang & Huang, "Deep Relative Distance Learning: Tell the Difference Between Similar Vehicles", CVPR 2016.
-    Nothing is downloaded. The paper prints 110,178 training images of 13,134 vehicles; the released list has 113,346 of 13,164: either
-    is taken. The test side has no gallery of its own: of each vehicle one random image is the gallery, the others are queries, and
+    Liu, Tian, Wang, Pang & Huang, "Deep Relative Distance Learning: Tell the Difference Between
+    Similar Vehicles", CVPR 2016. Nothing is downloaded. The paper prints 110,178 training images of
+    13,134 vehicles; the released list has 113,346 of 13,164: either is taken. The test side has no
+    gallery of its own: of each vehicle one random image is the gallery, the others are queries, and
     figures are means over repetitions: set `[evaluate] gallery_items = 1` and `repetitions = 10`.
 
     Args:
         folder: the folder `VehicleID_V1.0`, or the one that holds it.
         size: which test set: 800, 1,600 or 2,400 vehicles.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
+        DataError: with every problem: missing files, wrong lines, other numbers than the published
+            ones.
     """
     published = Published(
         "VehicleID",
@@ -95,18 +100,21 @@ def vehicle_id(
 def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load VeRi-776: 776 vehicles seen by 20 cameras, with queries and a gallery.
 
-    Liu, Liu, Mei & Ma, "A Deep Learning-Based Approach to Progressive Vehicle Re-identification for Urban Surveillance", ECCV 2016.
-    Nothing is downloaded. 576 vehicles train (37,778 images); of 200 others 1,678 images are queries and 11,579 the gallery. Each item's
-    metadata has its camera: measure with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
+    Liu, Liu, Mei & Ma, "A Deep Learning-Based Approach to Progressive Vehicle Re-identification for
+    Urban Surveillance", ECCV 2016. Nothing is downloaded. 576 vehicles train (37,778 images); of
+    200 others 1,678 images are queries and 11,579 the gallery. Each item's metadata has its camera:
+    measure with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
 
     Args:
         folder: the folder `VeRi`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: images that are named otherwise, other numbers than the published ones, queries that
-            nothing in the gallery answers.
+        DataError: with every problem: images that are named otherwise, other numbers than the
+            published ones, queries that nothing in the gallery answers.
     """
     sides = {
         "image_train": ("train", ""),
@@ -122,19 +130,22 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
 def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Market-1501: 1,501 people seen by six cameras, with queries and a gallery.
 
-    Zheng, Shen, Tian, Wang, Wang & Tian, "Scalable Person Re-identification: A Benchmark", ICCV 2015. Nothing is downloaded. 751
-    people train (12,936 images); of 750 others 3,368 images are queries and 13,115 the gallery, beside 2,798 distractors (person
-    "0000"); 3,819 junk images (person −1) are left out, as the protocol has it. Each item's metadata has its camera: measure with
-    `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
+    Zheng, Shen, Tian, Wang, Wang & Tian, "Scalable Person Re-identification: A Benchmark", ICCV
+    2015. Nothing is downloaded. 751 people train (12,936 images); of 750 others 3,368 images are
+    queries and 13,115 the gallery, beside 2,798 distractors (person "0000"); 3,819 junk images
+    (person −1) are left out, as the protocol has it. Each item's metadata has its camera: measure
+    with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
 
     Args:
         folder: the folder `Market-1501-v15.09.15`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
+            what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
 
     Raises:
-        DataError: with every problem: images that are named otherwise, other numbers than the published ones, queries that
-            nothing in the gallery answers.
+        DataError: with every problem: images that are named otherwise, other numbers than the
+            published ones, queries that nothing in the gallery answers.
     """
     sides = {
         "bounding_box_train": ("train", ""),
@@ -154,7 +165,9 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 
 def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:
-    """Yield the images of folders whose names say who is seen, and by which camera: 0002_c1s1_000451_03.jpg."""
+    """Yield the images of folders whose names say who is seen, and by which camera:
+    0002_c1s1_000451_03.jpg.
+    """
     strange = []
     for name, (split, role) in sides.items():
         try:

@@ -1,4 +1,7 @@
-"""Weights & Biases as a tracker: `retrieval train … --track wandb`. It is there where the package `wandb` is."""
+"""Weights & Biases as a tracker: `retrieval train … --track wandb`.
+
+It is there where the package `wandb` is.
+"""
 
 from __future__ import annotations
 

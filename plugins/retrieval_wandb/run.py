@@ -9,11 +9,17 @@ from typing import Any, Literal
 from retrieval import TrackedRun
 
 SOON = 20.0
-"""Seconds after which it is given up that a server answers, where WANDB_INIT_TIMEOUT says nothing: the package itself waits 90, at the end of the process too."""
+"""Seconds after which it is given up that a server answers, where WANDB_INIT_TIMEOUT says nothing:
+the package itself waits 90, at the end of the process too.
+"""
 
 
 class WandbRun:
-    """Weights & Biases. Its own settings hold: WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, WANDB_BASE_URL; WANDB_MODE=offline asks for no network."""
+    """Weights & Biases.
+
+    Its own settings hold: WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, WANDB_BASE_URL;
+    WANDB_MODE=offline asks for no network.
+    """
 
     def __init__(self) -> None:
         """Load the package, in the thread that calls: see `retrieval.Tracker`."""
@@ -28,7 +34,10 @@ class WandbRun:
         self._run: Any = None
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or go on with one; see `retrieval.Tracker`. Offline, each part has a folder of its own under one id."""
+        """Begin a run, or go on with one; see `retrieval.Tracker`.
+
+        Offline, each part has a folder of its own under one id.
+        """
         soon = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": SOON}
         self._run = self._wandb.init(
             name=run.name,

@@ -1,4 +1,7 @@
-"""The commands, a thin function each; their modules are imported when a command is called. What they print goes through here."""
+"""The commands, a thin function each; their modules are imported when a command is called.
+
+What they print goes through here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def say(text: str, err: bool = False) -> None:
 
 
 def say_json(value: Any) -> None:
-    """Print JSON with every character as it is but those that a terminal would obey, which are escaped."""
+    """Print JSON with every character as it is but those that a terminal would obey, which are
+    escaped.
+    """
     text = json.dumps(value, indent=2, ensure_ascii=False)
     click.echo(re.sub(r"[^\n -~]", _escaped, text))
 

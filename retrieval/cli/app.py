@@ -1,6 +1,8 @@
-"""The command line: finds commands when they are called, and turns errors into sentences and exit codes.
+"""The command line: finds commands when they are called, and turns errors into sentences and exit
+codes.
 
-Exit codes: 0 done; 1 `data check` found something; 2 the user's mistake (one sentence on stderr, no traceback); 130 interrupted.
+Exit codes: 0 done; 1 `data check` found something; 2 the user's mistake (one sentence on stderr, no
+traceback); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ COMMANDS = {
 
 
 class App(click.Group):
-    """A group whose commands are imported when they are called; plugins are loaded only for commands of theirs."""
+    """A group whose commands are imported when they are called; plugins are loaded only for
+    commands of theirs.
+    """
 
     _asked = False  # whether plugins have added their commands
 
@@ -123,7 +127,8 @@ def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> 
 @click.option("--debug", is_flag=True, help="With an error also where it came from: the traceback.")
 @click.pass_context
 def app(ctx: click.Context, debug: bool) -> None:
-    """Find the same thing in other pictures: train an embedding, export it, index it, serve image search.
+    """Find the same thing in other pictures: train an embedding, export it, index it, serve image
+    search.
 
     Start with:  retrieval demo
     """

@@ -92,11 +92,14 @@ def compare(
     track: tuple[str, ...],
     extra: tuple[str, ...],
 ) -> None:
-    """Compare recipes fairly: the same data, net, batches, epochs and number of tuning trials, several seeds, and baselines.
+    """Compare recipes fairly: the same data, net, batches, epochs and number of tuning trials,
+    several seeds, and baselines.
 
-    Writes tables with intervals, and says in plain words what they show. The same command goes on where one was stopped.
+    Writes tables with intervals, and says in plain words what they show. The same command goes on
+    where one was stopped.
 
-    Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20 --output comparisons/digits
+    Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20 --output
+    comparisons/digits
     """
     if cpus is not None and ray is None:
         raise click.UsageError(

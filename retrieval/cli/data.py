@@ -53,9 +53,11 @@ def show(
     overrides: tuple[str, ...],
     extra: tuple[str, ...],
 ) -> None:
-    """Draw what the net sees in training: each item as it is, then after the random changes of [augmentation].
+    """Draw what the net sees in training: each item as it is, then after the random changes of
+    [augmentation].
 
-    Example:  retrieval data show models/digits/recipe.toml --set augmentation.transforms='["RandAugment"]'
+    Example:  retrieval data show models/digits/recipe.toml --set
+    augmentation.transforms='["RandAugment"]'
     """
     from retrieval.serving.runtime import quiet_threads
 
@@ -119,10 +121,11 @@ def check(
     overrides: tuple[str, ...],
     extra: tuple[str, ...],
 ) -> None:
-    """Find what is wrong with data: broken files, items that are there twice or on both sides of the split, likely label errors.
+    """Find what is wrong with data: broken files, items that are there twice or on both sides of
+    the split, likely label errors.
 
-    FOLDER is a folder, a CSV file, a table, or a recipe, whose [split] says the sides; several are sides of one split. Leaves with exit code
-    1 if something was found, 0 if nothing was.
+    FOLDER is a folder, a CSV file, a table, or a recipe, whose [split] says the sides; several are
+    sides of one split. Leaves with exit code 1 if something was found, 0 if nothing was.
 
     Example:  retrieval data check photos --output findings.json
     """

@@ -19,7 +19,9 @@ from retrieval.cli import say
 )
 @click.option("--replace", is_flag=True, help="Remove an earlier demo in that folder first.")
 def demo(output: Path, replace: bool) -> None:
-    """Try everything on real handwritten digits: train, evaluate, export, index, search. Nothing is downloaded.
+    """Try everything on real handwritten digits: train, evaluate, export, index, search.
+
+    Nothing is downloaded.
 
     Example:  retrieval demo --output demo
     """

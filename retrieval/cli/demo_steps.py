@@ -1,4 +1,6 @@
-"""The whole product on scikit-learn's digits: train, evaluate, export, index, search, and a picture of what was found."""
+"""The whole product on scikit-learn's digits: train, evaluate, export, index, search, and a picture
+of what was found.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG: one of each class as a query, the others to be indexed, in one folder per class."""
+    """Write the test digits as PNG: one of each class as a query, the others to be indexed, in one
+    folder per class.
+    """
     splits = run.splits
     chosen: list[int] = []
     for label in np.unique(splits.labels[splits.query]):

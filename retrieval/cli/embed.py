@@ -79,11 +79,13 @@ def embed_command(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Embed SOURCES with BUNDLE into a folder of Parquet files, on this machine or on a Ray cluster.
+    """Embed SOURCES with BUNDLE into a folder of Parquet files, on this machine or on a Ray
+    cluster.
 
-    SOURCES are what 'retrieval index create' takes. Each item is there exactly once: key, label, metadata, vector, code, and features on
-    request. 'retrieval index create' and 'add' take the folder in the place of the images. Items that cannot be used are named in
-    bad.jsonl. Whatever is killed, a finished file stays, and the same command goes on.
+    SOURCES are what 'retrieval index create' takes. Each item is there exactly once: key, label,
+    metadata, vector, code, and features on request. 'retrieval index create' and 'add' take the
+    folder in the place of the images. Items that cannot be used are named in bad.jsonl. Whatever is
+    killed, a finished file stays, and the same command goes on.
     """
     if settings["cpus"] is not None and settings["ray"] is None:
         raise click.UsageError("--cpus are of a cluster's workers: name the cluster with --ray.")

@@ -103,8 +103,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run's best weights on its held-out items, and write the figures into the run.
 
-    RUN may also be a folder that 'retrieval embed' wrote of items with labels: the figures are those of its vectors, by Euclidean distance,
-    and it may be larger than the memory.
+    RUN may also be a folder that 'retrieval embed' wrote of items with labels: the figures are
+    those of its vectors, by Euclidean distance, and it may be larger than the memory.
 
     Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
 

@@ -1,4 +1,5 @@
-"""What is installed, what each library sees, what will run where, and what to mend: `retrieval doctor`.
+"""What is installed, what each library sees, what will run where, and what to mend: `retrieval
+doctor`.
 
 Each library is asked in a process of its own: one that crashes on import is a finding, not the end.
 """
@@ -98,7 +99,9 @@ class _Findings:
 
 
 def examine() -> Examination:
-    """Look at this environment: versions, families installed twice, devices, providers, CUDA versions."""
+    """Look at this environment: versions, families installed twice, devices, providers, CUDA
+    versions.
+    """
     found = _Findings()
     libraries = _libraries()
     for library in libraries:
@@ -269,7 +272,9 @@ def _check_device(driver: Sequence[str], found: _Findings) -> None:
 def _check_cuda(
     sees: Mapping[str, Mapping[str, Any]], driver: str | None, found: _Findings
 ) -> None:
-    """Refuse libraries of different CUDA majors in one process, which load each other's cuBLAS and cuDNN; and those that a driver is too old for."""
+    """Refuse libraries of different CUDA majors in one process, which load each other's cuBLAS and
+    cuDNN; and those that a driver is too old for.
+    """
     majors: dict[str, str] = {}
     if "torch" in sees and sees["torch"]["cuda"]:
         majors["torch"] = str(sees["torch"]["cuda"]).partition(".")[0]
@@ -295,7 +300,9 @@ def _check_cuda(
 
 
 def _cuda_major(name: str) -> str | None:
-    """Return the CUDA major that a distribution's name or requirements tell: "13" of `nvidia-cuda-runtime~=13.0`."""
+    """Return the CUDA major that a distribution's name or requirements tell: "13" of
+    `nvidia-cuda-runtime~=13.0`.
+    """
     for line in (name, *(requires(name) or [])):
         requirement = Requirement(line)
         if ending := re.search(r"-cu(\d\d)$", requirement.name):

@@ -105,8 +105,8 @@ def export_command(
     extra: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Turn a run's best weights, or a pretrained backbone, into a bundle that needs no torch: ONNX graphs, compared with torch, and
-    a manifest.
+    """Turn a run's best weights, or a pretrained backbone, into a bundle that needs no torch: ONNX
+    graphs, compared with torch, and a manifest.
 
     \b
     Example:  retrieval export runs/digits --output digits.bundle --variant int8

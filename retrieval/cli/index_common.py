@@ -1,4 +1,6 @@
-"""What the commands `retrieval index …` and `embed` have in common: arguments, options, and opening an index."""
+"""What the commands `retrieval index …` and `embed` have in common: arguments, options, and opening
+an index.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.C
 
 
 def INDEX(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument INDEX, a folder or an address, and the option that brings the plugin of its store."""
+    """Add the argument INDEX, a folder or an address, and the option that brings the plugin of its
+    store.
+    """
 
     def keep(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> None:
         ctx.meta[_PLUGINS] = items
@@ -100,7 +104,9 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
-    """Print what a command did to an index: a sentence, or one JSON object, which begins with the index as it was named."""
+    """Print what a command did to an index: a sentence, or one JSON object, which begins with the
+    index as it was named.
+    """
     if as_json:
         say_json({"index": str(path), **facts})
     else:

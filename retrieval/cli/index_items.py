@@ -98,14 +98,15 @@ def create(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Create INDEX, a folder or an address, from IMAGES, with the vectors that a bundle or a pretrained model gives.
+    """Create INDEX, a folder or an address, from IMAGES, with the vectors that a bundle or a
+    pretrained model gives.
 
-    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', 'key', and
-    any others, kept as metadata), Parquet tables with a column 'path' or 'image' (likewise), or tar shards (a.jpg, a.json, a.cls
-    make one item), or addresses of
-    these (s3://…, hf://…), with fsspec. For a bundle of features they
-    are .npz files or Parquet tables with 'features'. Without any, the index is empty. An interrupted run goes on where it
-    stopped when the command is repeated; at an address 'retrieval index add' goes on.
+    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
+    'label', 'key', and any others, kept as metadata), Parquet tables with a column 'path' or
+    'image' (likewise), or tar shards (a.jpg, a.json, a.cls make one item), or addresses of these
+    (s3://…, hf://…), with fsspec. For a bundle of features they are .npz files or Parquet tables
+    with 'features'. Without any, the index is empty. An interrupted run goes on where it stopped
+    when the command is repeated; at an address 'retrieval index add' goes on.
     """
     if (bundle is None) == (model is None):
         raise click.UsageError(
@@ -142,7 +143,9 @@ def _exported(
     whiten: bool,
     plugins: tuple[str, ...],
 ) -> Path:
-    """Return a bundle of a pretrained model, which is made where an interrupted run has not left it."""
+    """Return a bundle of a pretrained model, which is made where an interrupted run has not left
+    it.
+    """
     # beside the index; of an address in this folder
     target = Path(path if isinstance(path, Path) else path.name or "index").absolute()
     target = target.with_name(f".{target.name}.bundle")
@@ -240,8 +243,8 @@ def add(
 ) -> None:
     """Embed IMAGES and add them to INDEX; what is there and has not changed is passed over.
 
-    Searches go on meanwhile. What was added is on the disk from second to second: after an interruption or a kill the same
-    command goes on where it stopped.
+    Searches go on meanwhile. What was added is on the disk from second to second: after an
+    interruption or a kill the same command goes on where it stopped.
     """
     from retrieval.serving.images import Limits
 

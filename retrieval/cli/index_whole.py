@@ -1,4 +1,6 @@
-"""Commands on an index as a whole: `check`, `compact`, `tune`, `duplicates`, `clusters`, `migrate`, `rollback`, `snapshot`, `restore`."""
+"""Commands on an index as a whole: `check`, `compact`, `tune`, `duplicates`, `clusters`, `migrate`,
+`rollback`, `snapshot`, `restore`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 @INDEX
 @JSON
 def check(path: IndexPlace, as_json: bool) -> None:
-    """Compare every file of INDEX with its checksums, and all parts with each other; at an address: read every item and bundle."""
+    """Compare every file of INDEX with its checksums, and all parts with each other; at an address:
+    read every item and bundle.
+    """
     from retrieval.serving.index.checking import check_index, check_store
 
     if isinstance(path, Path):
@@ -106,10 +110,11 @@ def compact(path: IndexPlace, as_json: bool) -> None:
 def tune(
     path: IndexPlace, recall: float, memory: int | None, most: int, dry_run: bool, as_json: bool
 ) -> None:
-    """Measure which structure finds fastest what it must, on the vectors of INDEX itself, and take it.
+    """Measure which structure finds fastest what it must, on the vectors of INDEX itself, and take
+    it.
 
-    Flat, HNSW, inverted lists, product codes and one byte a number are built and searched with 200 held-out vectors. The index keeps
-    the table: 'retrieval index show INDEX' shows it again.
+    Flat, HNSW, inverted lists, product codes and one byte a number are built and searched with 200
+    held-out vectors. The index keeps the table: 'retrieval index show INDEX' shows it again.
     """
     with opened_index(path) as opened:
         tuned = opened.tune(recall=recall, memory=memory, most=most, apply=not dry_run)
@@ -204,10 +209,12 @@ def migrate(
 ) -> None:
     """Embed the items of INDEX with another BUNDLE, then serve that.
 
-    An index that was created with --keep-features needs no originals where only the head is another, and takes seconds.
+    An index that was created with --keep-features needs no originals where only the head is
+    another, and takes seconds.
 
-    Searches go on with the old vectors until all new ones are there; old and new never mix. The old generation is kept for
-    'retrieval index rollback' until --drop-old. After an interruption or a kill the same command goes on.
+    Searches go on with the old vectors until all new ones are there; old and new never mix. The old
+    generation is kept for 'retrieval index rollback' until --drop-old. After an interruption or a
+    kill the same command goes on.
     """
     with opened_index(path) as opened:
         if bundle is None and not drop_old:
@@ -242,7 +249,9 @@ def migrate(
 @INDEX
 @JSON
 def rollback(path: IndexPlace, as_json: bool) -> None:
-    """Serve the generation of INDEX that was served before the last migration; items that came since are embedded for it first."""
+    """Serve the generation of INDEX that was served before the last migration; items that came
+    since are embedded for it first.
+    """
     with opened_index(path) as opened:
         done = opened.rollback()
     tell(
@@ -265,7 +274,9 @@ def _plain(done: Migrated) -> dict[str, Any]:
 @click.argument("target", type=click.Path(path_type=Path))
 @JSON
 def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
-    """Copy one moment of INDEX to the new folder TARGET, while it is searched and written to; TARGET opens as an index."""
+    """Copy one moment of INDEX to the new folder TARGET, while it is searched and written to;
+    TARGET opens as an index.
+    """
     with opened_index(path) as opened:
         opened.snapshot(target)
     tell(path, as_json, f"Wrote {target}", snapshot=str(target))

@@ -1,4 +1,7 @@
-"""`retrieval keys`: who may use a server. Nothing heavy is imported before one of the commands runs."""
+"""`retrieval keys`: who may use a server.
+
+Nothing heavy is imported before one of the commands runs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ _OUTPUT = click.option(
 def keys() -> None:
     """Make, list and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
 
-    The file holds salted hashes: a key itself is shown once, when it is made. A running server takes a changed file up by itself.
+    The file holds salted hashes: a key itself is shown once, when it is made. A running server
+    takes a changed file up by itself.
 
     Example:  retrieval keys add shop --role read --output keys.jsonl
     """

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 def loading() -> Iterator[None]:
     """Import inside; what is there at the end stays, and no collection looks through it again.
 
-    torch and its like make a million objects that live as long as the process, and Python would look through all of them several
-    times on the way: a sixth of what `retrieval check` costs. For commands only, and only where torch is not there yet: a user's own
-    process has garbage of its own.
+    torch and its like make a million objects that live as long as the process, and Python would
+    look through all of them several times on the way: a sixth of what `retrieval check` costs. For
+    commands only, and only where torch is not there yet: a user's own process has garbage of its
+    own.
     """
     if not gc.isenabled() or "torch" in sys.modules:
         yield

@@ -115,7 +115,8 @@ def show(name: str, extra: tuple[str, ...]) -> None:
     help="Folder to write; by default ./retrieval-NAME.",
 )
 def new(name: str, kind: str, output: Path | None) -> None:
-    """Write a working third-party package NAME with a part of a kind, its test and a recipe, ready to install.
+    """Write a working third-party package NAME with a part of a kind, its test and a recipe, ready
+    to install.
 
     Example:  retrieval plugins new acme --kind miner
     """

@@ -43,8 +43,9 @@ Examples:
 def push_command(folder: Path, url: str, index: str | None, connections: int, batch: int) -> None:
     """Put the images below FOLDER into the index of the search server at URL.
 
-    An image's id is its path below the folder, its label the first folder of it. What is there with the same content is passed over, so that after an
-    interruption the same command goes on. The API key comes from the environment variable RETRIEVAL_KEY.
+    An image's id is its path below the folder, its label the first folder of it. What is there with
+    the same content is passed over, so that after an interruption the same command goes on. The API
+    key comes from the environment variable RETRIEVAL_KEY.
     """
     from retrieval.client.clients import Client
     from retrieval.serving.progress import Meter

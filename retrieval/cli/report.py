@@ -47,7 +47,8 @@ from retrieval.cli.types import Choice
 def report(
     runs: tuple[Path, ...], output: Path, queries: int, sample: int, thumbnails: int, method: str
 ) -> None:
-    """Write one HTML file of runs: figures with intervals, what is found and what is not, a map, and where the threshold lies.
+    """Write one HTML file of runs: figures with intervals, what is found and what is not, a map,
+    and where the threshold lies.
 
     It needs no server and loads nothing; it can be sent, read on a phone, and printed.
 

@@ -59,7 +59,9 @@ def search_command(
     extra: tuple[str, ...],
     device: Any,
 ) -> None:
-    """Search INDEX, a folder or an address, with images (or .npz features) and print the nearest items, nearest first."""
+    """Search INDEX, a folder or an address, with images (or .npz features) and print the nearest
+    items, nearest first.
+    """
     _quiet_threads()
     from retrieval.serving.index.index import open_index
     from retrieval.serving.queries import encode_files
@@ -189,7 +191,8 @@ Examples:
 def serve_command(
     indexes: tuple[str, ...], host: str, port: int, workers: int | None, **given: Any
 ) -> None:
-    """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same as JSON at POST /v1/search.
+    """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same
+    as JSON at POST /v1/search.
 
     Several indexes have names: PATH is called what its folder is, NAME=PATH as you like.
     """

@@ -1,4 +1,6 @@
-"""A client for a search server's `/v1`: `Client`, and `AsyncClient` for asyncio; typed answers, retries, folders pushed."""
+"""A client for a search server's `/v1`: `Client`, and `AsyncClient` for asyncio; typed answers,
+retries, folders pushed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a server answers, as frozen dataclasses; members that a later version of /v1 adds are passed over.
+"""What a server answers, as frozen dataclasses; members that a later version of /v1 adds are passed
+over.
 
 The server describes its answers with them too, in its OpenAPI document.
 """
@@ -58,7 +59,9 @@ class BatchAnswer:
 
 @dataclass(frozen=True)
 class ItemAnswer:
-    """An item: its original's size in bytes and pixels, what the index keeps of it, and its vector when asked for."""
+    """An item: its original's size in bytes and pixels, what the index keeps of it, and its vector
+    when asked for.
+    """
 
     id: str
     key: str
@@ -139,7 +142,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that the server takes: bytes and pixels of an image; images, and bytes, of one request of several."""
+    """The most that the server takes: bytes and pixels of an image; images, and bytes, of one
+    request of several.
+    """
 
     bytes: int
     pixels: int

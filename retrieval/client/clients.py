@@ -1,4 +1,6 @@
-"""`AsyncClient` for asyncio, and `Client`, which waits: what a server can be asked, with typed answers."""
+"""`AsyncClient` for asyncio, and `Client`, which waits: what a server can be asked, with typed
+answers.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ Filter = str | Mapping[str, Any]
 
 
 class SearchOptions(TypedDict, total=False):
-    """How to search: how many answers, only which items, candidates for the rescorer, which metadata, whether to explain."""
+    """How to search: how many answers, only which items, candidates for the rescorer, which
+    metadata, whether to explain.
+    """
 
     k: int
     filter: Filter | None
@@ -60,8 +64,9 @@ class SearchOptions(TypedDict, total=False):
 class AsyncClient:
     """A search server, asked over HTTP from asyncio.
 
-    An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3). Every method may raise
-    `DataError`, for an argument that cannot be, and `ServerError`: the server refuses, fails or cannot be reached.
+    An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3). Every
+    method may raise `DataError`, for an argument that cannot be, and `ServerError`: the server
+    refuses, fails or cannot be reached.
 
     Args:
         url: of the server: "https://search.example.com".
@@ -178,7 +183,9 @@ class AsyncClient:
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> answers.PutAnswer:
-        """Change an item's label or metadata; what is None stays as it is, as do its image and vector."""
+        """Change an item's label or metadata; what is None stays as it is, as do its image and
+        vector.
+        """
         said = {"label": label, "metadata": None if metadata is None else dict(metadata)}
         content = json_of({name: value for name, value in said.items() if value is not None})
         return await self._send("PATCH", "/item", answers.read_put, **content, **id_parameter(id))
@@ -213,7 +220,9 @@ class AsyncClient:
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> AsyncIterator[answers.ItemAnswer]:
-        """Iterate over the items, or those that match, in the order of their ids; a page at a time is asked for."""
+        """Iterate over the items, or those that match, in the order of their ids; a page at a time
+        is asked for.
+        """
         async for items in self._pages(filter, fields, page):
             for item in items:
                 yield item
@@ -273,9 +282,10 @@ class AsyncClient:
     ) -> PushReport:
         """Put the images below a folder on the server, and return what became of them.
 
-        An item's id is its path below the folder, its label the first folder of it, and its metadata's `sha256` the
-        hash of the file. An item that is there with the same hash is not sent again, so that an interrupted push goes
-        on. A file that the server refuses is in the report.
+        An item's id is its path below the folder, its label the first folder of it, and its
+        metadata's `sha256` the hash of the file. An item that is there with the same hash is not
+        sent again, so that an interrupted push goes on. A file that the server refuses is in the
+        report.
 
         Args:
             folder: looked through with all folders below it, but for hidden ones.
@@ -301,7 +311,8 @@ def _waiting(
 class Client:
     """A search server, asked over HTTP: `AsyncClient` for those who wait; threads may share one.
 
-    Requests run in an event loop in a thread of the client's own, which alone bounds a whole answer in time.
+    Requests run in an event loop in a thread of the client's own, which alone bounds a whole answer
+    in time.
 
     Args:
         url: of the server: "https://search.example.com".
@@ -360,7 +371,9 @@ class Client:
         batch: int = 16,
         progress: Callable[[PushProgress], None] | None = None,
     ) -> PushReport:
-        """Put the images below a folder on the server; see `AsyncClient.push`. After Ctrl-C the next call goes on.
+        """Put the images below a folder on the server; see `AsyncClient.push`.
+
+        After Ctrl-C the next call goes on.
 
         Raises:
             DataError: an event loop is running here, as in a notebook: await `AsyncClient.push`.

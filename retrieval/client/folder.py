@@ -1,4 +1,6 @@
-"""A folder's images → a server: in batches, over several connections, without those that are there already."""
+"""A folder's images → a server: in batches, over several connections, without those that are there
+already.
+"""
 
 from __future__ import annotations
 

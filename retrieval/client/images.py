@@ -1,4 +1,6 @@
-"""What a caller gives → what is sent: images as files' bytes, items and options as JSON or fields of a form."""
+"""What a caller gives → what is sent: images as files' bytes, items and options as JSON or fields
+of a form.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewItem:
-    """What an item is to be: of an image, of a vector (P numbers), or, with neither, one that is there and changes."""
+    """What an item is to be: of an image, of a vector (P numbers), or, with neither, one that is
+    there and changes.
+    """
 
     id: str
     image: Image | None = None
@@ -32,7 +36,8 @@ class NewItem:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Pillow's modes that a file of this format holds as they are: what becomes of them is the server's rule
+# Pillow's modes that a file of this format holds as they are: what becomes of them is the server's
+# rule
 _FORMATS = {
     **dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG"),
     **dict.fromkeys(("F", "I", "I;16B", "LAB", "PA", "YCbCr"), "TIFF"),

@@ -1,4 +1,6 @@
-"""One request to a server and its repetitions: the address, time-outs, proxies, and what is said when it fails."""
+"""One request to a server and its repetitions: the address, time-outs, proxies, and what is said
+when it fails.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 class Retries:
     """How often, and for how long, a request that failed in passing is sent again.
 
-    Waits double from `first` to `longest`, each shortened by chance down to half; a server's `Retry-After` is waited
-    for in full.
+    Waits double from `first` to `longest`, each shortened by chance down to half; a server's
+    `Retry-After` is waited for in full.
 
     Attributes:
         times: the most repetitions of a request.
@@ -161,7 +163,8 @@ class Sender:
         seconds: float | None = None,
         **content: Any,
     ) -> T:
-        """Send a request, again where that helps, and return what the answer says; bounded in time as a whole.
+        """Send a request, again where that helps, and return what the answer says; bounded in time
+        as a whole.
 
         Args:
             method: of HTTP.
@@ -289,7 +292,9 @@ def _problem(answer: _Answer) -> tuple[str, str | None]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks to wait, from a number or a date; None where it asks for none."""
+    """Return the seconds that a server asks to wait, from a number or a date; None where it asks
+    for none.
+    """
     text = headers.get("retry-after", "").strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])

@@ -1,9 +1,11 @@
-"""Random changes to training images, each one a function of (seed, epoch, batch, place in the batch).
+"""Random changes to training images, each one a function of (seed, epoch, batch, place in the
+batch).
 
-torchvision's random transforms draw from torch's global generator, which the model's dropout draws from too: then
-numbers would depend on how many processes load images, and on where a run was resumed. So the draws of crops and mirror
-images are made here, and torchvision's operations (`transforms.v2.functional`) carry them out; other transforms are lent a
-generator (`retrieval.data.drawing`).
+torchvision's random transforms draw from torch's global generator, which the model's dropout draws
+from too: then numbers would depend on how many processes load images, and on where a run was
+resumed. So the draws of crops and mirror images are made here, and torchvision's operations
+(`transforms.v2.functional`) carry them out; other transforms are lent a generator
+(`retrieval.data.drawing`).
 """
 
 from __future__ import annotations
@@ -43,11 +45,12 @@ def crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:
-    """Return (top, left, height, width) of a random crop, as torchvision's `RandomResizedCrop` distributes it.
+    """Return (top, left, height, width) of a random crop, as torchvision's `RandomResizedCrop`
+    distributes it.
 
-    Its area is a uniform part of the image's, its aspect ratio log-uniform; after ten boxes that do not fit, the
-    largest central one that keeps the ratio in range (Szegedy et al., "Going Deeper with Convolutions", CVPR
-    2015, §6).
+    Its area is a uniform part of the image's, its aspect ratio log-uniform; after ten boxes that do
+    not fit, the largest central one that keeps the ratio in range (Szegedy et al., "Going Deeper
+    with Convolutions", CVPR 2015, §6).
 
     Args:
         draws: one row of `draw_changes`.
@@ -124,7 +127,8 @@ class Changes:
     ) -> NDArray[np.uint8]:
         """Return pixels (channels, H, W) of a decoded image after its random changes.
 
-        A random crop is taken from the whole image, and takes the place of `preprocessing`'s resize and centre crop.
+        A random crop is taken from the whole image, and takes the place of `preprocessing`'s resize
+        and centre crop.
 
         Args:
             image: the decoded image.
@@ -169,7 +173,9 @@ class Changes:
         return pixels
 
     def transformed(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
-        """Return pixels (B, channels, H, W) after the transforms, each image by itself. Those that are given may change.
+        """Return pixels (B, channels, H, W) after the transforms, each image by itself.
+
+        Those that are given may change.
 
         Raises:
             DataError: a transform fails, or gives another size or type.

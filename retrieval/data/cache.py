@@ -1,9 +1,9 @@
 """Features of a frozen backbone, computed once and kept on disk.
 
-A cache entry is a folder with `features.f32`, rows of float32, and `journal.jsonl`: a first line that says what the
-entry holds, then one line with the checksum of each finished block of rows. What the journal does not vouch for, or
-what no longer has its checksum, is computed (again). So an interrupted run goes on where it stopped, and a damaged
-file is mended.
+A cache entry is a folder with `features.f32`, rows of float32, and `journal.jsonl`: a first line
+that says what the entry holds, then one line with the checksum of each finished block of rows. What
+the journal does not vouch for, or what no longer has its checksum, is computed (again). So an
+interrupted run goes on where it stopped, and a damaged file is mended.
 """
 
 from __future__ import annotations
@@ -77,13 +77,15 @@ def frozen_features(
 ) -> NDArray[np.float32]:
     """Return features (N, F) of every item, memory-mapped, from the cache on disk or computed now.
 
-    The entry's name is a hash of the fingerprint, the preprocessing, the items' content, the batch, the device's kind and the name
-    of the quicker way, if it was taken: whatever could change a bit of a feature. An entry that was begun without it is gone on with. A dataset that neither has `arrays` nor names its `files` has no
-    known content; its features are kept in a temporary file and computed by each run.
+    The entry's name is a hash of the fingerprint, the preprocessing, the items' content, the batch,
+    the device's kind and the name of the quicker way, if it was taken: whatever could change a bit
+    of a feature. An entry that was begun without it is gone on with. A dataset that neither has
+    `arrays` nor names its `files` has no known content; its features are kept in a temporary file
+    and computed by each run.
 
     Args:
-        backbone_features: raw inputs, uint8 (B, channels, H, W) or float32 (B, F'), on `device` → features (B, F). The
-            caller puts the backbone into evaluation mode.
+        backbone_features: raw inputs, uint8 (B, channels, H, W) or float32 (B, F'), on `device` →
+            features (B, F). The caller puts the backbone into evaluation mode.
         dataset: the items.
         preprocessing: the backbone's; None for vectors.
         fingerprint: identifies the backbone and its weights.
@@ -91,7 +93,8 @@ def frozen_features(
         batch: items at a time.
         folder: the cache; by default `cache_folder()`.
         progress: whether to show how far it is on stderr.
-        quicker: taken in place of `backbone_features`, unless it refuses with a `BundleError` or a `MissingDependency`.
+        quicker: taken in place of `backbone_features`, unless it refuses with a `BundleError` or a
+            `MissingDependency`.
 
     Returns:
         The features; writing to them changes memory only, never the file.
@@ -144,7 +147,9 @@ def _in_threads(
 def _filled(
     place: Path | None, dataset: Dataset, batch: int, compute: Compute, progress: bool
 ) -> NDArray[np.float32]:
-    """Return the features of an entry, those that it lacks computed; of a temporary one where its content has no name."""
+    """Return the features of an entry, those that it lacks computed; of a temporary one where its
+    content has no name.
+    """
 
     def computed(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
         made = compute(items)
@@ -197,11 +202,14 @@ class _Entry:
         if not self.blocks:
             return np.empty((0, width), np.float32)
         shape = (len(self.dataset), width)
-        # "c": what the caller writes stays with the caller, and torch takes the array without a warning
+        # "c": what the caller writes stays with the caller, and torch takes the array without a
+        # warning
         return np.memmap(self.data, dtype=np.float32, mode="c", shape=shape)
 
     def _verified(self) -> tuple[int, set[int]]:
-        """Return the width and the blocks that are there and have their checksum; say so when some are damaged."""
+        """Return the width and the blocks that are there and have their checksum; say so when some
+        are damaged.
+        """
         try:
             lines = self.journal.read_bytes().split()
         except FileNotFoundError:

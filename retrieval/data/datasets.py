@@ -97,7 +97,8 @@ class FileDataset(Dataset):
         splits: see `Dataset`.
         roles: see `Dataset`.
         metadata: see `Dataset`.
-        boxes: the part of each image that is the item, None for the whole; it is cut out when the image is decoded.
+        boxes: the part of each image that is the item, None for the whole; it is cut out when the
+            image is decoded.
         advice: what to do about an image that cannot be read; ends the error's sentence.
         notes: see `Dataset`.
     """

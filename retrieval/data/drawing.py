@@ -1,7 +1,8 @@
 """Lend a generator to all that draws from torch in one thread, for as long as an image is changed.
 
-While it is lent, Python is asked at every call of torch and every look at a tensor's shape. torchvision's transforms draw first and change the image
-afterwards, which is most of the calls; so `without_asking` makes them do the second part outside.
+While it is lent, Python is asked at every call of torch and every look at a tensor's shape.
+torchvision's transforms draw first and change the image afterwards, which is most of the calls; so
+`without_asking` makes them do the second part outside.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ _INSTEAD: Mapping[Any, str] = {
     torch.manual_seed: "no seed of its own",
     torch.seed: "no seed of its own",
 }
-"""What draws and takes none, or changes the generator that the model draws from; and what to use instead."""
+"""What draws and takes none, or changes the generator that the model draws from; and what to use
+instead.
+"""
 
 
 class Drawing(TorchFunctionMode):
-    """Lends a generator to each call in this thread that would draw from the global one: what it draws follows from a seed alone.
+    """Lends a generator to each call in this thread that would draw from the global one: what it
+    draws follows from a seed alone.
 
     Other threads draw as ever. Several `with` blocks of one seed go on where the last one stopped.
 
@@ -99,7 +103,8 @@ _AFTERWARDS = ("transform", "_apply_image_or_video_transform")
 
 
 def without_asking(transform: Any) -> Any:
-    """Return a copy of a transform of torchvision's own that changes the image outside of `Drawing`; of any other, itself.
+    """Return a copy of a transform of torchvision's own that changes the image outside of
+    `Drawing`; of any other, itself.
 
     Whoever writes a subclass may draw anywhere, so it is not one of torchvision's own.
     """
@@ -116,7 +121,9 @@ def without_asking(transform: Any) -> Any:
 
 
 class _Outside:
-    """A method of a transform, which no mode of torch's functions sees. It goes to processes that decode, as a closure could not.
+    """A method of a transform, which no mode of torch's functions sees.
+
+    It goes to processes that decode, as a closure could not.
 
     Args:
         transform: whose method.

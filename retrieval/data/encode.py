@@ -67,7 +67,10 @@ def encode(
 
 @contextlib.contextmanager
 def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
-    """On a CPU, images' channels last inside: convolutions take half to all of the time. Kernels that were compiled stay with what they know."""
+    """On a CPU, images' channels last inside: convolutions take half to all of the time.
+
+    Kernels that were compiled stay with what they know.
+    """
     kept = model.channels_last
     if device.type == "cpu" and model.backbone._compiled_call_impl is None:
         model.channels_last = True
@@ -78,7 +81,9 @@ def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
 
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
-    """Return the codes (B, C); of a net that asks how its numbers lie, as `Tensor.view` does, with channels first."""
+    """Return the codes (B, C); of a net that asks how its numbers lie, as `Tensor.view` does, with
+    channels first.
+    """
     try:
         codes: Tensor = model(inputs, from_features)[1]
     except RuntimeError:
@@ -92,7 +97,9 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
 def pixels(
     dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256
 ) -> Tensor:
-    """Return the raw inputs themselves as vectors (N, P), unit length: the baseline that needs no training."""
+    """Return the raw inputs themselves as vectors (N, P), unit length: the baseline that needs no
+    training.
+    """
     flat = [
         chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)
     ]

@@ -91,10 +91,12 @@ def _by_onnxruntime(model: Model, dataset: Dataset, device: torch.device) -> Way
 
 
 def fingerprint(backbone: Backbone) -> str:
-    """Return a SHA-256 of a backbone's class, every weight and buffer, and the values that its modules keep.
+    """Return a SHA-256 of a backbone's class, every weight and buffer, and the values that its
+    modules keep.
 
-    A module's numbers, strings, tensors, arrays and collections of them count, since its `repr` need not show them. Of any other
-    object its class counts alone: an address in memory would give each process a fingerprint of its own.
+    A module's numbers, strings, tensors, arrays and collections of them count, since its `repr`
+    need not show them. Of any other object its class counts alone: an address in memory would give
+    each process a fingerprint of its own.
     """
     digest = hashlib.sha256(
         f"{type(backbone).__module__}.{type(backbone).__qualname__} {backbone}".encode()

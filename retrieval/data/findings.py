@@ -21,7 +21,8 @@ class Subject:
     Attributes:
         name: its path or key.
         label: None where it has none.
-        side: "train", "validation", "test", "query" or "gallery"; of several sources the source's name; "" for none.
+        side: "train", "validation", "test", "query" or "gallery"; of several sources the source's
+            name; "" for none.
     """
 
     name: str
@@ -35,7 +36,8 @@ class Alike:
 
     Attributes:
         items: their numbers, ascending.
-        by: what they share: "bytes" of files, "pixels", "numbers" of vectors; or what is near: their "picture", or what a "model" gives.
+        by: what they share: "bytes" of files, "pixels", "numbers" of vectors; or what is near:
+            their "picture", or what a "model" gives.
         distance: 0 of what is the same.
     """
 
@@ -56,7 +58,8 @@ class Findings:
         near: pairs of items that are nearly the same, each of which differs from the other.
         within: the largest distance of a pair, by what is compared.
         lone: labels with one item.
-        spelt: labels that differ in case, spaces, Unicode form or a number's form (1, 1.0, 01) alone.
+        spelt: labels that differ in case, spaces, Unicode form or a number's form (1, 1.0, 01)
+            alone.
         complete: False where there were so many pairs that the search was ended.
         notes: what else the user should know, a sentence each.
         flat: 16-bit images of which few levels are left in 8 bits: number, and why.
@@ -239,7 +242,9 @@ _SPELT = (
 
 
 def _part(title: _Title, lines: Iterable[str], shown: int, about: str = "") -> list[str]:
-    """Return a heading with a number and what is said about them all, and the first lines below it; nothing where there is none."""
+    """Return a heading with a number and what is said about them all, and the first lines below it;
+    nothing where there is none.
+    """
     every = list(lines)
     if not every:
         return []
@@ -255,7 +260,8 @@ def lone_labels(subjects: Sequence[Subject]) -> list[str]:
 
 
 def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
-    """Return labels that differ in case, spaces, Unicode form or as numbers are written (1, 1.0, 01) alone.
+    """Return labels that differ in case, spaces, Unicode form or as numbers are written (1, 1.0,
+    01) alone.
 
     Most likely each group is one class, written in several ways.
     """

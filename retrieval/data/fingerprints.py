@@ -1,4 +1,6 @@
-"""What tells that two items are the same, or nearly: hashes of bytes and of pixels, and a small picture that survives being saved again."""
+"""What tells that two items are the same, or nearly: hashes of bytes and of pixels, and a small
+picture that survives being saved again.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,12 @@ def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
 
 
 def picture(image: Image.Image) -> NDArray[np.float32] | None:
-    """Return an RGB image shrunk to its brightness, less the mean, and its colours, at unit length (WIDTH,); None where it is of one colour.
+    """Return an RGB image shrunk to its brightness, less the mean, and its colours, at unit length
+    (WIDTH,); None where it is of one colour.
 
-    A difference hash (Krawetz, "Kind of Like That", 2013) keeps the sign of each difference between neighbours. Here are the numbers themselves:
-    in a flat area a sign is noise, which JPEG brings, and a hash has copies as far apart as different images.
+    A difference hash (Krawetz, "Kind of Like That", 2013) keeps the sign of each difference between
+    neighbours. Here are the numbers themselves: in a flat area a sign is noise, which JPEG brings,
+    and a hash has copies as far apart as different images.
     """
     small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, reducing_gap=3.0).convert("YCbCr")
     values = np.asarray(small, dtype=np.float32)

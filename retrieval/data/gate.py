@@ -1,4 +1,6 @@
-"""The gate that every dataset passes, whoever reads it: labels, keys and numbers that cannot be trained on."""
+"""The gate that every dataset passes, whoever reads it: labels, keys and numbers that cannot be
+trained on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def usable(dataset: D, where: str) -> D:
         where: what the error names, as the beginning of a sentence: the file, or the dataset.
 
     Raises:
-        DataError: with every problem: vectors that are not finite, items without a label, equal keys.
+        DataError: with every problem: vectors that are not finite, items without a label, equal
+            keys.
     """
     problems = []
     if dataset.kind == "features" and dataset.arrays is not None:

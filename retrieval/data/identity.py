@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 def dataset_identity(dataset: Dataset) -> str | None:
-    """Return a hash of the items in their order; None where their content cannot be known without reading all.
+    """Return a hash of the items in their order; None where their content cannot be known without
+    reading all.
 
-    Arrays are hashed whole; files (`dataset.files`) by path, size and time of change, with the boxes that are cut from them.
+    Arrays are hashed whole; files (`dataset.files`) by path, size and time of change, with the
+    boxes that are cut from them.
 
     Raises:
         DataError: a file is gone.

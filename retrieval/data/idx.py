@@ -20,8 +20,8 @@ _LIMIT = 1 << 31
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     """Return the array of an idx file of unsigned bytes.
 
-    The header (Y. LeCun's page of MNIST): two zero bytes, the type's code, the number of dimensions, then the
-    length of each as 32 bits.
+    The header (Y. LeCun's page of MNIST): two zero bytes, the type's code, the number of
+    dimensions, then the length of each as 32 bits.
 
     Args:
         path: the file; a name that ends in `.gz` is decompressed.

@@ -33,8 +33,8 @@ T = TypeVar("T")
 class TrainBatches:
     """Training batches of P classes × M items; stateless, so that a run can go on at any step.
 
-    All that is random follows from seed, epoch and the place in the epoch; nothing touches the global generators. A `with`
-    block ends the processes that decode.
+    All that is random follows from seed, epoch and the place in the epoch; nothing touches the
+    global generators. A `with` block ends the processes that decode.
 
     Args:
         dataset: the items. `dataset[i]` is called from several threads.
@@ -42,12 +42,14 @@ class TrainBatches:
         labels: (n,) class ids of those items (`Splits.train_labels`).
         preprocessing: the backbone's; None for vectors.
         sampler: P, M and the batches in an epoch.
-        augmentation: random changes to images; how many views a batch has of each item, and whose label they bear.
+        augmentation: random changes to images; how many views a batch has of each item, and whose
+            label they bear.
         transforms: those that `augmentation` names, built.
         seed: the run's seed.
-        workers: processes that decode, where images come from files and do not fit in memory; 0: threads of this
-            process. The batches are the same with any number.
-        raw: the dataset's inputs, where they are shared with `inputs`; by default they are made here.
+        workers: processes that decode, where images come from files and do not fit in memory; 0:
+            threads of this process. The batches are the same with any number.
+        raw: the dataset's inputs, where they are shared with `inputs`; by default they are made
+            here.
 
     Raises:
         DataError: fewer classes train than a batch takes, or dataset and backbone do not fit.
@@ -78,7 +80,8 @@ class TrainBatches:
         changes = Changes(augmentation, tuple(without_asking(each) for each in transforms))
         self._make = BatchMaker(raw, changes, seed, self.batch_size)
         self._workers: Workers | None = None
-        # pixels that stay in memory are of use to no other process; a random crop is another one each time
+        # pixels that stay in memory are of use to no other process; a random crop is another one
+        # each time
         self._slices = raw.in_memory and augmentation.crop_scale is None and not transforms
         if workers and not self._slices and preprocessing is not None and dataset.arrays is None:
             from retrieval.data.workers import Workers
@@ -97,7 +100,8 @@ class TrainBatches:
     def epoch(
         self, number: int, *, start: int = 0, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Labels]]:
-        """Return an epoch's batches: raw inputs, uint8 (B, channels, H, W) or float32 (B, F), and class ids (B,) int64, of each image's two parts where images are mixed.
+        """Return an epoch's batches: raw inputs, uint8 (B, channels, H, W) or float32 (B, F), and
+        class ids (B,) int64, of each image's two parts where images are mixed.
 
         Args:
             number: the epoch, from 0.
@@ -170,7 +174,8 @@ def inputs(
     *,
     raw: RawInputs | None = None,
 ) -> Iterator[Tensor]:
-    """Return the items' raw inputs in order, `batch` at a time: uint8 (B, channels, H, W) or float32 (B, F).
+    """Return the items' raw inputs in order, `batch` at a time: uint8 (B, channels, H, W) or
+    float32 (B, F).
 
     Images are decoded in threads, one batch ahead of the caller.
 
@@ -179,7 +184,8 @@ def inputs(
         indices: (n,) which of them.
         preprocessing: the backbone's; None for vectors.
         batch: how many at a time; the last batch may be smaller.
-        raw: the dataset's inputs, where they are shared with `TrainBatches`; by default nothing is kept in memory.
+        raw: the dataset's inputs, where they are shared with `TrainBatches`; by default nothing is
+            kept in memory.
 
     Raises:
         DataError: an item cannot be read, or dataset and backbone do not fit.

@@ -1,4 +1,6 @@
-"""Two images in one: MixUp (Zhang et al., ICLR 2018) and CutMix (Yun et al., ICCV 2019), the same for a whole batch."""
+"""Two images in one: MixUp (Zhang et al., ICLR 2018) and CutMix (Yun et al., ICCV 2019), the same
+for a whole batch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Mix:
     def drawn(
         cls, table: Augmentation, key: tuple[int, int, int], size: int, shape: tuple[int, int]
     ) -> Mix | None:
-        """Return that of a batch, which follows from (seed, epoch, batch); None where the recipe mixes nothing.
+        """Return that of a batch, which follows from (seed, epoch, batch); None where the recipe
+        mixes nothing.
 
         Args:
             table: the recipe's.

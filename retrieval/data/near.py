@@ -50,8 +50,8 @@ def near_pairs(
 ) -> Near:
     """Return pairs of rows that are within a distance of one another, the nearest first.
 
-    Of each row up to 128 others are looked at, or `candidates`, the nearest by Euclidean distance; the search ends when there are more than
-    `MOST_PAIRS` in all.
+    Of each row up to 128 others are looked at, or `candidates`, the nearest by Euclidean distance;
+    the search ends when there are more than `MOST_PAIRS` in all.
 
     Args:
         vectors: (N, P), finite.
@@ -59,7 +59,8 @@ def near_pairs(
         same: (N,) numbers; rows of one number are not a pair.
         spans: columns in each of which candidates are looked for; None is all.
         measure: the distances (n,) of a row to n others, by their numbers; None: Euclidean.
-        candidates: how many are measured at least, where `measure` has another order than the Euclidean distance.
+        candidates: how many are measured at least, where `measure` has another order than the
+            Euclidean distance.
         what: what is shown to be done.
     """
     threads, size = cores(), len(vectors)
@@ -93,7 +94,9 @@ def _candidates(
     measure: Measure | None,
     threads: int,
 ) -> tuple[Rows, Doubles]:
-    """Return rows (Q, n) near to those that are asked for, and how far they are; NaN for one that is there twice."""
+    """Return rows (Q, n) near to those that are asked for, and how far they are; NaN for one that
+    is there twice.
+    """
     found = [nearest(vectors[asked], vectors, count, span=span, threads=threads) for span in spans]
     if measure is None:
         return found[0][1], np.sqrt(found[0][0])

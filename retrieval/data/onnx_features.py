@@ -1,4 +1,6 @@
-"""A frozen backbone in ONNX Runtime: on a CPU its features cost a fraction of what torch takes for them."""
+"""A frozen backbone in ONNX Runtime: on a CPU its features cost a fraction of what torch takes for
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ from retrieval.serving.images import Preprocessing
 from retrieval.serving.runtime import ONNXRUNTIME, installed_packages
 
 LEAST = 1 << 24
-"""Numbers that the images hold together, pixels times channels: with fewer, making the graph takes longer than it saves."""
+"""Numbers that the images hold together, pixels times channels: with fewer, making the graph takes
+longer than it saves.
+"""
 
 _AT_ONCE, _MOST = 1 << 17, 64
-"""Numbers of the images that go through the graph at once, and how many images at most: what lies between the nodes stays in the processor's cache."""
+"""Numbers of the images that go through the graph at once, and how many images at most: what lies
+between the nodes stays in the processor's cache.
+"""
 
 TRIED = 8
 """Items whose features are compared with torch's."""
@@ -33,7 +39,8 @@ def way_of(
 ) -> str | None:
     """Return which ONNX Runtime computes the features of a dataset; None where torch does.
 
-    It is known without a look at the clock, so that the same recipe has the same features each time.
+    It is known without a look at the clock, so that the same recipe has the same features each
+    time.
     """
     if preprocessing is None or device.type != "cpu":
         return None
@@ -46,13 +53,16 @@ def way_of(
 
 
 class OnnxBackbone:
-    """A model's backbone as a graph for a fixed number of images, made when features are first asked for. Safe in threads.
+    """A model's backbone as a graph for a fixed number of images, made when features are first
+    asked for. Safe in threads.
 
-    With a number that is fixed, sizes are constants to the exporter: of TensorFlow's padding nothing is left in the graph.
+    With a number that is fixed, sizes are constants to the exporter: of TensorFlow's padding
+    nothing is left in the graph.
 
     Args:
         model: whose backbone; in evaluation mode on the CPU when it is called.
-        samples: gives raw inputs, uint8 (N, channels, H, W), on which torch and ONNX Runtime are compared.
+        samples: gives raw inputs, uint8 (N, channels, H, W), on which torch and ONNX Runtime are
+            compared.
     """
 
     def __init__(self, model: Model, samples: Callable[[], NDArray[Any]]) -> None:
@@ -64,10 +74,12 @@ class OnnxBackbone:
         self.rows = max(1, min(_MOST, _AT_ONCE // int(np.prod(self._shape))))
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return features (B, F), float32, of raw pixels (B, channels, H, W), uint8, B at most `rows`.
+        """Return features (B, F), float32, of raw pixels (B, channels, H, W), uint8, B at most
+        `rows`.
 
         Raises:
-            BundleError: torch cannot export the backbone, the graph does not agree with it, or ONNX Runtime refuses.
+            BundleError: torch cannot export the backbone, the graph does not agree with it, or ONNX
+                Runtime refuses.
         """
         with self._lock:
             if self._session is None:
@@ -88,7 +100,9 @@ class OnnxBackbone:
         return found
 
     def _agreed(self) -> Any:
-        """Return a session whose features are torch's, of items one by one and of items among others."""
+        """Return a session whose features are torch's, of items one by one and of items among
+        others.
+        """
         from retrieval.model.graph import (
             OPSET,
             TOLERANCE,
@@ -110,7 +124,8 @@ class OnnxBackbone:
             module = FeatureEncoder(self._model).eval()
             (wanted,) = module(torch.from_numpy(samples))
             example = torch.from_numpy(np.resize(samples, (self.rows, *self._shape)))
-            # the older exporter: it takes a second where the other takes sixteen, and of fixed sizes its graphs are as fast
+            # the older exporter: it takes a second where the other takes sixteen, and of fixed
+            # sizes its graphs are as fast
             proto = to_onnx(module, (example,), signature, opset=OPSET, exporter="torchscript")
         opened = session(proto.SerializeToString(), threads=1)
         expected = wanted.numpy().astype(np.float64)

@@ -1,7 +1,8 @@
-"""Lists of pairs, "the same or not": a CSV file of item keys, or Labeled Faces in the Wild's own layout.
+"""Lists of pairs, "the same or not": a CSV file of item keys, or Labeled Faces in the Wild's own
+layout.
 
-Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face Recognition in
-Unconstrained Environments", University of Massachusetts, TR 07-49, 2007.
+Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face
+Recognition in Unconstrained Environments", University of Massachusetts, TR 07-49, 2007.
 """
 
 from __future__ import annotations
@@ -59,19 +60,22 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
 
     Two layouts, told apart by the first line:
 
-    - CSV with the header `first,second,same[,fold]`: two keys, 1 or 0, and the fold's name. Further columns are ignored.
-    - LFW's `pairs.txt` and `pairsDevTest.txt`: `10 300` (folds, and pairs of each kind in each) or `500` (no folds);
-      then `NAME n1 n2` for two images of a person, `NAME1 n1 NAME2 n2` for two people's. `NAME 7` is the item whose
-      key ends in `NAME/NAME_0007.jpg` (or another image's extension).
+    - CSV with the header `first,second,same[,fold]`: two keys, 1 or 0, and the fold's name. Further
+      columns are ignored.
+    - LFW's `pairs.txt` and `pairsDevTest.txt`: `10 300` (folds, and pairs of each kind in each) or
+      `500` (no folds); then `NAME n1 n2` for two images of a person, `NAME1 n1 NAME2 n2` for two
+      people's. `NAME 7` is the item whose key ends in `NAME/NAME_0007.jpg` (or another image's
+      extension).
 
     Args:
         file: the list; UTF-8 text.
         keys: the dataset's keys.
 
     Raises:
-        DataError: with every problem: the file cannot be read; a line is malformed, names an unknown item, pairs an
-            item with itself or contradicts another line; counts are not those that the first line states; all pairs
-            are same, or all different; there is a single fold.
+        DataError: with every problem: the file cannot be read; a line is malformed, names an
+            unknown item, pairs an item with itself or contradicts another line; counts are not
+            those that the first line states; all pairs are same, or all different; there is a
+            single fold.
     """
     pairs, problems = find_pairs(file, keys)
     if problems:
@@ -328,11 +332,12 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
 
 
 def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
-    """Read LFW's list of people: `people.txt`, which has folds, or `peopleDevTrain.txt` and `peopleDevTest.txt`.
+    """Read LFW's list of people: `people.txt`, which has folds, or `peopleDevTrain.txt` and
+    `peopleDevTest.txt`.
 
     Args:
-        file: the list. With folds: their number, then for each how many people, and a line `NAME images` each.
-            Without: how many people, and their lines.
+        file: the list. With folds: their number, then for each how many people, and a line `NAME
+            images` each. Without: how many people, and their lines.
         folds: whether it has folds.
 
     Returns:

@@ -1,4 +1,6 @@
-"""A dataset's items as a `Model` takes them: sliced from one array where that is possible, decoded in threads elsewhere."""
+"""A dataset's items as a `Model` takes them: sliced from one array where that is possible, decoded
+in threads elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ _WORTH = 0.4e-3  # seconds of an item from which on threads are quicker: below, 
 class RawInputs:
     """What the encoder is given for a dataset's items.
 
-    Where the dataset has its items in an array that needs no preprocessing, batches are slices of it. Elsewhere
-    preprocessed pixels are kept in memory once made, when those of all items fit.
+    Where the dataset has its items in an array that needs no preprocessing, batches are slices of
+    it. Elsewhere preprocessed pixels are kept in memory once made, when those of all items fit.
 
     Args:
         dataset: the items; `dataset[i]` is called from several threads.
@@ -139,7 +141,9 @@ class RawInputs:
         self._made[index] = True
 
     def _map(self, function: Any, jobs: Sequence[Any], work: str) -> list[Any]:
-        """Return what a function makes of each job: in threads, where an item of this work takes long enough."""
+        """Return what a function makes of each job: in threads, where an item of this work takes
+        long enough.
+        """
         if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads only cost
             return [function(job) for job in jobs]
         done: list[Any] = []
@@ -190,5 +194,7 @@ def _as_inputs(
 
 
 def _decoders() -> int:
-    """Return how many threads decode: each holds an image, so that more than eight would only cost memory."""
+    """Return how many threads decode: each holds an image, so that more than eight would only cost
+    memory.
+    """
     return min(8, cores())

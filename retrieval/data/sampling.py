@@ -35,11 +35,13 @@ def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
 def draw_epoch(
     labels: NDArray[np.int64], sampler: Sampler, seed: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Return the batches of an epoch, (batches, P × M) positions in `labels`; the same for the same seed and epoch.
+    """Return the batches of an epoch, (batches, P × M) positions in `labels`; the same for the same
+    seed and epoch.
 
-    The draw is pytorch-metric-learning's `MPerClassSampler`'s, to the last item: P classes at random for each batch, of each M items
-    without repetition, or with repetition where the class has fewer. Items of a class stand together. Its own would draw from a generator that
-    all threads share, and loads scikit-learn, pandas and FAISS.
+    The draw is pytorch-metric-learning's `MPerClassSampler`'s, to the last item: P classes at
+    random for each batch, of each M items without repetition, or with repetition where the class
+    has fewer. Items of a class stand together. Its own would draw from a generator that all threads
+    share, and loads scikit-learn, pandas and FAISS.
 
     Args:
         labels: (n,) class ids.

@@ -34,7 +34,9 @@ SIDES = {
 
 
 def sides(column: Sequence[str] | None) -> list[str] | None:
-    """Return a table's column `split` with the names of `SPLITS`: "val" and "Train" are known, others stay."""
+    """Return a table's column `split` with the names of `SPLITS`: "val" and "Train" are known,
+    others stay.
+    """
     if column is None:
         return None
     known = {name: side for name, (side, role) in SIDES.items() if not role}
@@ -49,7 +51,8 @@ class Splits:
         labels: (N,) index into `classes` of every item of the dataset.
         classes: the labels' texts in natural order ("class 2" before "class 10").
         train: items that train, ascending.
-        validation: items kept from the training side for early stopping and every choice; may be empty.
+        validation: items kept from the training side for early stopping and every choice; may be
+            empty.
         query: test items that are searched for.
         gallery: test items that are searched; None: the queries themselves, each without itself.
         notes: what the user should know, one sentence each.
@@ -65,7 +68,9 @@ class Splits:
 
     @property
     def held_out(self) -> Items:
-        """The items that did not train, the test side before the validation part; where there are none, those that did."""
+        """The items that did not train, the test side before the validation part; where there are
+        none, those that did.
+        """
         return next((side for side in (self.query, self.validation) if len(side)), self.train)
 
     @property
@@ -82,16 +87,17 @@ class Splits:
 def make_splits(dataset: Dataset, split: Split) -> Splits:
     """Divide a dataset as a recipe's `[split]` says.
 
-    - `given`: the dataset's own "train", "validation" and "test". Where it has roles but no split, items with a role
-      are the test side.
-    - `class`: classes in natural order, the last part of them held out (for one half, the protocol of CUB-200 and
-      Cars-196: Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016, §6), or the
-      named ones. The dataset's own split is not looked at.
+    - `given`: the dataset's own "train", "validation" and "test". Where it has roles but no split,
+      items with a role are the test side.
+    - `class`: classes in natural order, the last part of them held out (for one half, the protocol
+      of CUB-200 and Cars-196: Oh Song et al., "Deep Metric Learning via Lifted Structured Feature
+      Embedding", CVPR 2016, §6), or the named ones. The dataset's own split is not looked at.
     - `item`: of every class a random part.
 
-    The dataset's own "validation" items validate where `given` finds any; otherwise a part of the training side does.
-    A part of a class's items is at least two items or none, and leaves the class at least two: alone, an item has
-    nothing to find. On the test side, the roles "query" and "gallery" are kept where the data have them.
+    The dataset's own "validation" items validate where `given` finds any; otherwise a part of the
+    training side does. A part of a class's items is at least two items or none, and leaves the
+    class at least two: alone, an item has nothing to find. On the test side, the roles "query" and
+    "gallery" are kept where the data have them.
 
     Args:
         dataset: the items.
@@ -101,8 +107,8 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
         The sides; the same ones for the same dataset and table.
 
     Raises:
-        DataError: with every problem of the labels, or of the split: labels that are missing, classes that do not
-            exist, a side with nothing on it, no class with two items.
+        DataError: with every problem of the labels, or of the split: labels that are missing,
+            classes that do not exist, a side with nothing on it, no class with two items.
     """
     labels, classes = _labels(dataset)
     notes: list[str] = []
@@ -152,7 +158,9 @@ def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
 def _sides(
     dataset: Dataset, split: Split, labels: Items, classes: list[str]
 ) -> tuple[Items, Items, Items]:
-    """Return the items that train (and validate), that validate by the dataset's own word, and that test."""
+    """Return the items that train (and validate), that validate by the dataset's own word, and that
+    test.
+    """
     none = np.empty(0, np.int64)
     if split.by == "given":
         return _given(dataset)

@@ -1,4 +1,6 @@
-"""Items to be looked at one by one: of files, folders and tables as an index takes them, or of a dataset with its split."""
+"""Items to be looked at one by one: of files, folders and tables as an index takes them, or of a
+dataset with its split.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Subjects(ABC):
 
     @abstractmethod
     def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
-        """Give items by their numbers, ascending, each with what has to be read in order; not for several threads."""
+        """Give items by their numbers, ascending, each with what has to be read in order; not for
+        several threads.
+        """
 
     @abstractmethod
     def open(self, row: int, content: bytes | DataError | None) -> Item:
@@ -57,8 +61,9 @@ class Subjects(ABC):
 class OfSources(Subjects):
     """What an index could be made of.
 
-    A table's columns `split` and `role` say an item's side; so do a folder's own folders, where all of those with images are called
-    `train`, `validation`, `test`, `query` or `gallery`. The label is then the next folder's name.
+    A table's columns `split` and `role` say an item's side; so do a folder's own folders, where all
+    of those with images are called `train`, `validation`, `test`, `query` or `gallery`. The label
+    is then the next folder's name.
 
     Args:
         sources: what `collect` found, of each that was named.

@@ -1,4 +1,6 @@
-"""Some items of a dataset as a dataset of their own: the others are out of reach of whoever is given it."""
+"""Some items of a dataset as a dataset of their own: the others are out of reach of whoever is
+given it.
+"""
 
 from __future__ import annotations
 

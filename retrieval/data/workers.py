@@ -69,7 +69,8 @@ class Workers:
             collate_fn=_as_is,
             multiprocessing_context="spawn",
             persistent_workers=True,
-            # by default it takes its base seed from the global generator, which the model draws from too
+            # by default it takes its base seed from the global generator, which the model draws
+            # from too
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -77,7 +78,8 @@ class Workers:
         """Yield each job's batch, in order.
 
         Raises:
-            DataError: an item cannot be read, the dataset cannot be sent to another process, or a process died.
+            DataError: an item cannot be read, the dataset cannot be sent to another process, or a
+                process died.
         """
         self._jobs.jobs = jobs
         try:

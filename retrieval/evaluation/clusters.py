@@ -1,17 +1,19 @@
 """NMI and pairwise F1 of k-means clusters, as metric-learning papers report them.
 
-Song et al., "Deep metric learning via lifted structured feature embedding" (2016), section 6; the same in Sohn (2016) and
-in Duan et al., "Deep adversarial metric learning" (equations 17 and 18). Clusters Ω come from k-means on the codes, with
-as many clusters as there are classes C.
+Song et al., "Deep metric learning via lifted structured feature embedding" (2016), section 6; the
+same in Sohn (2016) and in Duan et al., "Deep adversarial metric learning" (equations 17 and 18).
+Clusters Ω come from k-means on the codes, with as many clusters as there are classes C.
 
-- NMI = 2 I(Ω; C) / (H(Ω) + H(C)): the mutual information over the *arithmetic* mean of the entropies. Other fields
-  divide by the geometric mean, or by the larger entropy; those numbers do not compare.
-- F1 = 2 P R / (P + R) over pairs of items: P is the share of the pairs in one cluster that are of one class, R the share
-  of the pairs of one class that are in one cluster. Pairs are counted from the contingency table, never one by one.
+- NMI = 2 I(Ω; C) / (H(Ω) + H(C)): the mutual information over the *arithmetic* mean of the
+  entropies. Other fields divide by the geometric mean, or by the larger entropy; those numbers do
+  not compare.
+- F1 = 2 P R / (P + R) over pairs of items: P is the share of the pairs in one cluster that are of
+  one class, R the share of the pairs of one class that are in one cluster. Pairs are counted from
+  the contingency table, never one by one.
 
-k-means is FAISS's: Lloyd's algorithm in float32 on all codes, one k-means++ start, 100 rounds, a fixed
-seed, one thread. It is always Euclidean on the codes, whatever distance retrieval uses. Both metrics
-depend on the start: compare models with one seed, or over several.
+k-means is FAISS's: Lloyd's algorithm in float32 on all codes, one k-means++ start, 100 rounds, a
+fixed seed, one thread. It is always Euclidean on the codes, whatever distance retrieval uses. Both
+metrics depend on the start: compare models with one seed, or over several.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ ROUNDS = 100
 def cluster_figures(
     codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0
 ) -> dict[str, float]:
-    """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,); see the module.
+    """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,); see the
+    module.
 
     Raises:
         DataError: there are no codes, not one label a code, or a label is missing.

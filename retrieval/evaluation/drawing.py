@@ -1,7 +1,9 @@
-"""Draw pairs for verification: balanced, in folds that share no class where there are classes enough.
+"""Draw pairs for verification: balanced, in folds that share no class where there are classes
+enough.
 
-The pairs are chosen as those of Labeled Faces in the Wild (Huang et al., TR 07-49, 2007, section 3): a pair of one class by
-class and then by item, a pair of two classes likewise, so that a large class does not fill the list.
+The pairs are chosen as those of Labeled Faces in the Wild (Huang et al., TR 07-49, 2007, section
+3): a pair of one class by class and then by item, a pair of two classes likewise, so that a large
+class does not fill the list.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ Items = NDArray[np.int64]
 FOLDS = 10
 PER_FOLD = 300
 ENOUGH = 30
-"""Pairs of each kind in each fold: drawn where nothing is said, and the fewest for which folds are kept apart."""
+"""Pairs of each kind in each fold: drawn where nothing is said, and the fewest for which folds are
+kept apart.
+"""
 
 
 def draw_pairs(
@@ -32,13 +36,14 @@ def draw_pairs(
 ) -> LabelledPairs:
     """Draw pairs of items, as many of one class as of two, the same number of each in every fold.
 
-    No two folds share a class if the classes suffice; else no item; else (few items) no pair. Memory grows with items and pairs.
+    No two folds share a class if the classes suffice; else no item; else (few items) no pair.
+    Memory grows with items and pairs.
 
     Args:
         items: (n,) the items to draw from.
         labels: (n,) their class numbers.
-        count: how many pairs; a multiple of 2 × `folds`. By default 300 of each kind in each fold (6,000 in ten), or as many
-            as there are.
+        count: how many pairs; a multiple of 2 × `folds`. By default 300 of each kind in each fold
+            (6,000 in ten), or as many as there are.
         folds: how many folds; by default ten, or as many as there are pairs for.
         seed: of the draw: the same seed, items and labels give the same pairs.
 
@@ -93,7 +98,8 @@ def draw_pairs(
 def make_folds(
     same: NDArray[np.bool_], folds: int | None = None, seed: int = 0
 ) -> tuple[Items, tuple[str, ...]]:
-    """Divide pairs into folds at random, pairs of each kind evenly; for a list that comes without folds.
+    """Divide pairs into folds at random, pairs of each kind evenly; for a list that comes without
+    folds.
 
     Args:
         same: (P,) whether a pair is one of "the same".
@@ -149,7 +155,9 @@ def _undivided(
 def _groups(
     labels: Items, folds: int, each: int, exact: bool, random: np.random.Generator
 ) -> tuple[list[Items] | None, int]:
-    """Return the rows of each fold and how many pairs of each kind to draw in it; None: folds cannot be kept apart."""
+    """Return the rows of each fold and how many pairs of each kind to draw in it; None: folds
+    cannot be kept apart.
+    """
     need = each if exact else min(each, ENOUGH)
     for dealt in (_by_class(labels, folds, random), _by_item(labels, folds, random)):
         groups = [np.flatnonzero(dealt == k) for k in range(folds)]
@@ -160,7 +168,9 @@ def _groups(
 
 
 def _by_class(labels: Items, folds: int, random: np.random.Generator) -> Items:
-    """Return a fold for each row, whole classes each: those with a pair are dealt out first, then the others."""
+    """Return a fold for each row, whole classes each: those with a pair are dealt out first, then
+    the others.
+    """
     classes, number, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     order = random.permutation(len(classes))
     order = order[np.argsort(-np.minimum(sizes[order], 2), kind="stable")]
@@ -190,7 +200,9 @@ def _different_capacity(labels: Items) -> int:
 
 
 def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
-    """Return `count` pairs of rows (count, 2) of one class, the classes sharing the number as evenly as they can."""
+    """Return `count` pairs of rows (count, 2) of one class, the classes sharing the number as
+    evenly as they can.
+    """
     order = np.argsort(labels, kind="stable")
     sizes = np.unique(labels, return_counts=True)[1]
     starts = np.cumsum(sizes) - sizes
@@ -232,9 +244,11 @@ def _different(labels: Items, count: int, random: np.random.Generator) -> Items:
 
 
 def _proposals(labels: Items, count: int, random: np.random.Generator) -> Iterator[Items]:
-    """Yield pairs of rows of two classes: eight times with classes equally likely, then with items equally likely.
+    """Yield pairs of rows of two classes: eight times with classes equally likely, then with items
+    equally likely.
 
-    The first alone may never come to an end, where most pairs are of two large classes among many small ones.
+    The first alone may never come to an end, where most pairs are of two large classes among many
+    small ones.
     """
     order = np.argsort(labels, kind="stable")
     sizes = np.unique(labels, return_counts=True)[1]

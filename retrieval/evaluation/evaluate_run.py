@@ -1,4 +1,6 @@
-"""Evaluate a run on its held-out items: the trained model, the raw inputs beside it, and a bundle as a server uses it."""
+"""Evaluate a run on its held-out items: the trained model, the raw inputs beside it, and a bundle
+as a server uses it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class CandidateStep:
     """What a rescorer's candidate step costs.
 
     Attributes:
-        overlap_at_10: by number of candidates, the share of the exhaustive ranking's first ten that they keep.
+        overlap_at_10: by number of candidates, the share of the exhaustive ranking's first ten that
+            they keep.
         default: how many candidates the bundle takes.
     """
 
@@ -64,10 +67,13 @@ class RunEvaluation:
         queries: how many queries the means are taken over.
         gallery: how many items were searched.
         singletons: how many queries were left out because no other item has their label.
-        figures: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), each metric's mean.
+        figures: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), each metric's
+            mean.
         candidates: with a bundle that rescores, what its candidate step costs.
-        spread: by contestant, each figure's standard deviation over random galleries, with `[evaluate] gallery_items`.
-        groups: by contestant and group, each metric's mean and the number of queries, with `[evaluate] by`.
+        spread: by contestant, each figure's standard deviation over random galleries, with
+            `[evaluate] gallery_items`.
+        groups: by contestant and group, each metric's mean and the number of queries, with
+            `[evaluate] by`.
         milliseconds: by contestant, of a query's search, with `[evaluate] latency`.
     """
 
@@ -124,8 +130,8 @@ def resolve_metrics(
     """Return metrics by the names of their figures.
 
     Args:
-        wanted: short names of built-in metrics, `PLUGIN.NAME`, or tables `{name = …, parameters}`; a table's figure is called
-            `NAME(parameter=value, …)`, as in `core.recall_at(k=5)`.
+        wanted: short names of built-in metrics, `PLUGIN.NAME`, or tables `{name = …, parameters}`;
+            a table's figure is called `NAME(parameter=value, …)`, as in `core.recall_at(k=5)`.
         plugins: where to find them.
         always: further short names.
 
@@ -178,11 +184,13 @@ def evaluate_run(
         metrics: figures as in `[evaluate] metrics`; by default the recipe's.
         clusters: also NMI and F1 of k-means clusters.
         baseline: also the raw inputs, unit length, Euclidean.
-        bundle: also a bundle's answers, searched as a server does: candidates by vector, then the rescorer if it has one.
+        bundle: also a bundle's answers, searched as a server does: candidates by vector, then the
+            rescorer if it has one.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
-        The figures of each contestant; with a rescorer also how much of the exhaustive ranking's first ten its candidates keep.
+        The figures of each contestant; with a rescorer also how much of the exhaustive ranking's
+            first ten its candidates keep.
 
     Raises:
         DataError: there is no such side, or the run has no items there.
@@ -288,7 +296,9 @@ def _served(
 
 
 def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
-    """Return a bundle's "vector", "query" and "code" (None without a rescorer) of items of a run, (N, P) and (N, C)."""
+    """Return a bundle's "vector", "query" and "code" (None without a rescorer) of items of a run,
+    (N, P) and (N, C).
+    """
     parts = [
         bundle.encode(chunk.numpy())
         for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
@@ -313,9 +323,11 @@ def _rescored(
     k: int,
     candidates: int,
 ) -> tuple[Rows, dict[str, float]]:
-    """Return rows (Q, k) after rescoring the candidates, and the overlap of their first ten with the exhaustive ten.
+    """Return rows (Q, k) after rescoring the candidates, and the overlap of their first ten with
+    the exhaustive ten.
 
-    The exhaustive ranking costs as many distances as there are items: it is made for `OVERLAP_QUERIES` of the queries.
+    The exhaustive ranking costs as many distances as there are items: it is made for
+    `OVERLAP_QUERIES` of the queries.
     """
     size, asked = len(others["vector"]), len(ours["query"])
     counts = sorted({min(c, size) for c in (50, 200, 500, candidates)})
@@ -354,7 +366,8 @@ def nearest_in_each(
     subspaces: Sequence[SubspaceEntry],
     exclude: Rows | None = None,
 ) -> Rows:
-    """Return each sub-space's exact k nearest rows (S, Q, k); without sub-spaces the whole vector is the one.
+    """Return each sub-space's exact k nearest rows (S, Q, k); without sub-spaces the whole vector
+    is the one.
 
     Args:
         query: (Q, P) vectors that are asked with.
@@ -375,8 +388,8 @@ def served_neighbors(
 ) -> Rows:
     """Return rows (Q, k), nearest first, as a server that is asked for k answers orders them.
 
-    With merge "score" an answer's place depends on how many are asked for, so that a figure among the first ten is here that of a
-    list of k.
+    With merge "score" an answer's place depends on how many are asked for, so that a figure among
+    the first ten is here that of a list of k.
 
     Args:
         query: see `nearest_in_each`, as the next ones.

@@ -1,7 +1,8 @@
 """Codes and labels to retrieval figures, in blocks of queries.
 
-A query whose label no (other) gallery item has, such as the only item of its class, cannot be answered rightly or wrongly.
-It is left out of every mean and counted in `Evaluation.singletons`; it stays in the gallery as a distractor.
+A query whose label no (other) gallery item has, such as the only item of its class, cannot be
+answered rightly or wrongly. It is left out of every mean and counted in `Evaluation.singletons`; it
+stays in the gallery as a distractor.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ class Evaluation:
     """What `evaluate` found.
 
     Attributes:
-        values: the mean of each metric over the queries that have a relevant item; then "nmi" and "f1", if asked for.
+        values: the mean of each metric over the queries that have a relevant item; then "nmi" and
+            "f1", if asked for.
         queries: how many queries the means are taken over.
         gallery: how many items were searched.
-        singletons: how many queries were left out because no (other) gallery item that they may see has their label.
-        groups: where `by` was given, the means of each group's queries, and "queries", how many these are.
+        singletons: how many queries were left out because no (other) gallery item that they may see
+            has their label.
+        groups: where `by` was given, the means of each group's queries, and "queries", how many
+            these are.
     """
 
     values: dict[str, float]
@@ -89,16 +93,24 @@ def evaluate(
     """Return the retrieval figures of codes, by exact search.
 
     Args:
-        codes: (Q, C) the queries' codes. Without `gallery` they are the gallery too, each query left out of its own answer.
-        labels: (Q,) one label per query: whole numbers or text, compared exactly; none may be missing.
+        codes: (Q, C) the queries' codes. Without `gallery` they are the gallery too, each query
+            left out of its own answer.
+        labels: (Q,) one label per query: whole numbers or text, compared exactly; none may be
+            missing.
         gallery: (N, C) codes to search in.
         gallery_labels: (N,) their labels.
-        metrics: names of built-in metrics (see `metric`), or metrics by the name that their value shall have.
-        distance: codes (B, C) and (R, C) to distances (B, R), such as a combiner's `compute_mat`; None is Euclidean.
-        exclude: which gallery items are left out for each query, such as those of its camera; None: the query itself only.
-        relevance: grades of relevance, in the place of equal labels; see `retrieval.evaluation.relevance`.
-        by: (Q,) a value for each query, such as its vendor: also give the figures of each value's queries.
-        clusters: also give NMI and F1 of k-means clusters of the queries' codes (see `retrieval.evaluation.clusters`).
+        metrics: names of built-in metrics (see `metric`), or metrics by the name that their value
+            shall have.
+        distance: codes (B, C) and (R, C) to distances (B, R), such as a combiner's `compute_mat`;
+            None is Euclidean.
+        exclude: which gallery items are left out for each query, such as those of its camera; None:
+            the query itself only.
+        relevance: grades of relevance, in the place of equal labels; see
+            `retrieval.evaluation.relevance`.
+        by: (Q,) a value for each query, such as its vendor: also give the figures of each value's
+            queries.
+        clusters: also give NMI and F1 of k-means clusters of the queries' codes (see
+            `retrieval.evaluation.clusters`).
         seed: of k-means.
         block: queries at a time; it changes memory and speed, never a figure.
         device: see `exact_neighbors`.
@@ -108,8 +120,8 @@ def evaluate(
         The means. They are NaN when no query has a relevant item.
 
     Raises:
-        DataError: codes and labels that do not fit together, labels that are missing or of two kinds, or codes that are
-            not finite.
+        DataError: codes and labels that do not fit together, labels that are missing or of two
+            kinds, or codes that are not finite.
         RetrievalError: a metric that does not exist.
     """
     chosen = (
@@ -260,10 +272,12 @@ def class_numbers(
     gallery_labels: Sequence[Any] | NDArray[Any] | None,
     items: int,
 ) -> tuple[Ints, Ints]:
-    """Return class numbers from 0 of the queries and of the gallery, equal exactly where the labels are.
+    """Return class numbers from 0 of the queries and of the gallery, equal exactly where the labels
+    are.
 
     Raises:
-        DataError: there are no items, not one label for each, or labels that cannot be compared exactly.
+        DataError: there are no items, not one label for each, or labels that cannot be compared
+            exactly.
     """
     if not queries or not items:
         raise DataError(

@@ -1,4 +1,6 @@
-"""Gallery items that a query may not see, such as those of its own camera, and the nearest of the others."""
+"""Gallery items that a query may not see, such as those of its own camera, and the nearest of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,17 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Leaves out the gallery items that share a value with the query, such as its camera: they neither match nor distract.
+    """Leaves out the gallery items that share a value with the query, such as its camera: they
+    neither match nor distract.
 
     Items whose value is missing (None, NaN, NA or "") share it with none.
 
     Attributes:
         query: (Q,) the queries' values.
         gallery: (N,) the gallery's; None where the queries are the gallery.
-        same_label: whether only items that also have the query's label are left out: the protocol of Market-1501 (Zheng et al.,
-            "Scalable Person Re-identification: A Benchmark", ICCV 2015), where other persons of the camera stay as distractors.
+        same_label: whether only items that also have the query's label are left out: the protocol
+            of Market-1501 (Zheng et al., "Scalable Person Re-identification: A Benchmark", ICCV
+            2015), where other persons of the camera stay as distractors.
     """
 
     query: Sequence[Any] | NDArray[Any]
@@ -114,7 +118,9 @@ class Hidden:
         )
 
     def visible(self, rows: Ints, found: Ints) -> Bools:
-        """Return which of the items (B, k) that were found for some queries (B,) they may see; −1 is none."""
+        """Return which of the items (B, k) that were found for some queries (B,) they may see; −1
+        is none.
+        """
         shown = self.gallery[found] != self.query[rows, None]
         if self.same_label:
             shown |= self.item_class[found] != self.query_class[rows, None]
@@ -177,7 +183,9 @@ class Search:
             done += len(rows)
 
     def nearest(self, k: int, asked: Ints | None = None) -> tuple[Ints, NDArray[np.float32]]:
-        """Return the k nearest items of some queries (A,), by default of all: rows and distances (A, k)."""
+        """Return the k nearest items of some queries (A,), by default of all: rows and distances
+        (A, k).
+        """
         asked = np.arange(len(self.queries)) if asked is None else asked
         items = np.full((len(asked), k), -1, np.int64)
         distances = np.full((len(asked), k), np.inf, np.float32)

@@ -1,4 +1,5 @@
-"""Exact k nearest neighbours, block by block: memory grows with the gallery, never with queries × gallery.
+"""Exact k nearest neighbours, block by block: memory grows with the gallery, never with queries ×
+gallery.
 
 **Distance and order.** Squared Euclidean distances are computed in float64 and rounded to the 24
 significant bits of float32. Gallery row orders those that are equal after rounding, so duplicates
@@ -42,7 +43,8 @@ _DEEP = 256
 """From a k of one row in so many on, a full search is the faster one."""
 _MARGIN = 8
 _CANCELLED = 2.0**-18
-"""Squared distances below this part of |q|² have lost float32's precision in |q|² + |g|² − 2 q·g."""
+"""Squared distances below this part of |q|² have lost float32's precision in |q|² + |g|² − 2 q·g.
+"""
 
 
 def exact_neighbors(
@@ -310,7 +312,8 @@ class Neighbors:
 
 
 def rounded_keys(values: Any, columns: Any) -> Any:
-    """Return int64 that compare by value rounded to 24 bits (halves away from zero), then by column.
+    """Return int64 that compare by value rounded to 24 bits (halves away from zero), then by
+    column.
 
     Args:
         values: (B, n) float64, an array or a tensor; no NaN.

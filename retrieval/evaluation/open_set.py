@@ -25,12 +25,15 @@ def open_set(
     distance: DistanceBlock | None = None,
     exclude: Exclusion | None = None,
 ) -> dict[str, float]:
-    """Return DIR@FAR at rank 1 for each rate: the share of known queries whose nearest item is theirs and near enough.
+    """Return DIR@FAR at rank 1 for each rate: the share of known queries whose nearest item is
+    theirs and near enough.
 
-    A query that may see no gallery item of its class is unknown. A threshold t accepts a query whose nearest item is at t or nearer.
-    FAR(t) is the share of unknown queries that are accepted; DIR(t) that of known ones that are accepted and whose nearest item has their
-    class. DIR@FAR f is the largest DIR(t) of thresholds with FAR(t) ≤ f (Phillips, Grother & Micheals, "Evaluation Methods in Face
-    Recognition", Handbook of Face Recognition, 2011). Distances that are equal share a threshold.
+    A query that may see no gallery item of its class is unknown. A threshold t accepts a query
+    whose nearest item is at t or nearer. FAR(t) is the share of unknown queries that are accepted;
+    DIR(t) that of known ones that are accepted and whose nearest item has their class. DIR@FAR f is
+    the largest DIR(t) of thresholds with FAR(t) ≤ f (Phillips, Grother & Micheals, "Evaluation
+    Methods in Face Recognition", Handbook of Face Recognition, 2011). Distances that are equal
+    share a threshold.
 
     Args:
         codes: (Q, C) the queries' codes.
@@ -39,7 +42,8 @@ def open_set(
         item_class: (N,) class numbers.
         fars: rates from 0 to 1.
         distance: see `exact_neighbors`.
-        exclude: which items are hidden from which queries: they are no answers, and make no query known.
+        exclude: which items are hidden from which queries: they are no answers, and make no query
+            known.
 
     Raises:
         DataError: no query is unknown, or none is known.

@@ -1,7 +1,9 @@
-"""Pictures of what was learned: `neighbours` of queries, `curves` of training, a `map` of codes. `retrieval.plot` is this module.
+"""Pictures of what was learned: `neighbours` of queries, `curves` of training, a `map` of codes.
 
-Each function returns a matplotlib `Figure`: a notebook shows it, `figure.savefig("file.png")` keeps it. None needs a display,
-and none touches pyplot's state.
+`retrieval.plot` is this module.
+
+Each function returns a matplotlib `Figure`: a notebook shows it, `figure.savefig("file.png")` keeps
+it. None needs a display, and none touches pyplot's state.
 """
 
 from __future__ import annotations
@@ -57,9 +59,11 @@ def neighbours(
     *,
     labels: Sequence[str] | None = None,
 ) -> Figure:
-    """Draw queries with what an index finds for them, a row for each query, nearest first, with labels and distances.
+    """Draw queries with what an index finds for them, a row for each query, nearest first, with
+    labels and distances.
 
-    With the queries' labels, right answers have a blue frame and ✓, wrong ones an orange frame and ✗.
+    With the queries' labels, right answers have a blue frame and ✓, wrong ones an orange frame and
+    ✗.
 
     Args:
         index: an opened index of images.
@@ -68,8 +72,8 @@ def neighbours(
         labels: each query's label; None marks no answer right or wrong.
 
     Raises:
-        DataError: there is no query, or more than 50; a query is not an image; a query has no label, or one that is no text; the
-            index holds vectors, not images.
+        DataError: there is no query, or more than 50; a query is not an image; a query has no
+            label, or one that is no text; the index holds vectors, not images.
     """
     from retrieval.serving.index.index import Index
 
@@ -157,15 +161,18 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 
 
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
-    """Draw how a run was trained, from its `metrics.jsonl`: losses above, validation figures below, by epoch.
+    """Draw how a run was trained, from its `metrics.jsonl`: losses above, validation figures below,
+    by epoch.
 
-    Grey lines part the recipe's phases; a dotted line marks the epoch with the best validation MAP@R, whose weights the run keeps.
+    Grey lines part the recipe's phases; a dotted line marks the epoch with the best validation
+    MAP@R, whose weights the run keeps.
 
     Args:
         run: a run, or its folder.
 
     Raises:
-        DataError: the folder has no `metrics.jsonl`, or it is damaged: a learner's run has no epochs to draw.
+        DataError: the folder has no `metrics.jsonl`, or it is damaged: a learner's run has no
+            epochs to draw.
     """
     records = _records(Path(run if isinstance(run, str | os.PathLike) else run.path))
     figures = dict.fromkeys(key for record in records for key in record)  # in order, each once
@@ -243,14 +250,14 @@ def map(
     Args:
         codes: (N, C): codes, embeddings or features; N and C at least 2.
         labels: (N,) numbers or text. Up to ten classes are named in a legend.
-        method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`); "tsne" keeps neighbourhoods, and neither
-            distances nor the sizes of clusters (van der Maaten & Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow beyond
-            some ten thousand items).
+        method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`); "tsne"
+            keeps neighbourhoods, and neither distances nor the sizes of clusters (van der Maaten &
+            Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow beyond some ten thousand items).
         seed: of t-SNE's start: the same seed, codes and versions give the same picture.
 
     Raises:
-        DataError: codes of another shape, NaN or infinity; not one label for each item, or labels that are missing or of
-            two kinds; an unknown method.
+        DataError: codes of another shape, NaN or infinity; not one label for each item, or labels
+            that are missing or of two kinds; an unknown method.
     """
     points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:

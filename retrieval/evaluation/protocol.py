@@ -1,4 +1,6 @@
-"""What a recipe's `[evaluate]` says of who is searched for among whom, by which relevance, and what is measured beside."""
+"""What a recipe's `[evaluate]` says of who is searched for among whom, by which relevance, and what
+is measured beside.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ class Protocol:
     def measure(
         self, query: Any, gallery: Any, distance: Any = None, **given: Any
     ) -> Iterator[tuple[str, Measured]]:
-        """Yield the rows' figures, each with what is added to its name: "", " re-ranked", " expanded", " augmented".
+        """Yield the rows' figures, each with what is added to its name: "", " re-ranked", "
+        expanded", " augmented".
 
         Args:
             query: (Q, C) codes.
@@ -102,7 +105,8 @@ class Protocol:
             given: further arguments of `evaluate`.
 
         Raises:
-            DataError: the data lack a column, a combiner is to be re-ranked, or a random gallery cannot be drawn.
+            DataError: the data lack a column, a combiner is to be re-ranked, or a random gallery
+                cannot be drawn.
         """
         table = self.run.recipe.evaluate
         further: dict[str, Callable[[Any, Any, Hidden | None], Reordered]] = {}
@@ -142,7 +146,8 @@ class Protocol:
                 labels[items], len(left), named, len(left if right is None else right)
             )
             if change is not None:
-                # a search knows its query's camera, and not its label: who is hidden by both is dropped from the answers alone
+                # a search knows its query's camera, and not its label: who is hidden by both is
+                # dropped from the answers alone
                 known = None if exclude is None or exclude.same_label else exclude.hidden(*numbers)
                 left, right, distance = change(left, right, known)
             found.append(
@@ -183,7 +188,9 @@ class Protocol:
         )
 
     def rounds(self) -> Iterator[tuple[Items | None, Items | None]]:
-        """Yield places of queries and gallery within the test items, for each random gallery; None once without any."""
+        """Yield places of queries and gallery within the test items, for each random gallery; None
+        once without any.
+        """
         table = self.run.recipe.evaluate
         if table.gallery_items is None:
             yield None, None
@@ -208,7 +215,9 @@ class Protocol:
             yield np.setdiff1d(np.arange(len(labels)), taken), taken
 
     def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
-        """Return the further arguments of `evaluate` for some items; none where `[evaluate]` sets nothing."""
+        """Return the further arguments of `evaluate` for some items; none where `[evaluate]` sets
+        nothing.
+        """
         table = self.run.recipe.evaluate
         found: dict[str, Any] = {}
 

@@ -1,4 +1,5 @@
-"""Which of an item's nearest have its label, where every item of a set is searched among the others.
+"""Which of an item's nearest have its label, where every item of a set is searched among the
+others.
 
 Metrics ask of each rank only whether the item there matches. So half squared distances
 h = |q − g|² / 2 come from a product in float32, and only what that leaves in doubt is measured
@@ -107,7 +108,8 @@ class Ranking:
         kind = np.min_scalar_type(int(classes.max(initial=0)))  # few bytes are sooner looked up
         self._classes = classes[self._order].astype(kind)
         factors, norms = _factored(codes, self._order)
-        # In units of (|q| + |g|)²: half a rounding a term; the codes', the half norms', the answer's.
+        # In units of (|q| + |g|)²: half a rounding a term; the codes', the half norms', the
+        # answer's.
         roundings = (factors.shape[1] + 1) / 2 + 2
         error = 2.02 * _UNIT * roundings * (norms + norms.max()) ** 2 + 1e-30
         self._panels = []

@@ -1,4 +1,6 @@
-"""How relevant an item is to a query where labels alone do not say: classes of several levels, and items of several labels."""
+"""How relevant an item is to a query where labels alone do not say: classes of several levels, and
+items of several labels.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Relevance(Protocol):
 
 
 class Levels:
-    """Classes of several levels, such as species, genus and family: the finer the level that two items share, the higher the grade.
+    """Classes of several levels, such as species, genus and family: the finer the level that two
+    items share, the higher the grade.
 
     The finest of L levels gives L, and is the match; the coarsest gives 1.
 
@@ -110,7 +113,10 @@ class Tags:
 
 
 def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequence[str]]:
-    """Return each item's labels. A text is a sequence too, whose characters would be the labels, and NaN is no text."""
+    """Return each item's labels.
+
+    A text is a sequence too, whose characters would be the labels, and NaN is no text.
+    """
     for row, tags in enumerate(items):
         if (
             isinstance(tags, str)
@@ -130,7 +136,8 @@ def graded_values(
     progress: Callable[[int], object],
     asked: Ints | None = None,
 ) -> tuple[dict[str, NDArray[np.float64]], Ints]:
-    """Return each metric's values (Q,), NaN where nothing is relevant, and how many items are relevant (Q,).
+    """Return each metric's values (Q,), NaN where nothing is relevant, and how many items are
+    relevant (Q,).
 
     Args:
         search: the queries and what is searched.

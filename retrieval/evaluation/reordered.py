@@ -1,6 +1,8 @@
-"""Answers made better after the search: queries expanded, the gallery augmented, and neighbours re-ranked.
+"""Answers made better after the search: queries expanded, the gallery augmented, and neighbours
+re-ranked.
 
-Each is a distance between *places* of queries and gallery items, so that figures of them are made by the very code that makes all others.
+Each is a distance between *places* of queries and gallery items, so that figures of them are made
+by the very code that makes all others.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from retrieval.evaluation.neighbors import Codes, DistanceBlock
 
 Floats = NDArray[np.float64]
 MOST = 50_000
-"""Queries and gallery items that are re-ranked: what is nearest to each of them is held in memory."""
+"""Queries and gallery items that are re-ranked: what is nearest to each of them is held in memory.
+"""
 
 
 class Reordered(NamedTuple):
-    """What `evaluate` takes instead of codes and distance: places (Q, 1) and (N, 1), and a distance between places."""
+    """What `evaluate` takes instead of codes and distance: places (Q, 1) and (N, 1), and a distance
+    between places.
+    """
 
     query: Floats
     gallery: Floats | None
@@ -38,12 +43,14 @@ def expanded(
     queries: bool = True,
     hidden: Hidden | None = None,
 ) -> Reordered:
-    """Return queries, or the gallery's items, as weighted means of themselves and their k nearest gallery items.
+    """Return queries, or the gallery's items, as weighted means of themselves and their k nearest
+    gallery items.
 
-    Weights are 1 for itself and max(cos, 0)^α for a neighbour: α = 0 is average query expansion (Chum et al., "Total Recall", ICCV
-    2007), larger ones weigh nearer neighbours more (Radenović, Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human
-    Annotation", TPAMI 2019). Of the gallery it is database augmentation (Turcot & Lowe 2009; Arandjelović & Zisserman 2012). A mean is
-    scaled to the length of its item.
+    Weights are 1 for itself and max(cos, 0)^α for a neighbour: α = 0 is average query expansion
+    (Chum et al., "Total Recall", ICCV 2007), larger ones weigh nearer neighbours more (Radenović,
+    Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019). Of the
+    gallery it is database augmentation (Turcot & Lowe 2009; Arandjelović & Zisserman 2012). A mean
+    is scaled to the length of its item.
 
     Args:
         query: (Q, C) codes.
@@ -91,9 +98,10 @@ def reranked(
 ) -> Reordered:
     """Return k-reciprocal re-ranking: items are near whose reciprocal neighbours are shared.
 
-    Zhong, Zheng, Cao & Li, "Re-ranking Person Re-identification with k-reciprocal Encoding", CVPR 2017, equations 3 to 12, on squared Euclidean
-    distances over the largest of each row. What is nearest is found among all queries and the whole gallery; items that are hidden from a
-    query (`Exclusion`) are dropped from its answers after that, as the authors' code does.
+    Zhong, Zheng, Cao & Li, "Re-ranking Person Re-identification with k-reciprocal Encoding", CVPR
+    2017, equations 3 to 12, on squared Euclidean distances over the largest of each row. What is
+    nearest is found among all queries and the whole gallery; items that are hidden from a query
+    (`Exclusion`) are dropped from its answers after that, as the authors' code does.
 
     Args:
         query: (Q, C) codes.
@@ -143,7 +151,9 @@ def reranked(
 
 
 def _encoded(every: Floats, near: NDArray[np.int64], largest: Floats, k1: int) -> Any:
-    """Return the encodings of items, sparse (N, N): weights of their expanded reciprocal neighbours, which add up to 1."""
+    """Return the encodings of items, sparse (N, N): weights of their expanded reciprocal
+    neighbours, which add up to 1.
+    """
     from scipy.sparse import csr_array
 
     def reciprocal(item: int, k: int) -> NDArray[np.int64]:

@@ -1,7 +1,9 @@
-"""Distances of pairs, "the same or not", to verification figures: ROC curve, AUC, equal error rate, accuracy, TAR.
+"""Distances of pairs, "the same or not", to verification figures: ROC curve, AUC, equal error rate,
+accuracy, TAR.
 
-A pair is *accepted* ("the same") when its distance is at or under a threshold. FAR is the share of different pairs that are accepted, TAR
-the share of same pairs that are. Time grows as P log P and memory as P, the number of pairs.
+A pair is *accepted* ("the same") when its distance is at or under a threshold. FAR is the share of
+different pairs that are accepted, TAR the share of same pairs that are. Time grows as P log P and
+memory as P, the number of pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ FAR_LEVELS = (1e-2, 1e-3)
 
 @dataclass(frozen=True)
 class Roc:
-    """The ROC curve: straight lines between T points, from (0, 0) to (1, 1). Pairs at equal distances share a point.
+    """The ROC curve: straight lines between T points, from (0, 0) to (1, 1).
+
+    Pairs at equal distances share a point.
 
     Attributes:
         threshold: (T,) distances, ascending; the first is −∞, which accepts nothing.
@@ -57,8 +61,9 @@ class Verification:
     """What `verification` found.
 
     Attributes:
-        values: "auc", "eer", "accuracy" (the mean over folds), "accuracy_se" (its standard error), and "tar_at_far_0.01",
-            "tar_at_far_0.001" where there are different pairs enough: one over the rate at least.
+        values: "auc", "eer", "accuracy" (the mean over folds), "accuracy_se" (its standard error),
+            and "tar_at_far_0.01", "tar_at_far_0.001" where there are different pairs enough: one
+            over the rate at least.
         roc: the curve.
         accuracy: (K,) the share of each fold's pairs that are judged rightly.
         threshold: (K,) the threshold of each fold, which the other folds' pairs chose.
@@ -82,14 +87,18 @@ def verification(
         far: false accept rates at which to give the true accept rate.
 
     Returns:
-        The figures. AUC is the probability that a same pair is nearer than a different one, ties counting half. The equal error rate
-        is where the curve meets FAR = 1 − TAR. Accuracy is Labeled Faces in the Wild's (Huang et al., TR 07-49, 2007): each
-        fold is judged by the threshold that is best on all *other* folds; the standard error of the mean is σ / √K, with σ
+        The figures. AUC is the probability that a same pair is nearer than a different one, ties
+            counting half. The equal error rate
+        is where the curve meets FAR = 1 − TAR. Accuracy is Labeled Faces in the Wild's (Huang et
+            al., TR 07-49, 2007): each
+        fold is judged by the threshold that is best on all *other* folds; the standard error of the
+            mean is σ / √K, with σ
         the standard deviation of the K accuracies (over K − 1).
 
     Raises:
-        DataError: shapes that do not fit, distances that are not finite, pairs of one kind only or that are neither true
-            nor false, folds that are missing or of two kinds, or folds on which no threshold can be chosen.
+        DataError: shapes that do not fit, distances that are not finite, pairs of one kind only or
+            that are neither true nor false, folds that are missing or of two kinds, or folds on
+            which no threshold can be chosen.
     """
     d = np.asarray(distances, dtype=np.float64)
     s = _kinds(same)
@@ -122,7 +131,9 @@ def roc_curve(distances: Floats, same: NDArray[np.bool_]) -> Roc:
 
 
 def equal_error_rate(roc: Roc) -> float:
-    """Return the rate at which FAR = 1 − TAR, on the straight line between the points on both sides of it."""
+    """Return the rate at which FAR = 1 − TAR, on the straight line between the points on both sides
+    of it.
+    """
     gap = roc.far + roc.tar - 1  # ascends strictly from −1 to 1
     i = int(np.searchsorted(gap, 0.0))
     part = gap[i - 1] / (gap[i - 1] - gap[i])
@@ -134,7 +145,8 @@ def fold_accuracy(
 ) -> tuple[Floats, Floats]:
     """Return each fold's accuracy (K,) and the threshold (K,) that is best on all other folds.
 
-    The threshold lies half-way between the distances that it parts; of several equally good ones it is the smallest.
+    The threshold lies half-way between the distances that it parts; of several equally good ones it
+    is the smallest.
     """
     order = np.argsort(distances, kind="stable")
     d, s, f = distances[order], same[order], fold[order]
@@ -164,7 +176,10 @@ def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
 
 
 def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
-    """Return which pairs are the same. Truth as Python has it would take NaN, -1 and the text "False" for true."""
+    """Return which pairs are the same.
+
+    Truth as Python has it would take NaN, -1 and the text "False" for true.
+    """
     flags = read_values(
         same, "pairs' kinds", "Leave those pairs out, or say of each whether it is the same."
     )

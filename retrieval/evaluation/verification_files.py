@@ -27,7 +27,8 @@ def write(
     trained: NDArray[np.float64],
     results: Mapping[str, Any],
 ) -> None:
-    """Write the curves, the pairs and the metrics of a verification: all files or none, the metrics last.
+    """Write the curves, the pairs and the metrics of a verification: all files or none, the metrics
+    last.
 
     Args:
         run: whose folder takes the files.

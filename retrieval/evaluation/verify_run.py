@@ -1,4 +1,7 @@
-"""Verify pairs with a run's model: are these two the same? The trained model, what needs no training, and a bundle."""
+"""Verify pairs with a run's model: are these two the same?
+
+The trained model, what needs no training, and a bundle.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,8 @@ class PairsUsed:
         folds_share: what two folds have in common: "nothing", "classes" or "items" (and classes).
         drawn_from: the side that they were drawn from; None where they were read.
         file: the list that they were read from.
-        folds_drawn: whether their folds were drawn; None where the list states them, or pairs were drawn.
+        folds_drawn: whether their folds were drawn; None where the list states them, or pairs were
+            drawn.
         seed: of what was drawn.
     """
 
@@ -71,7 +75,9 @@ class PairsUsed:
 
 @dataclass(frozen=True)
 class FoldFigures:
-    """A contestant's accuracy in each fold by its name, and the threshold that the other folds chose."""
+    """A contestant's accuracy in each fold by its name, and the threshold that the other folds
+    chose.
+    """
 
     accuracy: dict[str, float]
     threshold: dict[str, float]
@@ -138,20 +144,24 @@ def verify_run(
     bundle: StrPath | None = None,
     progress: Progress = True,
 ) -> RunVerification:
-    """Verify pairs with a run's model, and write the figures, the ROC curve and the pairs into its folder.
+    """Verify pairs with a run's model, and write the figures, the ROC curve and the pairs into its
+    folder.
 
-    `verification-SIDE.json` holds what is returned, `verification-SIDE-roc.csv` and `.svg` the curves, and
-    `verification-SIDE-pairs.csv` the pairs with their folds and the trained model's distances. Each item is encoded once.
+    `verification-SIDE.json` holds what is returned, `verification-SIDE-roc.csv` and `.svg` the
+    curves, and `verification-SIDE-pairs.csv` the pairs with their folds and the trained model's
+    distances. Each item is encoded once.
 
     Args:
         run: a run, or its folder.
-        side: "test" or "validation": where pairs are drawn from, and what is not counted as seen in training.
-        pairs: a list of pairs (`retrieval.data.pairs.read_pairs`), of any of the data's items; None: pairs are drawn.
+        side: "test" or "validation": where pairs are drawn from, and what is not counted as seen in
+            training.
+        pairs: a list of pairs (`retrieval.data.pairs.read_pairs`), of any of the data's items;
+            None: pairs are drawn.
         draw: how many pairs to draw (`retrieval.evaluation.drawing.draw_pairs`).
         folds: how many folds, where pairs are drawn or their list has none.
         seed: of the pairs drawn, or of their folds.
-        baseline: also the raw inputs (unit length, Euclidean), and the model before its training; with a learner the
-            backbone's features (Euclidean).
+        baseline: also the raw inputs (unit length, Euclidean), and the model before its training;
+            with a learner the backbone's features (Euclidean).
         bundle: also a bundle's distances: its rescorer's if it has one, else those of its vectors.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
@@ -198,7 +208,8 @@ def verify_run(
 
 
 def pair_distances(model: Model, codes: Tensor, first: Rows, second: Rows) -> Floats:
-    """Return the model's own distances (P,) between rows `first` and `second` of codes (N, C), some pairs at a time.
+    """Return the model's own distances (P,) between rows `first` and `second` of codes (N, C), some
+    pairs at a time.
 
     The combiner's, the first item as query; without a combiner Euclidean, in double precision.
     """

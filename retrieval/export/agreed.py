@@ -75,7 +75,8 @@ class Graphs:
         self.worst = Difference(0.0, "", 0, 0)
 
     def check(self) -> None:
-        """Refuse a model that no graph could agree with, or whose vectors are not what its combiner says.
+        """Refuse a model that no graph could agree with, or whose vectors are not what its combiner
+        says.
 
         Raises:
             BundleError: the model disagrees with itself, or with its combiner.
@@ -94,9 +95,11 @@ class Graphs:
         return self._encoder(self._module, self.items, self.outputs, "encoder")
 
     def split(self) -> tuple[bytes, bytes, int]:
-        """Return the encoder as two graphs, backbone and head, and the width of the features between them.
+        """Return the encoder as two graphs, backbone and head, and the width of the features
+        between them.
 
-        The backbone's depends on nothing else of the model: whatever the head, it is the same to the byte.
+        The backbone's depends on nothing else of the model: whatever the head, it is the same to
+        the byte.
         """
         model = self._module.model
         backbone, head = FeatureEncoder(model).eval(), head_encoder(model).eval()
@@ -171,7 +174,9 @@ class Graphs:
         what: str,
         compare: Callable[[bytes], Difference],
     ) -> bytes:
-        """Return the graph of the first exporter that agrees with torch; the first one's complaint when none does."""
+        """Return the graph of the first exporter that agrees with torch; the first one's complaint
+        when none does.
+        """
         complaints: list[BundleError] = []
         self._step(f"exporting the {what} and comparing it with torch")
         for exporter in self._exporters:

@@ -59,24 +59,31 @@ def export_backbone(
     replace: bool = False,
     progress: Progress = True,
 ) -> Bundle:
-    """Write the bundle of a pretrained backbone, and open it: vectors are its features, or those whitened by photos without labels.
+    """Write the bundle of a pretrained backbone, and open it: vectors are its features, or those
+    whitened by photos without labels.
 
-    torch and ONNX Runtime are compared on up to 512 of the photos; where none are named, on crops of the two photographs that come
-    with scikit-learn. Photos that cannot be read are left out, and the log names them.
+    torch and ONNX Runtime are compared on up to 512 of the photos; where none are named, on crops
+    of the two photographs that come with scikit-learn. Photos that cannot be read are left out, and
+    the log names them.
 
     Args:
         model: the backbone's name, as `PLUGIN.name`: "core.efficientnet_lite0".
         output: folder to make.
         parameters: the backbone's own, as in a recipe: `{"size": 160}`.
-        whiten: files and folders of photos that PCA whitening is fitted on; without any, vectors are the features.
-        dimensions: width of whitened vectors; by default 128, or the backbone's own where that is less.
-        photos: files and folders of photos that verify the bundle and calibrate int8 (one half each); by default those of `whiten`.
+        whiten: files and folders of photos that PCA whitening is fitted on; without any, vectors
+            are the features.
+        dimensions: width of whitened vectors; by default 128, or the backbone's own where that is
+            less.
+        photos: files and folders of photos that verify the bundle and calibrate int8 (one half
+            each); by default those of `whiten`.
         most_photos: of more photos than these, so many are drawn.
         seed: of that draw.
-        random_weights: whether a backbone may be exported whose weights are random: a floor to compare with.
+        random_weights: whether a backbone may be exported whose weights are random: a floor to
+            compare with.
         plugins: further plugin files or modules, as from `--plugin`.
         variants: further precisions of the encoder: "fp16", "int8".
-        split: write the encoder as two graphs, backbone and head, so that features can be kept and other heads applied to them.
+        split: write the encoder as two graphs, backbone and head, so that features can be kept and
+            other heads applied to them.
         allow_drift: see `export_run`, as the next ones.
         tolerance: likewise.
         opset: likewise.
@@ -91,8 +98,8 @@ def export_backbone(
         PluginError: there is no such backbone.
         RecipeError: its parameters do not fit.
         DataError: photos are missing, cannot be read, are too few for the dimensions, or all alike.
-        BundleError: the backbone's weights are random, or it takes vectors; something is in the way, torch cannot export the model,
-            or the graph disagrees with it; see `export_model`.
+        BundleError: the backbone's weights are random, or it takes vectors; something is in the
+            way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
     """
     wanted: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
     refuse_existing(Path(output), replace)
@@ -148,7 +155,8 @@ def _whitening(model: Model, photos: Photos, most: int, dimensions: int | None) 
 def _items(
     model: Model, photos: Photos | None, calibrated: bool
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
-    """Return what verifies the bundle, and what calibrates int8 if it is asked for; no photo does both.
+    """Return what verifies the bundle, and what calibrates int8 if it is asked for; no photo does
+    both.
 
     Raises:
         DataError: the photos cannot be read.
@@ -172,8 +180,8 @@ def named_backbone(
 ) -> Backbone:
     """Return a backbone of images, built by its name.
 
-    It is built from two seeds: a weight that differs was drawn at random, and is not pretrained. A factory that seeds torch itself
-    cannot be seen through.
+    It is built from two seeds: a weight that differs was drawn at random, and is not pretrained. A
+    factory that seeds torch itself cannot be seen through.
 
     Args:
         plugins: where the name is looked for.

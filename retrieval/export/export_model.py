@@ -1,4 +1,6 @@
-"""Model → bundle: ONNX graphs and a manifest, compared with torch on real items before the folder appears."""
+"""Model → bundle: ONNX graphs and a manifest, compared with torch on real items before the folder
+appears.
+"""
 
 from __future__ import annotations
 
@@ -69,34 +71,41 @@ def export_model(
 ) -> Manifest:
     """Write a bundle, and return its manifest.
 
-    The graph is run in ONNX Runtime on the items, one alone, an odd number and all in batches, and so is the rescorer.
-    The largest absolute difference from torch, divided by the mean length of the vectors (so 1e-4 means 1e-4 on unit
-    vectors), must be within `tolerance`; distances are divided by the mean distance. A combiner that says `exact` is held to it. The model
-    is exported in evaluation mode on the CPU, and is left as it was.
+    The graph is run in ONNX Runtime on the items, one alone, an odd number and all in batches, and
+    so is the rescorer. The largest absolute difference from torch, divided by the mean length of
+    the vectors (so 1e-4 means 1e-4 on unit vectors), must be within `tolerance`; distances are
+    divided by the mean distance. A combiner that says `exact` is held to it. The model is exported
+    in evaluation mode on the CPU, and is left as it was.
 
     Args:
         model: backbone, head and combiner.
-        items: real raw inputs, not used in training: uint8 (N, C, H, W) from the backbone's preprocessing, or float (N, F).
+        items: real raw inputs, not used in training: uint8 (N, C, H, W) from the backbone's
+            preprocessing, or float (N, F).
         output: folder to make; it appears once it is complete.
         name: what the manifest calls the model.
         labels: one label per item (N,), for Recall@1 of the variants.
         calibration: raw inputs from the training side, needed by "int8".
-        codes: codes (N, C) of more real items, by which the number of candidates is chosen and their overlap with the exhaustive
-            ranking measured; by default those of `items`. Of no use with an `exact` combiner.
+        codes: codes (N, C) of more real items, by which the number of candidates is chosen and
+            their overlap with the exhaustive ranking measured; by default those of `items`. Of no
+            use with an `exact` combiner.
         variants: further precisions of the encoder: "fp16", "int8".
-        split: write the encoder as two graphs, so that features can be kept and other heads applied to them.
-        allow_drift: write a variant even if its vectors are further from the encoder's than `variants.DRIFT`.
+        split: write the encoder as two graphs, so that features can be kept and other heads applied
+            to them.
+        allow_drift: write a variant even if its vectors are further from the encoder's than
+            `variants.DRIFT`.
         tolerance: see above.
         evaluation: figures for the manifest.
         opset: version of ONNX's operators.
-        exporter: "auto" takes torch's present exporter ("dynamo"), and the older one ("torchscript") where that fails.
+        exporter: "auto" takes torch's present exporter ("dynamo"), and the older one
+            ("torchscript") where that fails.
         replace: whether a bundle at `output` may be replaced.
-        progress: is called before each step with what it does, its number from 0, and how many there are.
+        progress: is called before each step with what it does, its number from 0, and how many
+            there are.
 
     Raises:
-        BundleError: something is in the way, the items don't fit, torch cannot export the model, the graph disagrees with
-            torch (with the largest difference, where, and the likely cause), a variant cannot be made, or the disk
-            refuses. Nothing is left behind.
+        BundleError: something is in the way, the items don't fit, torch cannot export the model,
+            the graph disagrees with torch (with the largest difference, where, and the likely
+            cause), a variant cannot be made, or the disk refuses. Nothing is left behind.
         MissingDependency: no ONNX Runtime.
     """
     items, calibration = _checked(model, items, calibration, labels, variants, split)
@@ -157,7 +166,8 @@ def _checked(
     """Return items and calibration items as the model takes them.
 
     Raises:
-        BundleError: they do not fit the model, the labels or the variants; or there is nothing to split.
+        BundleError: they do not fit the model, the labels or the variants; or there is nothing to
+            split.
     """
     for variant in variants:
         if variant not in _VARIANTS:
@@ -267,7 +277,8 @@ def _description(
 
 
 def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
-    """Write the manifest of a filled folder, and open the bundle as the serving side will: what it refuses must not appear.
+    """Write the manifest of a filled folder, and open the bundle as the serving side will: what it
+    refuses must not appear.
 
     Args:
         folder: with the graphs.

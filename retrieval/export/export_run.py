@@ -45,19 +45,24 @@ def export_run(
     replace: bool = False,
     progress: Progress = True,
 ) -> Bundle:
-    """Write the bundle of a run, and open it; the run's held-out items verify it, its training items calibrate int8.
+    """Write the bundle of a run, and open it; the run's held-out items verify it, its training
+    items calibrate int8.
 
     Args:
         run: a run, or its folder; with the few inputs that it keeps, where its data are gone.
         output: folder to make; by default `bundle` in the run's folder.
-        dimensions: width of the vectors, if not the whole embedding's: its first numbers, at unit length again where the embedding is. The loss
-            core.matryoshka trains them for that; the head of any other run loses more.
+        dimensions: width of the vectors, if not the whole embedding's: its first numbers, at unit
+            length again where the embedding is. The loss core.matryoshka trains them for that; the
+            head of any other run loses more.
         variants: further precisions of the encoder: "fp16", "int8".
-        split: write the encoder as two graphs, backbone and head, so that features can be kept and other heads applied to them.
-        allow_drift: write a variant even if its vectors are further from the encoder's than `variants.DRIFT`.
+        split: write the encoder as two graphs, backbone and head, so that features can be kept and
+            other heads applied to them.
+        allow_drift: write a variant even if its vectors are further from the encoder's than
+            `variants.DRIFT`.
         tolerance: largest difference between torch and ONNX Runtime, on vectors of length 1.
         opset: version of ONNX's operators.
-        exporter: "auto" takes torch's present exporter ("dynamo"), and the older one ("torchscript") where that fails.
+        exporter: "auto" takes torch's present exporter ("dynamo"), and the older one
+            ("torchscript") where that fails.
         replace: whether a bundle at `output` may be replaced.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
@@ -65,7 +70,8 @@ def export_run(
         The bundle, on the CPU.
 
     Raises:
-        BundleError: the embedding has no such width; something is in the way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
+        BundleError: the embedding has no such width; something is in the way, torch cannot export
+            the model, or the graph disagrees with it; see `export_model`.
         DataError: an item cannot be read, or the folder is not a run.
     """
     wanted: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants

@@ -15,18 +15,19 @@ from retrieval.serving.manifest import FILE
 
 @contextlib.contextmanager
 def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Give a hidden folder beside `output` to fill; it takes the name `output` at the end, or disappears on any fault.
+    """Give a hidden folder beside `output` to fill; it takes the name `output` at the end, or
+    disappears on any fault.
 
-    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, never a half-written `output`; it may be
-    deleted.
+    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, never a half-written
+    `output`; it may be deleted.
 
     Args:
         output: the folder to make.
         replace: whether a bundle that is there already gives way, once the new one is complete.
 
     Raises:
-        BundleError: something is there that may not be replaced, another process is exporting to it, or the disk is full or
-            refuses.
+        BundleError: something is there that may not be replaced, another process is exporting to
+            it, or the disk is full or refuses.
     """
     output = Path(os.path.realpath(output))
     refuse_existing(output, replace)
@@ -48,7 +49,8 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
-    """Refuse to write over what is there, unless it is a bundle (or an empty folder) and may be replaced.
+    """Refuse to write over what is there, unless it is a bundle (or an empty folder) and may be
+    replaced.
 
     Raises:
         BundleError: `output` exists and stays.

@@ -59,7 +59,8 @@ class Photos:
         self.files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
 
     def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
-        """Yield the first photos as uint8 (B, channels, H, W), decoded in threads while earlier ones are used.
+        """Yield the first photos as uint8 (B, channels, H, W), decoded in threads while earlier
+        ones are used.
 
         Args:
             preprocessing: the backbone's.
@@ -104,7 +105,8 @@ class Photos:
 
 
 def example_photos(preprocessing: Preprocessing) -> Pixels:
-    """Return 64 crops of the two photographs that come with scikit-learn, uint8 (64, channels, H, W).
+    """Return 64 crops of the two photographs that come with scikit-learn, uint8 (64, channels, H,
+    W).
 
     What a backbone is verified on where the user names no photos.
     """

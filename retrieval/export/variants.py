@@ -26,16 +26,21 @@ _HEAVY = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _CALIBRATION_BATCH = 8
 
 DRIFT = Cosine(mean=0.99, min=0.9)
-"""The cosine between a variant's vectors and the encoder's that `check_drift` asks for: on average, and of each item."""
+"""The cosine between a variant's vectors and the encoder's that `check_drift` asks for: on average,
+and of each item.
+"""
 
 SCORED = 10
-"""How many answers are asked for where an answer's place depends on it: what a search gives by default."""
+"""How many answers are asked for where an answer's place depends on it: what a search gives by
+default.
+"""
 
 
 def make_variant(
     name: VariantName, encoder: bytes, calibration: NDArray[Any] | None, scratch: Path
 ) -> tuple[bytes, list[bytes]]:
-    """Return a variant of an encoder's graph, and further graphs that show what its precision alone does.
+    """Return a variant of an encoder's graph, and further graphs that show what its precision alone
+    does.
 
     Args:
         name: of the variant.
@@ -56,8 +61,8 @@ def make_variant(
 def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with float16 weights and arithmetic, and the same inputs and (float32) outputs.
 
-    For devices with float16 units, and for half the size; a CPU converts back and forth and gains no time. Nodes that scale to unit
-    length, and those that turn pixels into numbers, stay float32.
+    For devices with float16 units, and for half the size; a CPU converts back and forth and gains
+    no time. Nodes that scale to unit length, and those that turn pixels into numbers, stay float32.
 
     Raises:
         BundleError: the graph cannot be converted.
@@ -84,10 +89,12 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a converted graph without doubled casts, without detours through float16, and in topological order.
+    """Return a converted graph without doubled casts, without detours through float16, and in
+    topological order.
 
-    The converter makes one cast for each reader of a value, all of one name; sends values between two float32 nodes
-    through float16, where a length beyond 65,504 becomes infinity; and appends its casts at the end.
+    The converter makes one cast for each reader of a value, all of one name; sends values between
+    two float32 nodes through float16, where a length beyond 65,504 becomes infinity; and appends
+    its casts at the end.
     """
     graph = proto.graph
     del graph.value_info[:]
@@ -132,10 +139,12 @@ def _casts_to(node: onnx.NodeProto, kind: int) -> bool:
 
 
 def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the float32 graph with every number that `make_fp16` makes float16 rounded to it, and back.
+    """Return the float32 graph with every number that `make_fp16` makes float16 rounded to it, and
+    back.
 
-    ONNX Runtime's CPU leaves float32 between layers that have no float16 code, so the variant itself shows neither the rounding
-    nor the overflow that a device with float16 units has. This one does.
+    ONNX Runtime's CPU leaves float32 between layers that have no float16 code, so the variant
+    itself shows neither the rounding nor the overflow that a device with float16 units has. This
+    one does.
     """
     copy = onnx.shape_inference.infer_shapes(proto)
     early, late = light_ends(copy)
@@ -170,15 +179,18 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
-    """Return the graph statically quantised to int8: weights per channel, activations by the ranges seen in calibration.
+    """Return the graph statically quantised to int8: weights per channel, activations by the ranges
+    seen in calibration.
 
-    Activations are unsigned, weights signed: with signed activations ONNX Runtime leaves a third of EfficientNet-Lite0's
-    layers unfused and gains nothing (13.1 ms of CPU time against float32's 13.8; unsigned 8.2). x86 processors without VNNI
-    saturate such sums, so the drift there may be larger than what is measured here.
+    Activations are unsigned, weights signed: with signed activations ONNX Runtime leaves a third of
+    EfficientNet-Lite0's layers unfused and gains nothing (13.1 ms of CPU time against float32's
+    13.8; unsigned 8.2). x86 processors without VNNI saturate such sums, so the drift there may be
+    larger than what is measured here.
 
     Args:
         proto: the encoder.
-        calibration: real raw items (N, …) of the training side; held-out ones would make the measured drift too kind.
+        calibration: real raw items (N, …) of the training side; held-out ones would make the
+            measured drift too kind.
         scratch: a folder for temporary files.
 
     Raises:
@@ -221,8 +233,8 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,
-                # Without VNNI a processor adds two products of 8 bits in 16, which saturate: with weights of 7 bits they fit, and
-                # every processor gives the same.
+                # Without VNNI a processor adds two products of 8 bits in 16, which saturate: with
+                # weights of 7 bits they fit, and every processor gives the same.
                 reduce_range=True,
                 nodes_to_exclude=sorted(kept_float32(onnx.load(prepared))),
             )
@@ -234,10 +246,11 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
 
 
 def kept_float32(proto: onnx.ModelProto) -> set[str]:
-    """Return names of the nodes that int8 leaves alone: the light ends, and a head behind other layers.
+    """Return names of the nodes that int8 leaves alone: the light ends, and a head behind other
+    layers.
 
-    A head is little work, and what it rounds nothing evens out: on a small convolutional net (digits, unseen classes) leaving
-    it out took the mean cosine from 0.9991 to 0.9997.
+    A head is little work, and what it rounds nothing evens out: on a small convolutional net
+    (digits, unseen classes) leaving it out took the mean cosine from 0.9991 to 0.9997.
     """
     early, late = light_ends(proto)
     heavy = [node for node in proto.graph.node if node.op_type in _HEAVY]
@@ -246,7 +259,8 @@ def kept_float32(proto: onnx.ModelProto) -> set[str]:
 
 
 def light_ends(proto: onnx.ModelProto) -> tuple[set[str], set[str]]:
-    """Return names of the nodes before any heavy layer (pixels to numbers), and after all (to unit length).
+    """Return names of the nodes before any heavy layer (pixels to numbers), and after all (to unit
+    length).
 
     Nodes without a name get one.
     """
@@ -279,7 +293,8 @@ def measure(
     subspaces: Sequence[Subspace],
     merge: Literal["min", "score"] = "min",
 ) -> Variant:
-    """Return a variant's drift: cosine between its vectors and the encoder's, and Recall@1 of both on the same items.
+    """Return a variant's drift: cosine between its vectors and the encoder's, and Recall@1 of both
+    on the same items.
 
     Args:
         file: of the variant.
@@ -318,7 +333,8 @@ def measure(
 
 
 def check_drift(name: str, variant: Variant) -> None:
-    """Refuse a variant whose vectors are too far from the encoder's: a search by them is another search.
+    """Refuse a variant whose vectors are too far from the encoder's: a search by them is another
+    search.
 
     Raises:
         BundleError: the cosine is below `DRIFT`.
@@ -333,7 +349,9 @@ def check_drift(name: str, variant: Variant) -> None:
 
 
 def row_cosine(a: Floats, b: Floats) -> NDArray[np.float64]:
-    """Return the cosine (N,) of each row of (N, P) with the same row of (N, P); 1 where both are zero."""
+    """Return the cosine (N,) of each row of (N, P) with the same row of (N, P); 1 where both are
+    zero.
+    """
     x, y = a.astype(np.float64), b.astype(np.float64)
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     both_zero = ~x.any(axis=1) & ~y.any(axis=1)
@@ -349,7 +367,8 @@ def distances_of(
 ) -> NDArray[np.floating[Any]]:
     """Return the distances (N, N) that a bundle orders its answers by, each item as the query once.
 
-    With merge "score" they are those of a list of `SCORED` answers, from which the item itself is left out.
+    With merge "score" they are those of a list of `SCORED` answers, from which the item itself is
+    left out.
     """
     if rescore is None and merge == "score":
         query, vector = outputs.get("query", outputs["vector"]), outputs["vector"]

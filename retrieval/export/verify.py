@@ -1,4 +1,5 @@
-"""Is the graph the model? torch and ONNX Runtime side by side on real items, at several batch sizes.
+"""Is the graph the model? torch and ONNX Runtime side by side on real items, at several batch
+sizes.
 
 And what export refuses before it starts, and reads off real items for the manifest.
 """
@@ -23,15 +24,21 @@ from retrieval.serving.merging import spans_of
 
 Floats = NDArray[np.float32]
 Run = Callable[[list[str], dict[str, NDArray[Any]]], Sequence[Any]]
-"""Runs a graph, as the method of an ONNX Runtime session does: the names of its outputs, its inputs by name."""
+"""Runs a graph, as the method of an ONNX Runtime session does: the names of its outputs, its inputs
+by name.
+"""
 
 BATCH = 64
-"""Items at a time, where not another number is what is being tested: bounds the memory that verifying takes."""
+"""Items at a time, where not another number is what is being tested: bounds the memory that
+verifying takes.
+"""
 
 ODD = 7
 QUERIES = 16
 NEAR = 0.01
-"""Pairs nearer than this share of the mean distance count as the same point when distances are compared."""
+"""Pairs nearer than this share of the mean distance count as the same point when distances are
+compared.
+"""
 
 _OVERLAP = (10, 20, 50, 100, 200, 500)
 """Numbers of candidates that the manifest gives the overlap for."""
@@ -45,7 +52,8 @@ class Difference:
     """The largest difference seen, and where.
 
     Attributes:
-        value: absolute, divided by the mean length of torch's rows: for unit vectors the plain difference.
+        value: absolute, divided by the mean length of torch's rows: for unit vectors the plain
+            difference.
         output: of the graph.
         item: its row among the items.
         batch: how many items went through at once.
@@ -123,10 +131,11 @@ def length_scale(values: Floats) -> float:
 
 
 def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[Any]) -> Difference:
-    """Return the largest difference between torch's outputs and the graph's, over three batch sizes.
+    """Return the largest difference between torch's outputs and the graph's, over three batch
+    sizes.
 
-    One item alone, an odd number, and all items in batches of up to `BATCH`: a batch size that the exporter folded into the graph
-    shows as a difference or as a failure.
+    One item alone, an odd number, and all items in batches of up to `BATCH`: a batch size that the
+    exporter folded into the graph shows as a difference or as a failure.
 
     Raises:
         BundleError: the graph fails.
@@ -148,9 +157,11 @@ def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[An
 
 
 def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Difference:
-    """Return the largest difference between torch's distances and the graph's, relative to the mean distance.
+    """Return the largest difference between torch's distances and the graph's, relative to the mean
+    distance.
 
-    Pairs that both put nearer than `NEAR` of the mean are left out: there a square root turns rounding at 1e-7 into 3e-4.
+    Pairs that both put nearer than `NEAR` of the mean are left out: there a square root turns
+    rounding at 1e-7 into 3e-4.
 
     Raises:
         BundleError: the graph fails, or gives another shape.
@@ -191,7 +202,8 @@ def check_repeatable(
     """Refuse a model that disagrees with itself: no graph could agree with it.
 
     Raises:
-        BundleError: the same items give other numbers on a second run, or an item gives other numbers alone than among others.
+        BundleError: the same items give other numbers on a second run, or an item gives other
+            numbers alone than among others.
     """
     few = items[:ODD]
     for batch, cause in (
@@ -228,7 +240,9 @@ def likely_cause(encoder: Encoder) -> str:
 def merged_distances(
     query: Floats, vector: Floats, subspaces: Sequence[Subspace]
 ) -> NDArray[np.float64]:
-    """Return Euclidean distances (Q, N) between (Q, P) and (N, P): the smallest over sub-spaces, where there are some."""
+    """Return Euclidean distances (Q, N) between (Q, P) and (N, P): the smallest over sub-spaces,
+    where there are some.
+    """
     from scipy.spatial.distance import cdist
 
     apart = [cdist(query[:, span], vector[:, span]) for span in spans_of(subspaces)]
@@ -236,7 +250,8 @@ def merged_distances(
 
 
 def check_order(combiner: Combiner, codes: Floats, query: Floats, vector: Floats) -> None:
-    """Hold a combiner that says `exact` to it: the order of its vectors must be the order of its distances.
+    """Hold a combiner that says `exact` to it: the order of its vectors must be the order of its
+    distances.
 
     Raises:
         BundleError: on these items it is not.
@@ -309,7 +324,8 @@ def check_widths(combiner: Combiner, outputs: Mapping[str, Floats]) -> None:
 def candidate_overlap(
     combiner: Combiner, codes: Tensor, depth: int = 10
 ) -> dict[str, float] | None:
-    """Return which share of an item's exact nearest ten is among its first candidates, by how many candidates.
+    """Return which share of an item's exact nearest ten is among its first candidates, by how many
+    candidates.
 
     Args:
         combiner: not exact.

@@ -1,4 +1,6 @@
-"""PCA whitening as a head: decorrelated features of equal variance, learnt from photos without labels."""
+"""PCA whitening as a head: decorrelated features of equal variance, learnt from photos without
+labels.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ _FEATURE_BYTES = 1 << 29
 _RANK = 1e-9
 """A direction with less than this share of the largest variance is noise of float32."""
 _SMALL = 1e-6
-"""What is added to each variance, as a share of the largest: no direction is scaled up by more than a thousand times the first's."""
+"""What is added to each variance, as a share of the largest: no direction is scaled up by more than
+a thousand times the first's.
+"""
 _EXACT_WIDTH = 4096
 """Wider features go to scikit-learn's randomised solver: their covariance matrix would not fit."""
 
 
 def affordable(features: int, most: int) -> int:
-    """Return how many photos whitening is fitted on at most: `most`, or as many as half a gigabyte of features (F each) has room for."""
+    """Return how many photos whitening is fitted on at most: `most`, or as many as half a gigabyte
+    of features (F each) has room for.
+    """
     return max(1, min(most, _FEATURE_BYTES // (4 * features)))
 
 
@@ -58,10 +64,12 @@ def features_of(model: Model, batches: Iterable[NDArray[np.uint8]]) -> NDArray[n
 def whitening_head(
     features: NDArray[np.floating[Any]], dimensions: int | None = None
 ) -> nn.Sequential:
-    """Return the module x ↦ u / ‖u‖, u = D^(−1/2) Vᵀ (x − mean): features (B, F) to unit vectors (B, C).
+    """Return the module x ↦ u / ‖u‖, u = D^(−1/2) Vᵀ (x − mean): features (B, F) to unit vectors
+    (B, C).
 
-    V holds the C directions of largest variance, D their variances plus a millionth of the largest. Jégou & Chum, "Negative
-    Evidences and Co-occurrences in Image Retrieval: the Benefit of PCA and Whitening" (ECCV 2012).
+    V holds the C directions of largest variance, D their variances plus a millionth of the largest.
+    Jégou & Chum, "Negative Evidences and Co-occurrences in Image Retrieval: the Benefit of PCA and
+    Whitening" (ECCV 2012).
 
     Args:
         features: (N, F) that it is fitted on.

@@ -1,8 +1,9 @@
 """Whether plugin files that a recipe or a run's folder brings may run: only if the user says so.
 
-A plugin is a program, so reading somebody's recipe could run whatever they wrote, with the reader's rights. The user says so
-with `--allow-plugins`, by an answer on a terminal, or with RETRIEVAL_ALLOW_PLUGINS=1 in the environment, which is also how
-processes that a command starts know. What the user names with `--plugin` or installed is the user's own.
+A plugin is a program, so reading somebody's recipe could run whatever they wrote, with the reader's
+rights. The user says so with `--allow-plugins`, by an answer on a terminal, or with
+RETRIEVAL_ALLOW_PLUGINS=1 in the environment, which is also how processes that a command starts
+know. What the user names with `--plugin` or installed is the user's own.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def sources(item: str, near: Path) -> list[Path]:
 
 
 def _module_files(name: str, near: Path) -> list[Path]:
-    """Return the files of a module that lies where the command runs or beside the recipe, rather than being installed."""
+    """Return the files of a module that lies where the command runs or beside the recipe, rather
+    than being installed.
+    """
     if name in sys.modules or not name.isidentifier():
         return []
     try:

@@ -12,7 +12,8 @@ from retrieval.host.factory import Factory
 BUILT_IN = "core"
 """The plugin that passes on what the package itself offers."""
 SHORT = ("augmentations", "indexes", "metrics", "stores")
-"""The kinds whose parts in that plugin need no more than their short names: `flat` is `core.flat`."""
+"""The kinds whose parts in that plugin need no more than their short names: `flat` is `core.flat`.
+"""
 
 
 def new_manager() -> pluggy.PluginManager:

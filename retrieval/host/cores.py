@@ -1,4 +1,6 @@
-"""How many cores this process may use: fewer than the machine has, in a container or under `taskset`."""
+"""How many cores this process may use: fewer than the machine has, in a container or under
+`taskset`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pathlib import Path
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use, at least 1: those of its affinity, or of its cgroups' quota if fewer.
+    """Return how many cores this process may use, at least 1: those of its affinity, or of its
+    cgroups' quota if fewer.
 
     A quota of 1.5 cores counts as 2.
 
@@ -19,15 +22,19 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def default_threads() -> int:
-    """Return how many threads a computation has by default: the user's `OMP_NUM_THREADS`, or one for each core."""
+    """Return how many threads a computation has by default: the user's `OMP_NUM_THREADS`, or one
+    for each core.
+    """
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else cores()
 
 
 def limit_threads(root: Path = Path("/")) -> None:
-    """Have torch, FAISS and BLAS start no more threads than the quota allows, where they are loaded after this.
+    """Have torch, FAISS and BLAS start no more threads than the quota allows, where they are loaded
+    after this.
 
-    They follow the affinity by themselves, and know no quota. A user's own `OMP_NUM_THREADS` is left alone.
+    They follow the affinity by themselves, and know no quota. A user's own `OMP_NUM_THREADS` is
+    left alone.
 
     Args:
         root: the folder that holds `proc` and `sys`.
@@ -46,7 +53,9 @@ def _affinity() -> int:
 
 
 def _quota(root: Path) -> float:
-    """Return how many cores' time the cgroups of this process allow; infinity where they set no limit."""
+    """Return how many cores' time the cgroups of this process allow; infinity where they set no
+    limit.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux, or no /proc
@@ -61,7 +70,8 @@ def _quota(root: Path) -> float:
             bases = [mounted / controllers, mounted / "cpu"]
         else:
             continue
-        # A limit of a parent holds for its children. In a container the path may be the host's, which is not there.
+        # A limit of a parent holds for its children. In a container the path may be the host's,
+        # which is not there.
         names = [name for name in path.split("/") if name]
         found += [
             _limit(base.joinpath(*names[:depth]))
@@ -72,7 +82,9 @@ def _quota(root: Path) -> float:
 
 
 def _limit(folder: Path) -> float:
-    """Return how many cores' time one cgroup allows: `cpu.max` of version 2, or the two files of version 1."""
+    """Return how many cores' time one cgroup allows: `cpu.max` of version 2, or the two files of
+    version 1.
+    """
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()[:2]
     except (OSError, ValueError):

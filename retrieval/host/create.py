@@ -14,8 +14,8 @@ def names(kind: str) -> list[str]:
     """Return the names of all parts of a kind that the installed plugins make, sorted.
 
     Args:
-        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "metric", "index", "store",
-            "distance", "reducer" or "regularizer"; the plural will do.
+        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "metric",
+            "index", "store", "distance", "reducer" or "regularizer"; the plural will do.
 
     Raises:
         PluginError: there is no such kind; the sentence suggests the closest.
@@ -26,10 +26,10 @@ def names(kind: str) -> list[str]:
 def create(kind: str, name: str, /, **parameters: Any) -> Any:
     """Return a part that a plugin makes, as in `create("loss", "pml.triplet_margin", margin=0.1)`.
 
-    Parameters are checked as in a recipe; one that there is not is refused with the list of those there are (on the command line
-    `retrieval plugins show NAME` explains them). A part of the part is a name, a table
-    `{"name": …, parameters}` or an object. What training knows and gives (`features`, `embedding_size`, `classes`) is a
-    parameter here.
+    Parameters are checked as in a recipe; one that there is not is refused with the list of those
+    there are (on the command line `retrieval plugins show NAME` explains them). A part of the part
+    is a name, a table `{"name": …, parameters}` or an object. What training knows and gives
+    (`features`, `embedding_size`, `classes`) is a parameter here.
 
     Args:
         kind: see `names`.

@@ -12,7 +12,8 @@ from retrieval.host.values import toml_value
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
-    """Return every plugin with its origin, what it offers by kind, one line each, and what of it is disabled and why.
+    """Return every plugin with its origin, what it offers by kind, one line each, and what of it is
+    disabled and why.
 
     Args:
         plugins: the loaded plugins.
@@ -51,10 +52,12 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
 
 
 def show_text(plugins: Plugins, name: str) -> str:
-    """Return documentation, parameter table and recipe snippet of everything called `name`, of any kind.
+    """Return documentation, parameter table and recipe snippet of everything called `name`, of any
+    kind.
 
     Raises:
-        PluginError: nothing has that name (the sentence suggests the closest), or it is disabled (the sentence says why).
+        PluginError: nothing has that name (the sentence suggests the closest), or it is disabled
+            (the sentence says why).
     """
     found = [
         factories[full]
@@ -105,7 +108,8 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
 
     Args:
         factory: the factory.
-        plugins: where to find a loss or miner that takes the factory's product as a part (a distance, a reducer, …).
+        plugins: where to find a loss or miner that takes the factory's product as a part (a
+            distance, a reducer, …).
     """
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.given]
@@ -145,7 +149,9 @@ def _inline(factory: Factory) -> str:
 
 
 def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
-    """Return the table, the name and the parameter of something that takes a part of this kind and needs nothing else."""
+    """Return the table, the name and the parameter of something that takes a part of this kind and
+    needs nothing else.
+    """
     for table in ("loss", "miner") if plugins else ():
         for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
             place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)

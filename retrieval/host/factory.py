@@ -1,10 +1,14 @@
-"""Signature and docstring → parameters → validation → build. One reading serves errors, `plugins show` and the docs.
+"""Signature and docstring → parameters → validation → build.
 
-A factory is a class or a function. Its signature says what a recipe may set, `**kwargs` included as far as a base class
-spells it out; its docstring (Google style, `Args:`) says what each parameter means. Values of a parameter with a type are
-checked by pydantic, strictly: a number in quotes is not a number. A parameter without one takes what a recipe can write, and
-the factory itself says whether it fits. What only the host knows (`GIVEN`) is passed to a factory that names it and cannot
-be set. A parameter annotated `Annotated[T, Part("reducers")]` is itself something that a plugin makes.
+One reading serves errors, `plugins show` and the docs.
+
+A factory is a class or a function. Its signature says what a recipe may set, `**kwargs` included as
+far as a base class spells it out; its docstring (Google style, `Args:`) says what each parameter
+means. Values of a parameter with a type are checked by pydantic, strictly: a number in quotes is
+not a number. A parameter without one takes what a recipe can write, and the factory itself says
+whether it fits. What only the host knows (`GIVEN`) is passed to a factory that names it and cannot
+be set. A parameter annotated `Annotated[T, Part("reducers")]` is itself something that a plugin
+makes.
 """
 
 from __future__ import annotations
@@ -89,19 +93,23 @@ UPSTREAM = {
     "weight_reg_weight": (None, "multiplies what `weight_regularizer` adds"),
     "collect_stats": (None, "whether the module keeps figures of each batch as attributes"),
 }
-"""What pytorch-metric-learning's base classes call their parameters, which have no types: the kind of part, and the meaning."""
+"""What pytorch-metric-learning's base classes call their parameters, which have no types: the kind
+of part, and the meaning.
+"""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Marks a parameter that is made by another factory: `Annotated[nn.Module | None, Part("reducers")]`.
+    """Marks a parameter that is made by another factory: `Annotated[nn.Module | None,
+    Part("reducers")]`.
 
     Attributes:
         kind: one of `KINDS`.
-        each: name of a parameter that lists widths of the embedding: the part is made once for each, with that as its `embedding_size`, and once for
-            the whole embedding; the factory gets a list of them.
+        each: name of a parameter that lists widths of the embedding: the part is made once for
+            each, with that as its `embedding_size`, and once for the whole embedding; the factory
+            gets a list of them.
     """
 
     kind: str
@@ -112,8 +120,8 @@ def traits(**values: bool) -> Callable[[T], T]:
     """State what a factory's product can do where its signature does not show it.
 
     Args:
-        values: `ref_emb=False` marks a loss or miner that refuses a reference set, `miner=False` a loss that has no
-            use for a miner's indices.
+        values: `ref_emb=False` marks a loss or miner that refuses a reference set, `miner=False` a
+            loss that has no use for a miner's indices.
 
     Raises:
         PluginError: there is no such trait.
@@ -133,7 +141,9 @@ def traits(**values: bool) -> Callable[[T], T]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a factory: its name, type, default (`inspect.Parameter.empty` when required) and meaning."""
+    """One parameter of a factory: its name, type, default (`inspect.Parameter.empty` when required)
+    and meaning.
+    """
 
     name: str
     annotation: Any
@@ -195,8 +205,8 @@ class Factory:
         """Read a factory's signature and docstring.
 
         Raises:
-            PluginError: its types cannot be resolved, or a parameter cannot be set by name or is marked as a part that there
-                is not.
+            PluginError: its types cannot be resolved, or a parameter cannot be set by name or is
+                marked as a part that there is not.
         """
         if not (inspect.isclass(make) or inspect.isroutine(make)):
             raise PluginError(
@@ -226,7 +236,8 @@ class Factory:
             upstream, meaning = (None, "") if typed else UPSTREAM.get(p.name, (None, ""))
             if kind in ("losses", "miners") and (p.default is None or p.default is p.empty):
                 part = part or upstream
-            # one that is a word or a number by default is the author's own affair, whatever its name
+            # one that is a word or a number by default is the author's own affair, whatever its
+            # name
             own = p.name == "distance" and isinstance(p.default, str | int | float)
             given = p.name in GIVEN and not part and not own
             doc = docs.get(p.name) or (GIVEN[p.name] if given else meaning)
@@ -251,7 +262,9 @@ class Factory:
 
     @cached_property
     def supports_ref_emb(self) -> bool:
-        """Whether the loss or miner accepts a reference set (synthetic negatives, cross-batch memory)."""
+        """Whether the loss or miner accepts a reference set (synthetic negatives, cross-batch
+        memory).
+        """
         return self._supports("ref_emb", "ref_emb")
 
     @cached_property
@@ -260,7 +273,9 @@ class Factory:
         return self._supports("miner", "indices_tuple")
 
     def _supports(self, trait: str, argument: str) -> bool:
-        """What `traits` states; else whether the call of the class, or of the function's return type, names it."""
+        """What `traits` states; else whether the call of the class, or of the function's return
+        type, names it.
+        """
         stated = getattr(self.make, "__retrieval_traits__", {}).get(trait)
         if stated is not None:
             return bool(stated)
@@ -288,7 +303,8 @@ class Factory:
             where: what to call this place in a problem, such as `[loss]`.
 
         Returns:
-            The values in the types that the factory asks for (parts left as they are), and every problem found.
+            The values in the types that the factory asks for (parts left as they are), and every
+                problem found.
         """
         settable = {p.name: p for p in self.parameters if not p.given}
         problems = []
@@ -324,7 +340,9 @@ class Factory:
 
     @cached_property
     def _types(self) -> tuple[type[BaseModel], set[str]]:
-        """What pydantic checks values by, and the parameters that keep their defaults since no recipe can write their type."""
+        """What pydantic checks values by, and the parameters that keep their defaults since no
+        recipe can write their type.
+        """
         from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
         fields: dict[str, Any] = {}
@@ -342,8 +360,9 @@ class Factory:
                     ) from None
                 unwritable.add(p.name)
                 continue
-            # An alias, because pydantic has names of its own (copy, json, model_fields, _x) that a factory may use too.
-            # Defaults stay with the factory: only what a recipe sets is handed on.
+            # An alias, because pydantic has names of its own (copy, json, model_fields, _x) that a
+            # factory may use too. Defaults stay with the factory: only what a recipe sets is handed
+            # on.
             annotation: Any = Annotated[p.annotation, Field(alias=p.name)]
             fields[f"p{len(fields)}"] = (annotation, ... if p.required else None)
         config = ConfigDict(extra="forbid", strict=True)
@@ -353,7 +372,8 @@ class Factory:
         """Make the thing from checked values.
 
         Raises:
-            RecipeError: the factory refused them (ValueError, AssertionError or TypeError), or failed.
+            RecipeError: the factory refused them (ValueError, AssertionError or TypeError), or
+                failed.
         """
         try:
             return self.make(**values)

@@ -1,4 +1,5 @@
-"""A plugin that is a file or a folder: what belongs to it, what its content is, how it is imported and copied.
+"""A plugin that is a file or a folder: what belongs to it, what its content is, how it is imported
+and copied.
 
 `my_loss.py` is a plugin, and so is the folder `my_plugin/` with an `__init__.py`. A folder is a
 package like any other: its modules import one another by relative imports (`from . import layers`).
@@ -27,7 +28,9 @@ MAX_FILES, MAX_BYTES = 1_000, 64 << 20
 
 
 def is_file_plugin(item: str) -> bool:
-    """Whether a recipe's or `--plugin`'s word is a file (`x.py`) or a folder (`x/`), and not a module's name."""
+    """Whether a recipe's or `--plugin`'s word is a file (`x.py`) or a folder (`x/`), and not a
+    module's name.
+    """
     return item.endswith((".py", "/", os.sep))
 
 
@@ -46,8 +49,8 @@ class FilePlugin:
         """Return the plugin that a word names.
 
         Raises:
-            PluginError: there is no such file, the folder has no `__init__.py`, or its name is not a
-                Python identifier.
+            PluginError: there is no such file, the folder has no `__init__.py`, or its name is not
+                a Python identifier.
         """
         path = Path(item).resolve()
         kind = "file" if item.endswith(".py") else "folder"
@@ -76,7 +79,8 @@ class FilePlugin:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """All that belongs to it, by the path below the folder: the file, or the whole folder but what is hidden or compiled.
+        """All that belongs to it, by the path below the folder: the file, or the whole folder but
+        what is hidden or compiled.
 
         Raises:
             PluginError: the folder holds too much, so it is something else than a plugin.
@@ -197,7 +201,9 @@ class FilePlugin:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time: bytecode beside a file that the user has read may be anybody's."""
+    """Compiles the source each time: bytecode beside a file that the user has read may be
+    anybody's.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

@@ -43,7 +43,8 @@ def whole_file(
     private: bool = False,
     shared: bool = False,
 ) -> Iterator[Path]:
-    """Give an empty file beside `path` to write; at the end it is synced and takes the name `path`, or disappears on any fault.
+    """Give an empty file beside `path` to write; at the end it is synced and takes the name `path`,
+    or disappears on any fault.
 
     A process that is killed leaves `NAME.tmp`, which the next writer removes.
 
@@ -51,10 +52,12 @@ def whole_file(
         path: the file; one that is there gives way.
         error: raised in place of an OSError, with a sentence.
         private: only the owner may read it.
-        shared: other processes may write the same file at the same moment, and no lock keeps them apart.
+        shared: other processes may write the same file at the same moment, and no lock keeps them
+            apart.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written; of the class `error` if that is given.
+        OSError: the disk is full, or the folder cannot be written; of the class `error` if that is
+            given.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
@@ -106,9 +109,11 @@ def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None
 
 @contextlib.contextmanager
 def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterator[Path]:
-    """Give a hidden folder beside `path` to fill; at the end it is synced and takes the name `path`, or disappears on any fault.
+    """Give a hidden folder beside `path` to fill; at the end it is synced and takes the name
+    `path`, or disappears on any fault.
 
-    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, which the next such folder beside it clears.
+    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, which the next such
+    folder beside it clears.
 
     Args:
         path: the folder; its parents are made, and an empty one that is there gives way.
@@ -129,7 +134,8 @@ def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterato
 
 
 def rename_whole(finished: Path, output: Path, *, replace: bool, taken: RetrievalError) -> None:
-    """Rename a finished, synced folder to its place; an older one that is there gives way in the same instant.
+    """Rename a finished, synced folder to its place; an older one that is there gives way in the
+    same instant.
 
     Args:
         finished: on the same file system as `output`.
@@ -166,7 +172,9 @@ def rename_whole(finished: Path, output: Path, *, replace: bool, taken: Retrieva
 
 
 def sync(path: Path) -> None:
-    """Have the file, or the folder's list of names, on the disk: a name must not survive a power cut that its content doesn't."""
+    """Have the file, or the folder's list of names, on the disk: a name must not survive a power
+    cut that its content doesn't.
+    """
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -190,7 +198,9 @@ def _umask() -> int:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders by Linux's renameat2; False where that does not exist or refuses."""
+    """Exchange the names of two folders by Linux's renameat2; False where that does not exist or
+    refuses.
+    """
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -203,11 +213,12 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
-    """Give an empty private folder `PREFIXxxxxxxxxSUFFIX`, which is removed at the end, if it still has that name.
+    """Give an empty private folder `PREFIXxxxxxxxxSUFFIX`, which is removed at the end, if it still
+    has that name.
 
-    Beside it lies `PREFIXxxxxxxxxSUFFIX.lock`, which the system lets go when all processes that hold it have ended,
-    however they end. What such processes left in `parent`, with the same first letter and the same suffix, is removed
-    first: folders of this user whose lock nobody holds.
+    Beside it lies `PREFIXxxxxxxxxSUFFIX.lock`, which the system lets go when all processes that
+    hold it have ended, however they end. What such processes left in `parent`, with the same first
+    letter and the same suffix, is removed first: folders of this user whose lock nobody holds.
 
     Raises:
         OSError: the disk refuses.

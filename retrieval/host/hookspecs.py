@@ -1,9 +1,10 @@
 """Every extension point, and nothing else.
 
-A plugin is a module (or a package) whose functions carry `retrieval.hookimpl` and one of these names. A hook
-that returns factories takes nothing and gives `{name: factory}`; the host calls the thing `PLUGIN.name`. A
-factory is a class or function: its signature is what a recipe may set, and its docstring says what each parameter means. A
-factory with a fault disables itself, and nothing else: `retrieval plugins list` says why.
+A plugin is a module (or a package) whose functions carry `retrieval.hookimpl` and one of these
+names. A hook that returns factories takes nothing and gives `{name: factory}`; the host calls the
+thing `PLUGIN.name`. A factory is a class or function: its signature is what a recipe may set, and
+its docstring says what each parameter means. A factory with a fault disables itself, and nothing
+else: `retrieval plugins list` says why.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ Factories = Mapping[str, Callable[..., Any]]
 
 @hookspec
 def retrieval_backbones() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[backbone]` is looked up. Each factory gives a `retrieval.Backbone`."""
+    """Called when a recipe's `[backbone]` is looked up.
+
+    Each factory gives a `retrieval.Backbone`.
+    """
 
 
 @hookspec
@@ -34,23 +38,35 @@ def retrieval_datasets() -> Factories:  # type: ignore[empty-body]
 
 @hookspec
 def retrieval_losses() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[loss]` is looked up. Each factory gives a module with the call of `retrieval.Loss`."""
+    """Called when a recipe's `[loss]` is looked up.
+
+    Each factory gives a module with the call of `retrieval.Loss`.
+    """
 
 
 @hookspec
 def retrieval_miners() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[miner]` is looked up. Each factory gives a module with the call of `retrieval.Miner`."""
+    """Called when a recipe's `[miner]` is looked up.
+
+    Each factory gives a module with the call of `retrieval.Miner`.
+    """
 
 
 @hookspec
 def retrieval_generators() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[generator]` is looked up. Each factory gives a `retrieval.Generator`, whose
-    `bind` is called with the model's head before training."""
+    """Called when a recipe's `[generator]` is looked up.
+
+    Each factory gives a `retrieval.Generator`, whose `bind` is called with the model's head before
+    training.
+    """
 
 
 @hookspec
 def retrieval_combiners() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[combiner]` is looked up. Each factory gives a `retrieval.Combiner`."""
+    """Called when a recipe's `[combiner]` is looked up.
+
+    Each factory gives a `retrieval.Combiner`.
+    """
 
 
 @hookspec
@@ -60,38 +76,57 @@ def retrieval_learners() -> Factories:  # type: ignore[empty-body]
 
 @hookspec
 def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[augmentation] transforms` are looked up. Each factory gives a `retrieval.Transform`."""
+    """Called when a recipe's `[augmentation] transforms` are looked up.
+
+    Each factory gives a `retrieval.Transform`.
+    """
 
 
 @hookspec
 def retrieval_metrics() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[evaluate] metrics` are looked up. Each factory gives a `retrieval.Metric`."""
+    """Called when a recipe's `[evaluate] metrics` are looked up.
+
+    Each factory gives a `retrieval.Metric`.
+    """
 
 
 @hookspec
 def retrieval_indexes() -> Factories:  # type: ignore[empty-body]
-    """Called when an index back end is named; for a built-in one no plugin but the package's own is asked. Each factory gives a `retrieval.IndexBackend`."""
+    """Called when an index back end is named; for a built-in one no plugin but the package's own is
+    asked. Each factory gives a `retrieval.IndexBackend`.
+    """
 
 
 @hookspec
 def retrieval_stores() -> Factories:  # type: ignore[empty-body]
-    """Called when an index is named by an address, such as `milvus://host:19530/photos`; for a folder no plugin but the package's own is
-    asked. Each factory's name is a scheme, and it gives a `retrieval.stores.StorePlace`."""
+    """Called when an index is named by an address, such as `milvus://host:19530/photos`; for a
+    folder no plugin but the package's own is asked. Each factory's name is a scheme, and it gives a
+    `retrieval.stores.StorePlace`.
+    """
 
 
 @hookspec
 def retrieval_distances() -> Factories:  # type: ignore[empty-body]
-    """Called when a loss's or miner's `distance` is looked up. Each factory gives a pytorch-metric-learning `BaseDistance`."""
+    """Called when a loss's or miner's `distance` is looked up.
+
+    Each factory gives a pytorch-metric-learning `BaseDistance`.
+    """
 
 
 @hookspec
 def retrieval_reducers() -> Factories:  # type: ignore[empty-body]
-    """Called when a loss's `reducer` is looked up. Each factory gives a pytorch-metric-learning `BaseReducer`."""
+    """Called when a loss's `reducer` is looked up.
+
+    Each factory gives a pytorch-metric-learning `BaseReducer`.
+    """
 
 
 @hookspec
 def retrieval_regularizers() -> Factories:  # type: ignore[empty-body]
-    """Called when a loss's regulariser is looked up. Each factory gives a pytorch-metric-learning `BaseRegularizer`."""
+    """Called when a loss's regulariser is looked up.
+
+    Each factory gives a pytorch-metric-learning `BaseRegularizer`.
+    """
 
 
 @hookspec
@@ -106,18 +141,26 @@ def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> N
 
 @hookspec
 def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
-    """Called once training is complete, with the best validation figures. Not called when it is interrupted."""
+    """Called once training is complete, with the best validation figures.
+
+    Not called when it is interrupted.
+    """
 
 
 @hookspec
 def retrieval_trackers() -> Factories:  # type: ignore[empty-body]
-    """Called when `--track` names one: off unless asked. Each factory gives a `retrieval.Tracker`, which is told of one run."""
+    """Called when `--track` names one: off unless asked.
+
+    Each factory gives a `retrieval.Tracker`, which is told of one run.
+    """
 
 
 @hookspec
 def retrieval_report_panels(run: Any) -> Mapping[str, bytes]:  # type: ignore[empty-body]
-    """Called when `retrieval report` is written, for each run. Gives drawings by title, SVG or PNG of at most 4 MB; none where there is
-    nothing to draw."""
+    """Called when `retrieval report` is written, for each run.
+
+    Gives drawings by title, SVG or PNG of at most 4 MB; none where there is nothing to draw.
+    """
 
 
 @hookspec

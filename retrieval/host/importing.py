@@ -1,4 +1,6 @@
-"""Import what is a plugin: an entry point's module, a file, or a module by its name; each fault is one sentence."""
+"""Import what is a plugin: an entry point's module, a file, or a module by its name; each fault is
+one sentence.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class PluginSource:
 
 
 def name_of(item: str) -> PluginSource:
-    """Return the name that a file, folder or module gives its plugin, and what to call it in a sentence."""
+    """Return the name that a file, folder or module gives its plugin, and what to call it in a
+    sentence.
+    """
     if is_file_plugin(item):
         path = Path(item).resolve()
         return PluginSource(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")

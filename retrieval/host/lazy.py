@@ -1,4 +1,6 @@
-"""Modules that are loaded late or not at all: names of a package, and what other libraries import and then do not use."""
+"""Modules that are loaded late or not at all: names of a package, and what other libraries import
+and then do not use.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ def lazy(
 
 @contextmanager
 def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
-    """Inside, whoever imports a module that is not loaded gets an empty one, with these names only; after, the real one.
+    """Inside, whoever imports a module that is not loaded gets an empty one, with these names only;
+    after, the real one.
 
-    A command that trains starts in less than half the time. It holds for all threads: nothing may run inside that needs the real one.
+    A command that trains starts in less than half the time. It holds for all threads: nothing may
+    run inside that needs the real one.
 
     Args:
         module: its full name.

@@ -1,6 +1,9 @@
-"""Objects made in Python that take the place of named parts. To the host they are one more plugin, called `object`.
+"""Objects made in Python that take the place of named parts.
 
-A part is built as often as it is asked for, and trained: so each time it is a copy, and the user's object stays as it is.
+To the host they are one more plugin, called `object`.
+
+A part is built as often as it is asked for, and trained: so each time it is a copy, and the user's
+object stays as it is.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ def missing(kind: str, name: str) -> str:
 
 
 def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects that stand in the places of a recipe's parts, by table: whatever no file can hold."""
+    """Return the objects that stand in the places of a recipe's parts, by table: whatever no file
+    can hold.
+    """
     return {
         name: tables[name]
         for name in COMPONENTS
@@ -105,7 +110,9 @@ def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
 
 
 def described(value: Any) -> dict[str, Any]:
-    """Return what a run's folder says of an object: its class, and the settings that it was made with as far as it keeps them."""
+    """Return what a run's folder says of an object: its class, and the settings that it was made
+    with as far as it keeps them.
+    """
     made = _maker(value)
     return {"class": f"{made.__module__}.{made.__qualname__}", "settings": _settings(value)}
 
@@ -122,12 +129,14 @@ def _offer(offered: dict[str, Callable[..., Any]]) -> Callable[[], dict[str, Cal
 
 
 def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
-    """Return what gives an object: a dataset itself, for nothing changes it, and a copy of anything else.
+    """Return what gives an object: a dataset itself, for nothing changes it, and a copy of anything
+    else.
 
     Args:
         table: of the recipe.
         value: the object.
-        shared: whether its distance is the combiner that is given, too: then the copy gets the combiner's copy.
+        shared: whether its distance is the combiner that is given, too: then the copy gets the
+            combiner's copy.
     """
 
     def give() -> Any:
@@ -166,7 +175,9 @@ def _copied(value: Any) -> Any:
 
 
 def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
-    """Return what an object keeps of its constructor's arguments, under their names; what is not a plain value as text."""
+    """Return what an object keeps of its constructor's arguments, under their names; what is not a
+    plain value as text.
+    """
     if inspect.isroutine(value):
         return {}
     found: dict[str, Any] = {}

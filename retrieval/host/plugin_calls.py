@@ -1,4 +1,7 @@
-"""Whatever a plugin's part raises becomes one sentence, which names the part and the place. Needs no torch: serving uses it too."""
+"""Whatever a plugin's part raises becomes one sentence, which names the part and the place.
+
+Needs no torch: serving uses it too.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def calling(what: str, smaller: str = SMALLER_BATCH) -> Iterator[None]:
 
 
 def failure(what: str, error: Exception) -> str:
-    """Return who failed, how, and where in the plugin, without a full stop: "The loss acme.margin failed: KeyError: 'x' (…)"."""
+    """Return who failed, how, and where in the plugin, without a full stop: "The loss acme.margin
+    failed: KeyError: 'x' (…)".
+    """
     reason = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
     if isinstance(error, NotImplementedError) and "forward" in reason:
         reason = "it defines no forward"

@@ -1,7 +1,7 @@
 """Load plugins, refuse clashes, find factories and build what a recipe names.
 
-Plugins come from the entry-point group `retrieval` (bundled and third-party alike), and from files or modules that
-a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` leaves plugins out.
+Plugins come from the entry-point group `retrieval` (bundled and third-party alike), and from files
+or modules that a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` leaves plugins out.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ class Plugins:
         self._read: dict[tuple[str, str], tuple[dict[str, Factory], dict[str, str]]] = {}
 
     def give(self, objects: Mapping[str, Any]) -> None:
-        """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`. Their names are `object_name`'s.
+        """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`.
+
+        Their names are `object_name`'s.
 
         Raises:
-            PluginError: a plugin is called `object`, or what is given is a class, a name or a table.
+            PluginError: a plugin is called `object`, or what is given is a class, a name or a
+                table.
         """
         if not objects:
             return
@@ -93,16 +96,21 @@ class Plugins:
             raise PluginError(f"{who} failed in {hook}: {reason(error)}{where}.") from error
 
     def factories(self, kind: str) -> dict[str, Factory]:
-        """Return every factory of a kind by its full name, sorted. One with a fault is not among them: see `disabled`.
+        """Return every factory of a kind by its full name, sorted.
+
+        One with a fault is not among them: see `disabled`.
 
         Raises:
-            MissingDependency: a plugin needs a package of the training side, and it is not installed.
+            MissingDependency: a plugin needs a package of the training side, and it is not
+                installed.
         """
         offers = (self._offered(kind, impl)[0] for impl in self._impls(kind))
         return dict(sorted((name, factory) for sound in offers for name, factory in sound.items()))
 
     def disabled(self, kind: str) -> dict[str, str]:
-        """Return what of a kind cannot be used, by its full name (or the plugin's, when its whole hook failed), and why."""
+        """Return what of a kind cannot be used, by its full name (or the plugin's, when its whole
+        hook failed), and why.
+        """
         offers = (self._offered(kind, impl)[1] for impl in self._impls(kind))
         return dict(sorted((name, why) for faults in offers for name, why in faults.items()))
 
@@ -111,7 +119,9 @@ class Plugins:
         return impls
 
     def _offered(self, kind: str, impl: Any) -> tuple[dict[str, Factory], dict[str, str]]:
-        """Return what one plugin offers of a kind, and what is wrong with the rest; each plugin is asked once."""
+        """Return what one plugin offers of a kind, and what is wrong with the rest; each plugin is
+        asked once.
+        """
         if (known := self._read.get((kind, impl.plugin_name))) is not None:
             return known
         sound: dict[str, Factory] = {}
@@ -132,7 +142,10 @@ class Plugins:
         return sound, faults
 
     def named(self, kind: str, name: str) -> Factory | None:
-        """Return a sound factory by its full name; None if there is none. Only its own plugin is asked: what others offer may take long to load."""
+        """Return a sound factory by its full name; None if there is none.
+
+        Only its own plugin is asked: what others offer may take long to load.
+        """
         for impl in self._impls(kind):
             if impl.plugin_name == name.partition(".")[0]:
                 return self._offered(kind, impl)[0].get(name)
@@ -169,7 +182,9 @@ class Plugins:
         return made
 
     def full_name(self, kind: str, name: str) -> str:
-        """Return a built-in part's name in full where it is short (see `retrieval.host.built_in`), any other name as it is."""
+        """Return a built-in part's name in full where it is short (see `retrieval.host.built_in`),
+        any other name as it is.
+        """
         whole = f"{BUILT_IN}.{name}"
         return whole if kind in SHORT and whole in self.factories(kind) else name
 
@@ -177,7 +192,8 @@ class Plugins:
         """Return a factory by its full name, or a built-in index or metric by its short one.
 
         Raises:
-            PluginError: the factory has a fault, which the sentence names; or none has that name, and the sentence suggests the closest.
+            PluginError: the factory has a fault, which the sentence names; or none has that name,
+                and the sentence suggests the closest.
         """
         if (factory := self.named(kind, name)) is not None:
             return factory
@@ -256,7 +272,8 @@ class Plugins:
 
         Args:
             kind: one of `KINDS`.
-            values: the recipe's table. A part in it may be an object that is made already (`is_made`).
+            values: the recipe's table. A part in it may be an object that is made already
+                (`is_made`).
             given: what the host knows (`factory.GIVEN`); passed on to every factory that names it.
 
         Raises:
@@ -315,7 +332,9 @@ def _table(values: Any) -> dict[str, Any] | None:
 
 
 def is_made(value: Any) -> bool:
-    """Return whether a value is the part itself, and neither its name nor its table nor anything else that TOML can say."""
+    """Return whether a value is the part itself, and neither its name nor its table nor anything
+    else that TOML can say.
+    """
     return not isinstance(
         value, str | bytes | int | float | Mapping | list | tuple | date | time | None
     )
@@ -343,10 +362,12 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
 
     Args:
         extra: paths of `.py` files, or names of modules.
-        block: plugin names to leave out; by default those in `RETRIEVAL_BLOCK`, separated by commas.
+        block: plugin names to leave out; by default those in `RETRIEVAL_BLOCK`, separated by
+            commas.
 
     Raises:
-        PluginError: two distributions claim one name, a plugin cannot be imported, or it misspells a hook.
+        PluginError: two distributions claim one name, a plugin cannot be imported, or it misspells
+            a hook.
     """
     if block is None:
         block = [name.strip() for name in os.environ.get("RETRIEVAL_BLOCK", "").split(",")]
@@ -387,11 +408,14 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
 
 
 def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
-    """Return each plugin's entry point and its distribution, refusing a name that two distributions claim."""
+    """Return each plugin's entry point and its distribution, refusing a name that two distributions
+    claim.
+    """
     found: dict[str, tuple[EntryPoint, str]] = {}
     seen: set[str] = set()
     for distribution in distributions():
-        # most have no entry point of ours: reading their names too would double the time that `--help` takes
+        # most have no entry point of ours: reading their names too would double the time that
+        # `--help` takes
         if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
             continue
         project = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
@@ -412,5 +436,7 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
 
 
 def installed_plugins() -> dict[str, str]:
-    """Return the distribution of each installed plugin, without loading any; a clash is refused as in `load_plugins`."""
+    """Return the distribution of each installed plugin, without loading any; a clash is refused as
+    in `load_plugins`.
+    """
     return {name: origin for name, (_, origin) in _entry_points(set()).items()}

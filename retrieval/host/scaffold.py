@@ -1,4 +1,6 @@
-"""`retrieval plugins new`: a third-party package that works as it is written, with one part of any kind."""
+"""`retrieval plugins new`: a third-party package that works as it is written, with one part of any
+kind.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ TRAIN = "retrieval train recipe.toml"
 
 @dataclass(frozen=True)
 class Example:
-    """What a package of a kind offers: the class, the name in its hook, and the command that uses it."""
+    """What a package of a kind offers: the class, the name in its hook, and the command that uses
+    it.
+    """
 
     make: str
     part: str

@@ -1,7 +1,8 @@
-"""What a factory takes: its own signature, what its `**kwargs` passes on to its base classes, and what its docstrings say.
+"""What a factory takes: its own signature, what its `**kwargs` passes on to its base classes, and
+what its docstrings say.
 
-Nothing is called. Which arguments a class gives its base itself, and whether it passes `**kwargs` on at all, is read in
-the source of its `__init__`.
+Nothing is called. Which arguments a class gives its base itself, and whether it passes `**kwargs`
+on at all, is read in the source of its `__init__`.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def documentation(
 ) -> tuple[str, str, dict[str, str]]:
     """Return summary, whole description, and each parameter's meaning.
 
-    A class's parameters may be documented in its docstring, in its `__init__`'s, or in those of the classes that it has
-    its `__init__` or some of its parameters from.
+    A class's parameters may be documented in its docstring, in its `__init__`'s, or in those of the
+    classes that it has its `__init__` or some of its parameters from.
 
     Args:
         make: the class or function.
@@ -102,7 +103,9 @@ def _spells(owner: type, homes: list[Callable[..., Any]]) -> bool:
 def _chain(
     make: Callable[..., Any],
 ) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
-    """Yield each function whose parameters reach the factory, its signature without `self`, and what is given already."""
+    """Yield each function whose parameters reach the factory, its signature without `self`, and
+    what is given already.
+    """
     if not inspect.isclass(make):
         yield make, inspect.signature(make), set()
         return
@@ -125,7 +128,8 @@ def _chain(
         names = list(signature.parameters)[1:]
         passed = _passed_on(function)
         if passed is None:
-            # without source: what has no default there is given here, or the class could not be made without a recipe's help
+            # without source: what has no default there is given here, or the class could not be
+            # made without a recipe's help
             given |= {
                 n for n in names if signature.parameters[n].default is inspect.Parameter.empty
             }
@@ -146,7 +150,8 @@ def _takes_more(function: Callable[..., Any]) -> bool:
 
 
 def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | None:
-    """Return what an `__init__` gives the next one: keywords, number of positional ones, whether `**kwargs` too.
+    """Return what an `__init__` gives the next one: keywords, number of positional ones, whether
+    `**kwargs` too.
 
     None where its source cannot be had.
     """

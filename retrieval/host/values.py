@@ -1,6 +1,8 @@
-"""Values against types, strictly, and in sentences: what the tables of a recipe and the factories of plugins share.
+"""Values against types, strictly, and in sentences: what the tables of a recipe and the factories
+of plugins share.
 
-pydantic decides whether a value fits; the sentences are ours, written from the type that was asked for.
+pydantic decides whether a value fits; the sentences are ours, written from the type that was asked
+for.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _LIMITS = {
 
 
 def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check values strictly against a pydantic model, with TOML's types: arrays serve as tuples, text as paths.
+    """Check values strictly against a pydantic model, with TOML's types: arrays serve as tuples,
+    text as paths.
 
     Returns:
         The values that were set, in the model's types.
@@ -66,13 +69,15 @@ def check_values(
     """Check values as `check_model` does, without raising.
 
     Returns:
-        The values that were set, in the model's types (empty when anything is wrong); and a sentence for each place that
+        The values that were set, in the model's types (empty when anything is wrong); and a
+            sentence for each place that
         is wrong, beginning with the place as `table.key`.
     """
     from pydantic import ValidationError
 
     faults: dict[Place, str] = {}
-    # JSON, because its strictness is TOML's: a list serves as a tuple and text as a path, but no text as a number
+    # JSON, because its strictness is TOML's: a list serves as a tuple and text as a path, but no
+    # text as a number
     text = json.dumps(_plain(values, (), faults))
     try:
         made = model.model_validate_json(text, strict=True)
@@ -168,10 +173,12 @@ def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
 
 
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
-    """Follow an error's path as far as it is the user's: pydantic adds the branches of unions to it.
+    """Follow an error's path as far as it is the user's: pydantic adds the branches of unions to
+    it.
 
     Returns:
-        The place, the type asked for there, the value there (None where it is missing), and what the place is in.
+        The place, the type asked for there, the value there (None where it is missing), and what
+            the place is in.
     """
     place: Place = ()
     annotation, value, container = model, values, model

@@ -1,4 +1,6 @@
-"""The one walk through a folder of data: links are followed, circles end, hidden entries are skipped."""
+"""The one walk through a folder of data: links are followed, circles end, hidden entries are
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pathlib import Path
 from retrieval.errors import DataError
 
 MAX_VISITS = 100
-"""How often links may lead to one folder: folders that all link to one another make factorially many paths."""
+"""How often links may lead to one folder: folders that all link to one another make factorially
+many paths.
+"""
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -57,7 +61,9 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def leads_nowhere(path: Path) -> bool:
-    """Return whether a path is a symbolic link without a target: none is there, or the link is a circle."""
+    """Return whether a path is a symbolic link without a target: none is there, or the link is a
+    circle.
+    """
     return path.is_symlink() and not path.exists()
 
 

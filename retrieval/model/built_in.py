@@ -1,4 +1,6 @@
-"""The built-in metrics as a plugin of the package itself, found without loading any other, and by their short names."""
+"""The built-in metrics as a plugin of the package itself, found without loading any other, and by
+their short names.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def retrieval_metrics() -> Factories:
 
 
 def metric(name: str) -> Metric:
-    """Return the built-in metric of a name: "recall_at_K", "precision_at_K" and "ndcg_at_K" for any K, "r_precision", "map_at_r", "map".
+    """Return the built-in metric of a name: "recall_at_K", "precision_at_K" and "ndcg_at_K" for any
+    K, "r_precision", "map_at_r", "map".
 
     Raises:
         RetrievalError: no metric has that name; the sentence suggests the closest.

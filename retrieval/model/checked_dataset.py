@@ -1,4 +1,6 @@
-"""What a plugin's dataset gives is checked where it enters the host: its columns once, each item when it is asked for."""
+"""What a plugin's dataset gives is checked where it enters the host: its columns once, each item
+when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
         name: its name.
 
     Raises:
-        PluginError: it is no dataset, or its columns break the contract; the sentence lists every fault.
+        PluginError: it is no dataset, or its columns break the contract; the sentence lists every
+            fault.
     """
     if not isinstance(dataset, Dataset):
         raise PluginError(
@@ -46,8 +49,9 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
 class CheckedDataset(Dataset):
     """A plugin's dataset: labels and keys are text, columns are lists, items are images or vectors.
 
-    A label or key is text; a whole number is its digits, and True and False are these words, also where
-    they come from NumPy or in a tensor. Anything else is refused: the text of 1.0 or of a tensor is no name.
+    A label or key is text; a whole number is its digits, and True and False are these words, also
+    where they come from NumPy or in a tensor. Anything else is refused: the text of 1.0 or of a
+    tensor is no name.
 
     Args:
         dataset: what the plugin gave; its other attributes are this dataset's too.
@@ -176,7 +180,9 @@ def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> 
 
 
 def _listed(column: Any) -> list[Any]:
-    """Return a column as a list: a pandas column would be asked by its own index, a tensor gives tensors."""
+    """Return a column as a list: a pandas column would be asked by its own index, a tensor gives
+    tensors.
+    """
     return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
 
 

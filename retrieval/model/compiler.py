@@ -1,4 +1,6 @@
-"""torch's compiler, not loaded where nothing is compiled: its optimisers load it to say that they are not, which takes as long as torch itself."""
+"""torch's compiler, not loaded where nothing is compiled: its optimisers load it to say that they
+are not, which takes as long as torch itself.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,18 @@ _kept_out = False
 
 
 def keep_compiler_out() -> None:
-    """From now on keep it out wherever `optimizing`, until somebody loads it. For a process of our own: a user's may compile in another thread."""
+    """From now on keep it out wherever `optimizing`, until somebody loads it.
+
+    For a process of our own: a user's may compile in another thread.
+    """
     global _kept_out
     _kept_out = True
 
 
 def load_compiler() -> None:
-    """Load it where something will be compiled, before the first optimiser is made: what is loaded is not kept out."""
+    """Load it where something will be compiled, before the first optimiser is made: what is loaded
+    is not kept out.
+    """
     import torch._dynamo  # noqa: F401
 
 
@@ -26,7 +33,8 @@ def load_compiler() -> None:
 def optimizing() -> Iterator[None]:
     """Make optimisers and have them step inside, and nothing else.
 
-    Where nothing is compiled there is no graph to break, and a function that is not to be compiled is that function.
+    Where nothing is compiled there is no graph to break, and a function that is not to be compiled
+    is that function.
     """
     if not _kept_out:
         yield

@@ -1,7 +1,8 @@
 """What the host asks of a loss, miner, generator, combiner, learner, backbone, dataset and metric.
 
-Shapes: B items in a batch, F feature width, C code width, P vector width, T triplets, Q queries, R references.
-Losses and miners follow pytorch-metric-learning's calls exactly, so that whatever was written for it works here.
+Shapes: B items in a batch, F feature width, C code width, P vector width, T triplets, Q queries, R
+references. Losses and miners follow pytorch-metric-learning's calls exactly, so that whatever was
+written for it works here.
 """
 
 from __future__ import annotations
@@ -30,27 +31,34 @@ if TYPE_CHECKING:
     from retrieval.serving.images import Preprocessing
 
 TripletIndices = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
-"""What a miner gives: `(anchor, positive, negative)` or `(anchor1, positive, anchor2, negative)`, each (T,) int64."""
+"""What a miner gives: `(anchor, positive, negative)` or `(anchor1, positive, anchor2, negative)`,
+each (T,) int64.
+"""
 
 
 class Dataset(ABC):
     """Items with a label each: images, or vectors that are already there.
 
-    A dataset knows all labels and keys, and gives one item at a time: nothing obliges it to hold all pixels in memory.
+    A dataset knows all labels and keys, and gives one item at a time: nothing obliges it to hold
+    all pixels in memory.
 
     Attributes:
         kind: "image" or "features".
-        labels: one label per item, as text. A whole number, also of NumPy or in a tensor, is taken as its
-            digits; anything else is refused.
+        labels: one label per item, as text. A whole number, also of NumPy or in a tensor, is taken
+            as its digits; anything else is refused.
         keys: one stable name an item (a path, or "digits/17"), each given once.
-        splits: "train", "validation" or "test" for each item, where the data come with a split; else None.
-        roles: "query", "gallery" or "" for each item, where the data come with a protocol; else None.
+        splits: "train", "validation" or "test" for each item, where the data come with a split;
+            else None.
+        roles: "query", "gallery" or "" for each item, where the data come with a protocol; else
+            None.
         metadata: further columns of each item, or None.
-        arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), when they are in
-            memory (or mapped) anyway: batches are then sliced from it. Otherwise None.
-        files: one path per item, where items are files: with `arrays` or `files` a frozen backbone's features are
-            cached from run to run.
-        notes: what the user should know of how the data were read, such as what was left out; kept in `run.json`.
+        arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F),
+            when they are in memory (or mapped) anyway: batches are then sliced from it. Otherwise
+            None.
+        files: one path per item, where items are files: with `arrays` or `files` a frozen
+            backbone's features are cached from run to run.
+        notes: what the user should know of how the data were read, such as what was left out; kept
+            in `run.json`.
     """
 
     kind: Literal["image", "features"] = "image"
@@ -68,9 +76,11 @@ class Dataset(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Image | NDArray[Any]:
-        """Return item `index`: a Pillow image, or an array as in `arrays` without the first axis; from any thread.
+        """Return item `index`: a Pillow image, or an array as in `arrays` without the first axis;
+        from any thread.
 
-        The item alone, without its label; what is neither is refused in a sentence that names the item.
+        The item alone, without its label; what is neither is refused in a sentence that names the
+        item.
 
         Raises:
             DataError: it cannot be read; the sentence names the item.
@@ -80,12 +90,15 @@ class Dataset(ABC):
 class Transform(Protocol):
     """A random change to one training image, such as torchvision's.
 
-    What it draws from torch, with no generator named, follows from the run's seed and from the image's epoch, batch and place: it is the same in a
-    run that is resumed, and with any number of processes. What it draws from elsewhere (`random`, NumPy) would not be.
+    What it draws from torch, with no generator named, follows from the run's seed and from the
+    image's epoch, batch and place: it is the same in a run that is resumed, and with any number of
+    processes. What it draws from elsewhere (`random`, NumPy) would not be.
     """
 
     def __call__(self, pixels: Tensor, /) -> Tensor:
-        """Return pixels, uint8 (channels, H, W), of the size of those that are given; from several threads, or in another process."""
+        """Return pixels, uint8 (channels, H, W), of the size of those that are given; from several
+        threads, or in another process.
+        """
 
 
 class Backbone(nn.Module):
@@ -112,7 +125,9 @@ class Loss(Protocol):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return a scalar, differentiable in `embeddings` (B, C) and `ref_emb` (R, C); 0 for a batch without pairs."""
+        """Return a scalar, differentiable in `embeddings` (B, C) and `ref_emb` (R, C); 0 for a
+        batch without pairs.
+        """
 
 
 @runtime_checkable
@@ -126,14 +141,18 @@ class Miner(Protocol):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
-        """Return indices into `embeddings` (B, C) for anchors and into `ref_emb` (or `embeddings`) for the others."""
+        """Return indices into `embeddings` (B, C) for anchors and into `ref_emb` (or `embeddings`)
+        for the others.
+        """
 
 
 class Generator(nn.Module):
-    """Makes synthetic features from triplets' features; the head turns them into codes that extend the reference set.
+    """Makes synthetic features from triplets' features; the head turns them into codes that extend
+    the reference set.
 
-    With parameters, the host gives it an optimiser of its own, stepped on `objective` alone. Without (a closed
-    form), `objective` is never called. The loss's gradient passes through `forward` to the backbone, where that trains.
+    With parameters, the host gives it an optimiser of its own, stepped on `objective` alone.
+    Without (a closed form), `objective` is never called. The loss's gradient passes through
+    `forward` to the backbone, where that trains.
 
     Attributes:
         replaces: whose place in its triplet a synthetic sample takes, and whose label.
@@ -142,17 +161,21 @@ class Generator(nn.Module):
     replaces: ClassVar[Literal["positive", "negative"]] = "negative"
 
     def bind(self, head: nn.Module) -> None:
-        """Take note of the model's head, for a generator that asks what the current metric is; does nothing by default.
+        """Take note of the model's head, for a generator that asks what the current metric is; does
+        nothing by default.
 
-        Called once, when the model is built and before it trains. The head stays the model's: kept as an attribute it would
-        be a sub-module, saved and trained twice, which is refused. Keep it in a tuple.
+        Called once, when the model is built and before it trains. The head stays the model's: kept
+        as an attribute it would be a sub-module, saved and trained twice, which is refused. Keep it
+        in a tuple.
 
         Args:
             head: features (B, F) to codes (B, C).
         """
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return synthetic features (T, F) in place of the negatives (or positives) of triplets' features, each (T, F)."""
+        """Return synthetic features (T, F) in place of the negatives (or positives) of triplets'
+        features, each (T, F).
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must define forward(anchor, positive, negative)"
         )
@@ -172,7 +195,8 @@ class Generator(nn.Module):
             positive: see `anchor`.
             negative: see `anchor`.
             synthetic: (T, F), what `forward` gave.
-            distance: the metric being learned, head and combiner: two (T, F) feature tensors to (T,) distances.
+            distance: the metric being learned, head and combiner: two (T, F) feature tensors to
+                (T,) distances.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has parameters, so it must define objective(…)"
@@ -181,7 +205,8 @@ class Generator(nn.Module):
 
 @dataclass(frozen=True)
 class Subspace:
-    """Columns `start` to `stop` of the index vector that FAISS searches by themselves, for candidates of their own.
+    """Columns `start` to `stop` of the index vector that FAISS searches by themselves, for
+    candidates of their own.
 
     Merge "score" multiplies the sub-space's scores with `weight`, which is above 0.
     """
@@ -196,19 +221,25 @@ class Combiner(BaseDistance):
     """A distance over codes, so that any loss that takes a `distance` trains it; smaller is closer.
 
     Attributes:
-        exact: True when the order of `index_vectors` under the Euclidean distance to `query_vectors` *is* the
-            distance's order. Otherwise export adds a rescorer, which orders the candidates by `compute_mat`.
-        subspaces: several ranges of columns with candidates of their own; empty: the whole vector is one.
-        merge: how candidates of several sub-spaces become one list when there is no rescorer: "min" keeps an item's
-            smallest Euclidean distance; "score" is `retrieval.serving.merging.best_score`: each sub-space scores its own k
-            nearest, and an item keeps its best. Those answers are not the order of any distance of two codes, so
+        exact: True when the order of `index_vectors` under the Euclidean distance to
+            `query_vectors` *is* the distance's order. Otherwise export adds a rescorer, which
+            orders the candidates by `compute_mat`.
+        subspaces: several ranges of columns with candidates of their own; empty: the whole vector
+            is one.
+        merge: how candidates of several sub-spaces become one list when there is no rescorer: "min"
+            keeps an item's smallest Euclidean distance; "score" is
+            `retrieval.serving.merging.best_score`: each sub-space scores its own k nearest, and an
+            item keeps its best. Those answers are not the order of any distance of two codes, so
             `compute_mat` then serves training and exact evaluation only.
-        candidates: how many candidates a rescorer is given by default, unless `choose_candidates` says otherwise.
-        measure: how the distance of an answer is measured where vectors alone decide: "euclidean", between query vector and
-            stored vector; "inner", as `retrieval.serving.merging.of_products`: needed where that, and not the Euclidean distance of the two, is
-            `compute_mat`. Both have one order where stored vectors are of one length.
-        plain: True when there is nothing to combine, as with one part: the model keeps the head and goes without the
-            combiner, bit for bit as if the recipe named none.
+        candidates: how many candidates a rescorer is given by default, unless `choose_candidates`
+            says otherwise.
+        measure: how the distance of an answer is measured where vectors alone decide: "euclidean",
+            between query vector and stored vector; "inner", as
+            `retrieval.serving.merging.of_products`: needed where that, and not the Euclidean
+            distance of the two, is `compute_mat`. Both have one order where stored vectors are of
+            one length.
+        plain: True when there is nothing to combine, as with one part: the model keeps the head and
+            goes without the combiner, bit for bit as if the recipe named none.
     """
 
     exact: bool = True
@@ -249,7 +280,8 @@ class Combiner(BaseDistance):
     def objective(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Return what the combiner minimises besides the loss, and figures for the log; of each training batch.
+        """Return what the combiner minimises besides the loss, and figures for the log; of each
+        training batch.
 
         Args:
             codes: (B, C).
@@ -257,7 +289,8 @@ class Combiner(BaseDistance):
             indices: what the miner picked, if there is one.
 
         Returns:
-            A scalar that is added to the loss in the phases that train the combiner, or None; and scalars by name, whose
+            A scalar that is added to the loss in the phases that train the combiner, or None; and
+                scalars by name, whose
             means are in each epoch's log.
         """
         return None, {}
@@ -267,13 +300,17 @@ class Combiner(BaseDistance):
         return ()
 
     def choose_candidates(self, codes: Tensor) -> int:
-        """Return how many candidates the rescorer is given by default; asked at export with codes (N, C) of real items."""
+        """Return how many candidates the rescorer is given by default; asked at export with codes
+        (N, C) of real items.
+        """
         return self.candidates
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """A scikit-learn estimator on feature vectors; works alone, in a `Pipeline` and in `GridSearchCV`."""
+    """A scikit-learn estimator on feature vectors; works alone, in a `Pipeline` and in
+    `GridSearchCV`.
+    """
 
     def fit(self, X: NDArray[np.floating[Any]], y: NDArray[Any]) -> Any:
         """Learn from features (N, F) and labels (N,)."""
@@ -282,17 +319,21 @@ class Learner(Protocol):
         """Return codes (N, C)."""
 
     def to_model_parts(self) -> tuple[nn.Module, Combiner | None]:
-        """Return the head (features → codes, the same numbers as `transform`) and the combiner, if any."""
+        """Return the head (features → codes, the same numbers as `transform`) and the combiner, if
+        any.
+        """
 
 
 class Metric(Protocol):
     """A retrieval figure, query by query, so that any number of queries fits in memory.
 
-    A metric that knows grades of relevance has a method `graded(gains, ideal)` besides, which is called in its place where `[evaluate]` sets
-    `levels` or `tags`: with the grades (Q, k) of the items at each rank and the gallery's largest grades, largest first.
+    A metric that knows grades of relevance has a method `graded(gains, ideal)` besides, which is
+    called in its place where `[evaluate]` sets `levels` or `tags`: with the grades (Q, k) of the
+    items at each rank and the gallery's largest grades, largest first.
 
     Attributes:
-        depth: how many neighbours it looks at: a number, "relevant" (as many as the query has relevant items), or "all".
+        depth: how many neighbours it looks at: a number, "relevant" (as many as the query has
+            relevant items), or "all".
     """
 
     depth: int | Literal["relevant", "all"]
@@ -303,8 +344,8 @@ class Metric(Protocol):
         """Return one value per query (Q,); the host takes the mean.
 
         Args:
-            matches: (Q, k) whether the neighbour at each rank, nearest first and the query itself left out, has the
-                query's label; k is at least `depth`.
+            matches: (Q, k) whether the neighbour at each rank, nearest first and the query itself
+                left out, has the query's label; k is at least `depth`.
             relevant: (Q,) how many items of the gallery have the query's label, at least 1.
         """
 

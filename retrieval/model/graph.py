@@ -36,8 +36,8 @@ class Encoder(nn.Module):
     """A model as the encoder of a bundle: raw inputs to a tuple of `names`, all float32.
 
     Attributes:
-        names: "vector" (N, P), what FAISS stores; "query" (N, P) when the combiner's differ; "code" (N, C) when a
-            rescorer takes it.
+        names: "vector" (N, P), what FAISS stores; "query" (N, P) when the combiner's differ; "code"
+            (N, C) when a rescorer takes it.
     """
 
     def __init__(self, model: Model) -> None:
@@ -52,7 +52,9 @@ class Encoder(nn.Module):
                 self.names.append("code")
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that `names` says, of raw pixels (N, C, H, W) uint8 or vectors (N, F) float32."""
+        """Return the tensors that `names` says, of raw pixels (N, C, H, W) uint8 or vectors (N, F)
+        float32.
+        """
         _, codes = self.model(inputs)
         combiner = self.model.combiner
         outputs = [codes if combiner is None else combiner.index_vectors(codes)]
@@ -89,7 +91,9 @@ def head_encoder(model: Model) -> Encoder:
 
 
 class Rescorer(nn.Module):
-    """A combiner's distance as a graph of its own: codes (Q, C) and (N, C) to distances (Q, N), float32."""
+    """A combiner's distance as a graph of its own: codes (Q, C) and (N, C) to distances (Q, N),
+    float32.
+    """
 
     def __init__(self, combiner: Combiner) -> None:
         super().__init__()
@@ -110,7 +114,9 @@ class Signature:
 
 @contextlib.contextmanager
 def ready(model: Model) -> Iterator[None]:
-    """Evaluation mode on the CPU in the plain memory layout inside; mode, device and layout are restored after."""
+    """Evaluation mode on the CPU in the plain memory layout inside; mode, device and layout are
+    restored after.
+    """
     modes = [(module, module.training) for module in model.modules()]
     device = next(
         (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
@@ -153,9 +159,10 @@ def to_onnx(
 ) -> onnx.ModelProto:
     """Return the graph of a module in evaluation mode.
 
-    torch's present exporter ("dynamo") is the default: it isn't deprecated, and its graphs are as fast or faster (EfficientNet-Lite0
-    with TensorFlow's padding: 103 nodes against 609, 10.6 ms against 14.2), though it takes seconds where the older one
-    ("torchscript") takes tenths. Both trace, so what depends on the *values* of the example is fixed.
+    torch's present exporter ("dynamo") is the default: it isn't deprecated, and its graphs are as
+    fast or faster (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes against 609, 10.6 ms
+    against 14.2), though it takes seconds where the older one ("torchscript") takes tenths. Both
+    trace, so what depends on the *values* of the example is fixed.
 
     Args:
         module: gives one tensor or a tuple of tensors.
@@ -209,10 +216,11 @@ def to_onnx(
 
 
 def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.ModelProto:
-    """Return the same graph without what the exporter notes beside it, and with the signature's shapes.
+    """Return the same graph without what the exporter notes beside it, and with the signature's
+    shapes.
 
-    The notes hold source paths of the exporting machine; the intermediate shapes of the "dynamo" exporter make ONNX
-    Runtime's quantisation fail; neither is needed to run.
+    The notes hold source paths of the exporting machine; the intermediate shapes of the "dynamo"
+    exporter make ONNX Runtime's quantisation fail; neither is needed to run.
     """
     del proto.graph.value_info[:]
     del proto.metadata_props[:]
@@ -291,7 +299,9 @@ def first_line(fault: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings and no log lines below ERROR: exporters and converters speak of their own insides there."""
+    """No warnings and no log lines below ERROR: exporters and converters speak of their own insides
+    there.
+    """
     disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -304,7 +314,9 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """Nothing comes out of file descriptor 1: an exporter that fails prints its whole graph there, past `sys.stdout`."""
+    """Nothing comes out of file descriptor 1: an exporter that fails prints its whole graph there,
+    past `sys.stdout`.
+    """
     if sys.stdout is not None:
         sys.stdout.flush()
     try:

@@ -1,6 +1,8 @@
-"""What a plugin's part gives is checked where it enters the host: one sentence names the part, what it gave, and what it should give.
+"""What a plugin's part gives is checked where it enters the host: one sentence names the part, what
+it gave, and what it should give.
 
-Shapes, types and devices cost nothing; where a miner's indices point is read in one transfer per batch.
+Shapes, types and devices cost nothing; where a miner's indices point is read in one transfer per
+batch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
         owner: whose parameters it may be differentiable in as well.
 
     Raises:
-        PluginError: the value is not one floating-point number, is on another device, or has lost its gradient.
+        PluginError: the value is not one floating-point number, is on another device, or has lost
+            its gradient.
     """
     should = "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient passes through"
     if not isinstance(value, Tensor):
@@ -81,7 +84,8 @@ def checked_indices(
         device: where the codes are.
 
     Raises:
-        PluginError: the indices are not three or four index tensors that fit together and point at what is there.
+        PluginError: the indices are not three or four index tensors that fit together and point at
+            what is there.
     """
     should = (
         "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64 tensors, one number a "

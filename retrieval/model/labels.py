@@ -1,4 +1,6 @@
-"""The one reading of labels that callers give as lists or arrays: text or whole numbers, of one kind, none missing."""
+"""The one reading of labels that callers give as lists or arrays: text or whole numbers, of one
+kind, none missing.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,21 @@ class LabelsError(DataError, ValueError):
 
 
 def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDArray[Any]:
-    """Return labels (N,) as an array of text, or of whole numbers, whose values are equal exactly where the labels are.
+    """Return labels (N,) as an array of text, or of whole numbers, whose values are equal exactly
+    where the labels are.
 
-    Floats that are whole numbers, as pandas makes them of a column that had gaps, are read as whole numbers.
+    Floats that are whole numbers, as pandas makes them of a column that had gaps, are read as whole
+    numbers.
 
     Args:
-        labels: a list, an array, a tensor, a pandas Series or Categorical, or whatever else NumPy reads as an array.
+        labels: a list, an array, a tensor, a pandas Series or Categorical, or whatever else NumPy
+            reads as an array.
         what: what the labels are, in the plural, for the sentences: "gallery labels".
         advice: what to do about missing ones.
 
     Raises:
-        LabelsError: labels are missing, are of two kinds, are neither text nor whole numbers, or are not one-dimensional.
+        LabelsError: labels are missing, are of two kinds, are neither text nor whole numbers, or
+            are not one-dimensional.
     """
     array = read_values(labels, what, advice)
     kind = array.dtype.kind
@@ -49,7 +55,8 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
 
 
 def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
-    """Return values (N,) as an array in which each is what it was, none missing, and text not beside anything else.
+    """Return values (N,) as an array in which each is what it was, none missing, and text not
+    beside anything else.
 
     Args:
         values: as `read_labels` takes them.
@@ -57,7 +64,8 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
         advice: what to do about missing ones.
 
     Raises:
-        LabelsError: values are missing (None, NaN, NaT, NA or masked), are of two kinds, or are not one-dimensional.
+        LabelsError: values are missing (None, NaN, NaT, NA or masked), are of two kinds, or are not
+            one-dimensional.
     """
     array = _unchanged(values)
     if array.ndim != 1:
@@ -90,8 +98,8 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
 def learner_labels(y: Any) -> Any:
     """Return the labels that a learner's `fit` is given, read as `read_labels` does.
 
-    What scikit-learn's `validate_data` refuses by itself is returned as it came: None, other shapes, and numbers that
-    are infinite or not whole.
+    What scikit-learn's `validate_data` refuses by itself is returned as it came: None, other
+    shapes, and numbers that are infinite or not whole.
 
     Raises:
         LabelsError: labels are missing, or of two kinds.
@@ -122,7 +130,9 @@ def is_missing(value: Any) -> bool:
 
 
 def _unchanged(labels: Any) -> NDArray[Any]:
-    """Return labels as an array in which each value is what it was: NumPy makes text of NaN and numbers beside text."""
+    """Return labels as an array in which each value is what it was: NumPy makes text of NaN and
+    numbers beside text.
+    """
     if isinstance(labels, np.ma.MaskedArray):
         shown: NDArray[Any] = labels.data.astype(object)
         shown[np.ma.getmaskarray(labels)] = None

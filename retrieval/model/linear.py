@@ -37,7 +37,9 @@ class LinearMap(MetricLearner):
         return codes
 
     def get_mahalanobis_matrix(self) -> Floats:
-        """Return M (F, F): the distance of two items x and y is √((x − y)ᵀ M (x − y)). A change of it does not change the learner.
+        """Return M (F, F): the distance of two items x and y is √((x − y)ᵀ M (x − y)).
+
+        A change of it does not change the learner.
 
         Raises:
             NotFittedError: nothing has been fitted.
@@ -46,7 +48,9 @@ class LinearMap(MetricLearner):
         return self.components_.T @ self.components_
 
     def get_metric(self) -> MetricFunction:
-        """Return a function of two feature vectors (F,) that gives their learned distance; see `MetricLearner.get_metric`."""
+        """Return a function of two feature vectors (F,) that gives their learned distance; see
+        `MetricLearner.get_metric`.
+        """
         check_is_fitted(self, "components_")
         rows = np.array(self.components_, dtype=np.float64)
 
@@ -71,14 +75,16 @@ class LinearMap(MetricLearner):
 
 
 def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
-    """Return labels (N,), numbers or text, as codes 0 to C − 1, refusing those with nothing to learn from.
+    """Return labels (N,), numbers or text, as codes 0 to C − 1, refusing those with nothing to
+    learn from.
 
     Args:
         y: (N,) labels.
         learner: the learner's name, for the sentences.
 
     Raises:
-        ValueError: labels are missing or of two kinds, are continuous numbers, name one class only, or name each class once.
+        ValueError: labels are missing or of two kinds, are continuous numbers, name one class only,
+            or name each class once.
     """
     labels = np.asarray(learner_labels(y))
     if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
@@ -97,7 +103,9 @@ def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
 
 
 def deviations(x: Floats) -> Floats:
-    """Return each feature's standard deviation (F,), and 1 for a feature that is constant up to rounding."""
+    """Return each feature's standard deviation (F,), and 1 for a feature that is constant up to
+    rounding.
+    """
     deviation = x.std(axis=0)
     found: Floats = np.where(
         deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 
 class Shift(nn.Module):
-    """Subtract a vector. Kept apart from the linear map: folded into its bias, large means would cost precision.
+    """Subtract a vector.
+
+    Kept apart from the linear map: folded into its bias, large means would cost precision.
 
     Args:
         offset: (F,) what is subtracted.

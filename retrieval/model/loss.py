@@ -1,4 +1,6 @@
-"""What a loss may start from: pytorch-metric-learning's call with its input checked, and a miner's indices as pairs."""
+"""What a loss may start from: pytorch-metric-learning's call with its input checked, and a miner's
+indices as pairs.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class CheckedLoss(BaseMetricLossFunction):
-    """A loss computed in float32 or float64 whatever autocast says, of embeddings and labels that fit.
+    """A loss computed in float32 or float64 whatever autocast says, of embeddings and labels that
+    fit.
 
-    A subclass defines pytorch-metric-learning's `compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)`; there
-    `ref_emb is embeddings` where there is no reference set.
+    A subclass defines pytorch-metric-learning's `compute_loss(embeddings, labels, indices_tuple,
+    ref_emb, ref_labels)`; there `ref_emb is embeddings` where there is no reference set.
 
     Args:
         distance: how two embeddings are compared.
@@ -40,7 +43,8 @@ class CheckedLoss(BaseMetricLossFunction):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`.
+        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see
+        `retrieval.Loss`.
 
         Raises:
             ValueError: shapes, labels or indices do not fit.
@@ -116,7 +120,8 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
         device: where the embeddings are.
 
     Raises:
-        ValueError: they are not three or four index tensors of matching length, or an index is out of range.
+        ValueError: they are not three or four index tensors of matching length, or an index is out
+            of range.
     """
     if len(indices) not in (3, 4):
         raise ValueError(

@@ -1,4 +1,6 @@
-"""What every learner offers a scikit-learn or metric-learn user: distances of pairs, a metric function, one seed by two names."""
+"""What every learner offers a scikit-learn or metric-learn user: distances of pairs, a metric
+function, one seed by two names.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,20 @@ from sklearn.utils.validation import check_array, check_is_fitted
 
 Floats = NDArray[np.floating[Any]]
 MetricFunction = Callable[..., float]
-"""`metric(u, v, squared=False)`: the distance of two feature vectors (F,), a float; squared on request."""
+"""`metric(u, v, squared=False)`: the distance of two feature vectors (F,), a float; squared on
+request.
+"""
 
 
 class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """A scikit-learn transformer with metric-learn's questions; subclasses define `fit` and `transform`.
+    """A scikit-learn transformer with metric-learn's questions; subclasses define `fit` and
+    `transform`.
 
-    The distance of two items is the Euclidean distance of their codes, in float64. A subclass whose codes are compared in
-    another way overrides `pair_distance`.
+    The distance of two items is the Euclidean distance of their codes, in float64. A subclass whose
+    codes are compared in another way overrides `pair_distance`.
 
-    A subclass that draws random numbers has the parameters `seed` and `random_state`, None by default: two names of one
-    thing. It asks `_chosen_seed` for the number.
+    A subclass that draws random numbers has the parameters `seed` and `random_state`, None by
+    default: two names of one thing. It asks `_chosen_seed` for the number.
     """
 
     def transform(self, X: ArrayLike) -> Floats:
@@ -52,20 +57,22 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def pair_score(self, pairs: ArrayLike) -> Floats:
         """Return how alike the items of each pair (P, 2, F) are, (P,); larger is more alike.
 
-        It is the negative of `pair_distance`, unless the learner learns a similarity. See there for the errors.
+        It is the negative of `pair_distance`, unless the learner learns a similarity. See there for
+        the errors.
         """
         return -self.pair_distance(pairs)
 
     def get_metric(self) -> MetricFunction:
         """Return a function of two feature vectors (F,) that gives their learned distance.
 
-        The function does not change when the learner is fitted again. `KNeighborsClassifier(metric=learner.get_metric())`
-        takes it, but is faster on the codes that `transform` gives. Call it as `metric(u, v)`; `metric(u, v, squared=True)`
-        gives the square.
+        The function does not change when the learner is fitted again.
+        `KNeighborsClassifier(metric=learner.get_metric())` takes it, but is faster on the codes
+        that `transform` gives. Call it as `metric(u, v)`; `metric(u, v, squared=True)` gives the
+        square.
 
         Raises:
-            NotFittedError: nothing has been fitted. The function itself raises ValueError for a vector of another shape or
-                width, or with NaN or infinity.
+            NotFittedError: nothing has been fitted. The function itself raises ValueError for a
+                vector of another shape or width, or with NaN or infinity.
         """
         check_is_fitted(self)
         frozen = copy.deepcopy(self)

@@ -1,7 +1,8 @@
 """Retrieval metrics, query by query; each has the call of `retrieval.Metric`.
 
-Throughout, R is how many items of the gallery have the query's label, the query itself not counted, and
-rel(i) is 1 when the neighbour at rank i = 1, 2, … has it. Queries with R = 0 have no value: the host leaves them out.
+Throughout, R is how many items of the gallery have the query's label, the query itself not counted,
+and rel(i) is 1 when the neighbour at rank i = 1, 2, … has it. Queries with R = 0 have no value: the
+host leaves them out.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ Values = NDArray[np.float64]
 
 
 class RecallAt:
-    """Recall@K as metric learning defines it: 1 for a query with at least one match among its K nearest, else 0.
+    """Recall@K as metric learning defines it: 1 for a query with at least one match among its K
+    nearest, else 0.
 
-    Jégou et al., "Product quantization for nearest neighbor search" (2011); Song et al., "Deep metric learning via
-    lifted structured feature embedding" (2016), section 6.
+    Jégou et al., "Product quantization for nearest neighbor search" (2011); Song et al., "Deep
+    metric learning via lifted structured feature embedding" (2016), section 6.
 
     Args:
         k: how many neighbours to look at.
@@ -74,7 +76,8 @@ class RPrecision:
 class MAPAtR:
     """MAP@R: (1/R) Σ_{i=1}^{R} rel(i) · Precision@i.
 
-    Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2, equations 5 and 6.
+    Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2, equations 5 and
+    6.
     """
 
     depth: int | Literal["relevant", "all"] = "relevant"
@@ -85,7 +88,10 @@ class MAPAtR:
 
 
 class MeanAveragePrecision:
-    """Average precision over the whole ranking: (1/R) Σ_{i=1}^{N} rel(i) · Precision@i. Looks at the full gallery."""
+    """Average precision over the whole ranking: (1/R) Σ_{i=1}^{N} rel(i) · Precision@i.
+
+    Looks at the full gallery.
+    """
 
     depth: int | Literal["relevant", "all"] = "all"
 
@@ -95,14 +101,16 @@ class MeanAveragePrecision:
 
 
 class NDCGAt:
-    """nDCG@K: the discounted gain of the K nearest over that of the best order, Σ_i g(i) / log2(i + 1).
+    """nDCG@K: the discounted gain of the K nearest over that of the best order, Σ_i g(i) / log2(i +
+    1).
 
-    Järvelin & Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002. Gains are 1 for a match and 0 otherwise, or
-    grades, where `[evaluate] levels` or `tags` give them.
+    Järvelin & Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002. Gains are 1 for
+    a match and 0 otherwise, or grades, where `[evaluate] levels` or `tags` give them.
 
     Args:
         k: how many neighbours to look at.
-        gain: of a grade r: "linear", r; "exponential", 2^r − 1 (Burges et al., "Learning to Rank Using Gradient Descent", 2005).
+        gain: of a grade r: "linear", r; "exponential", 2^r − 1 (Burges et al., "Learning to Rank
+            Using Gradient Descent", 2005).
     """
 
     depth: int | Literal["relevant", "all"]
@@ -123,7 +131,8 @@ class NDCGAt:
 
         Args:
             gains: (Q, k) grade of the item at each rank, nearest first; 0 for what is not relevant.
-            ideal: (Q, k) the largest grades of the gallery, largest first; the first of a query is above 0.
+            ideal: (Q, k) the largest grades of the gallery, largest first; the first of a query is
+                above 0.
         """
         return np.asarray(self._discounted(gains) / self._discounted(ideal))
 

@@ -62,9 +62,9 @@ def build_head(
 class Model(nn.Module):
     """Images or vectors → features → codes.
 
-    Inputs are what an encoder in a bundle takes: raw uint8 pixels (B, channels, H, W), or float vectors (B, F). Pixels are
-    scaled to 0–1 and normalised with the backbone's mean and standard deviation in here, so that torch and ONNX
-    see the same input.
+    Inputs are what an encoder in a bundle takes: raw uint8 pixels (B, channels, H, W), or float
+    vectors (B, F). Pixels are scaled to 0–1 and normalised with the backbone's mean and standard
+    deviation in here, so that torch and ONNX see the same input.
 
     Args:
         backbone: input → features.
@@ -104,7 +104,8 @@ class Model(nn.Module):
         """Return features (B, F) and codes (B, C).
 
         Args:
-            inputs: raw pixels or vectors; or features (B, F), when a frozen backbone's were computed before.
+            inputs: raw pixels or vectors; or features (B, F), when a frozen backbone's were
+                computed before.
             from_features: whether `inputs` are features.
         """
         features = inputs.float() if from_features else self.features(inputs)
@@ -128,7 +129,9 @@ class Model(nn.Module):
 
 
 def _channels_last(images: Tensor) -> Tensor:
-    """Return images (B, channels, H, W) of which each pixel's channels lie together, and whose strides say so also of a single channel."""
+    """Return images (B, channels, H, W) of which each pixel's channels lie together, and whose
+    strides say so also of a single channel.
+    """
     if images.shape[1] > 1:
         return images.contiguous(memory_format=torch.channels_last)
     images = images.contiguous()

@@ -15,15 +15,18 @@ from retrieval.model.products import untouched
 from retrieval.serving.images import Preprocessing
 
 IMAGENET = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256)
-"""What images go through where a module says nothing: as most networks that were trained on ImageNet expect them."""
+"""What images go through where a module says nothing: as most networks that were trained on
+ImageNet expect them.
+"""
 
 
 class ModuleBackbone(Backbone):
     """A module that somebody wrote without this package in mind.
 
     Args:
-        module: images (B, channels, H, W), normalised, or vectors (B, F'), to features (B, F). Its attribute `preprocessing`, a
-            `retrieval.Preprocessing`, says what images go through before; without one it is `IMAGENET`.
+        module: images (B, channels, H, W), normalised, or vectors (B, F'), to features (B, F). Its
+            attribute `preprocessing`, a `retrieval.Preprocessing`, says what images go through
+            before; without one it is `IMAGENET`.
         name: what to call it in a sentence.
         width: of the dataset's vectors, F'; None for images.
 
@@ -59,7 +62,9 @@ class ModuleBackbone(Backbone):
         return features
 
     def extra_repr(self) -> str:
-        """Return what tells this module from one with the same layers: kept features are found by it."""
+        """Return what tells this module from one with the same layers: kept features are found by
+        it.
+        """
         return f"behaves={self._behaves}"
 
 

@@ -1,4 +1,6 @@
-"""What a plugin's factory made is checked once, before anything relies on it; see `retrieval.model.guard` for what its calls give."""
+"""What a plugin's factory made is checked once, before anything relies on it; see
+`retrieval.model.guard` for what its calls give.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from retrieval.serving.images import Preprocessing
 
 @contextlib.contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; modes and the random generator, which a seed counts on, are as before after."""
+    """Evaluation mode and no gradients inside; modes and the random generator, which a seed counts
+    on, are as before after.
+    """
     modes = {each: each.training for module in modules for each in module.modules()}
     for module in modules:
         module.eval()

@@ -1,7 +1,9 @@
-"""A loss by rows: the parts that single anchors or items have in it, so that several processes can compute one loss together.
+"""A loss by rows: the parts that single anchors or items have in it, so that several processes can
+compute one loss together.
 
-pytorch-metric-learning's losses give one number for each anchor, item, pair or triplet, and a reducer makes one of all. What a
-mean needs of each process is a sum and a count; so the loss of the whole batch follows from all rows' sums, exactly.
+pytorch-metric-learning's losses give one number for each anchor, item, pair or triplet, and a
+reducer makes one of all. What a mean needs of each process is a sum and a count; so the loss of the
+whole batch follows from all rows' sums, exactly.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from retrieval.model.contracts import TripletIndices
 Rows = Literal["items", "anchors", "classes"]
 """How a loss can be divided; its attribute `rows` says so.
 
-- "items": each number is of one item, and of the loss's own parameters. Called with some rows and their labels.
-- "anchors": each number is of one anchor, with its pairs or triplets. Called with some rows as anchors and the whole batch as
-  `ref_emb`, and the indices of their pairs, none of an item with itself. With `rows_by_labels = True` it is called without
-  indices, and leaves out row i's pair with item `first_row() + i` itself. With `rows_mined = False` that holds without a miner only.
-- "classes": the loss divides its own parameters over the processes. Called with the whole batch on each; it gives the whole loss, and
-  its gradient is the part that comes through this process's parameters.
+- "items": each number is of one item, and of the loss's own parameters. Called with some rows and
+  their labels.
+- "anchors": each number is of one anchor, with its pairs or triplets. Called with some rows as
+  anchors and the whole batch as `ref_emb`, and the indices of their pairs, none of an item with
+  itself. With `rows_by_labels = True` it is called without indices, and leaves out row i's pair
+  with item `first_row() + i` itself. With `rows_mined = False` that holds without a miner only.
+- "classes": the loss divides its own parameters over the processes. Called with the whole batch on
+  each; it gives the whole loss, and its gradient is the part that comes through this process's
+  parameters.
 """
 
 _KINDS = ("items", "anchors", "classes")
@@ -42,7 +47,9 @@ _first: ContextVar[int | None] = ContextVar("first_row", default=None)
 
 
 def first_row() -> int | None:
-    """Return the place in the reference set of a loss's first row, where its rows are a part of it; else None."""
+    """Return the place in the reference set of a loss's first row, where its rows are a part of it;
+    else None.
+    """
     return _first.get()
 
 
@@ -79,12 +86,15 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
 
 
 def compares_with_classes(loss: nn.Module) -> bool:
-    """Return whether each of a loss's numbers is of one item and of the loss's own parameters, so that an item can be of two classes in part."""
+    """Return whether each of a loss's numbers is of one item and of the loss's own parameters, so
+    that an item can be of two classes in part.
+    """
     return getattr(loss, "rows", None) in ("items", "classes")
 
 
 class Sums(nn.Module):
-    """Stands in a reducer's place and keeps, of each of the loss's numbers by name, their sum and their count.
+    """Stands in a reducer's place and keeps, of each of the loss's numbers by name, their sum and
+    their count.
 
     Args:
         inner: the reducer: it says which numbers count.
@@ -123,7 +133,8 @@ def row_sums(
     start: int,
     indices: TripletIndices | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums (K,) and counts (K,) of rows' numbers, for each of the K names of `loss.sub_loss_names()`.
+    """Return the sums (K,) and counts (K,) of rows' numbers, for each of the K names of
+    `loss.sub_loss_names()`.
 
     Args:
         loss: one that `rows_of` says is of items or anchors.
@@ -201,7 +212,9 @@ def _summed(
 
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
-    """Return the pairs or triplets whose anchors are among some rows, anchors counted from the first of them."""
+    """Return the pairs or triplets whose anchors are among some rows, anchors counted from the
+    first of them.
+    """
     groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
     found: list[Tensor] = []
     for anchors, *others in groups:

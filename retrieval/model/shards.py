@@ -1,4 +1,5 @@
-"""Parameters that are divided over processes by rows: each process has some rows of a matrix that is whole on none.
+"""Parameters that are divided over processes by rows: each process has some rows of a matrix that
+is whole on none.
 
 A module says so by its attribute `shards`, a `Shard` for each such parameter by name.
 """

@@ -1,4 +1,6 @@
-"""What the host asks of a tracker: a place outside the run's folder that is told how a training or a comparison goes."""
+"""What the host asks of a tracker: a place outside the run's folder that is told how a training or
+a comparison goes.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Is told how one run goes. All calls come from one thread, which is not the one that trains; what makes it is called by that one, before
-    anything else, and is the place to import what it needs.
+    """Is told how one run goes.
+
+    All calls come from one thread, which is not the one that trains; what makes it is called by
+    that one, before anything else, and is the place to import what it needs.
 
     Whatever a tracker raises is told in a sentence, and the run goes on without it.
     """
@@ -42,7 +46,8 @@ class Tracker(Protocol):
         """Take figures, by name.
 
         Args:
-            figures: an epoch's, or the final ones. An epoch that was cut off is done, and told, again.
+            figures: an epoch's, or the final ones. An epoch that was cut off is done, and told,
+                again.
             epoch: its number from 0; None: they are final.
         """
 

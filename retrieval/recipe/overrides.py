@@ -18,8 +18,9 @@ def apply_overrides(
 ) -> None:
     """Put `key.path=value` texts into a recipe's table, in place.
 
-    `loss.name=…` with another name takes the other loss's parameters out before anything is set, and `loss=none` the
-    table (with the loss's also miner and generator, which serve it alone): so for each of the components.
+    `loss.name=…` with another name takes the other loss's parameters out before anything is set,
+    and `loss=none` the table (with the loss's also miner and generator, which serve it alone): so
+    for each of the components.
 
     Args:
         table: the recipe's.
@@ -48,7 +49,9 @@ def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> b
 
 
 def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> None:
-    """Take another component's parameters out if a text names one; whether the backbone is frozen is the recipe's."""
+    """Take another component's parameters out if a text names one; whether the backbone is frozen
+    is the recipe's.
+    """
     key, _, value = (part.strip() for part in text.partition("="))
     component, _, last = key.partition(".")
     now = table.get(component)

@@ -10,7 +10,9 @@ from retrieval.recipe.section import Section
 
 
 class Range(Section):
-    """One line of `[search]`: what may be tried, from `low` to `high` (whole numbers where both are), or one of `choices`."""
+    """One line of `[search]`: what may be tried, from `low` to `high` (whole numbers where both
+    are), or one of `choices`.
+    """
 
     low: int | float | None = Field(None, description="The smallest value.")
     high: int | float | None = Field(None, description="The largest value.")
@@ -32,7 +34,9 @@ class Range(Section):
 
 
 def flat(search: Any) -> Any:
-    """Return `[search]` by keys such as `loss.margin`: to TOML, `loss.margin = {…}` is a table in a table."""
+    """Return `[search]` by keys such as `loss.margin`: to TOML, `loss.margin = {…}` is a table in a
+    table.
+    """
     found: dict[str, Any] = {}
 
     def walk(place: str, value: Any) -> None:

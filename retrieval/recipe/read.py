@@ -1,7 +1,7 @@
 """TOML → a checked recipe. Every problem of the file in one error, with 'did you mean'.
 
-The tables of the host are the classes of `retrieval.recipe.tables`; the tables of plugins (`Component`) are checked against
-the signature of the factory that they name.
+The tables of the host are the classes of `retrieval.recipe.tables`; the tables of plugins
+(`Component`) are checked against the signature of the factory that they name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from retrieval.serving.files.places import StrPath
 
 
 class Recipe(Tables):
-    """A checked recipe, written in Python: the tables of a TOML file as arguments, each a dictionary::
+    """A checked recipe, written in Python: the tables of a TOML file as arguments, each a
+    dictionary::
 
         retrieval.Recipe(
             data={"name": "core.image_folder", "folder": "photos"},
@@ -40,11 +41,12 @@ class Recipe(Tables):
             train={"epochs": 20},
         )
 
-    An object may stand in the place of a part: `backbone=MyModule()`, as in `retrieval.train`. The checks and their sentences are
-    the file's. `read_recipe` gives the same class.
+    An object may stand in the place of a part: `backbone=MyModule()`, as in `retrieval.train`. The
+    checks and their sentences are the file's. `read_recipe` gives the same class.
 
     Args:
-        tables: `name`, `seed`, `plugins`, `data`, `split`, `backbone`, `loss` and so on; `[[phase]]` is `phase`, a list.
+        tables: `name`, `seed`, `plugins`, `data`, `split`, `backbone`, `loss` and so on;
+            `[[phase]]` is `phase`, a list.
 
     Raises:
         RecipeError: with every problem.
@@ -67,18 +69,20 @@ def read_recipe(
     """Read and check a recipe.
 
     Args:
-        recipe: the TOML file; or its tables as a dictionary (with objects in the places of parts, if need be), or a recipe, to
-            be read with these changes.
+        recipe: the TOML file; or its tables as a dictionary (with objects in the places of parts,
+            if need be), or a recipe, to be read with these changes.
         overrides: `key.path=value` texts, values as TOML (a bare word is text).
         plugins: further plugin files or modules, as from `--plugin`.
         objects: what takes the places of named parts, by table.
 
     Returns:
-        The recipe, which keeps the plugins that it was checked with. Paths of plugin files in it are absolute.
+        The recipe, which keeps the plugins that it was checked with. Paths of plugin files in it
+            are absolute.
 
     Raises:
         RecipeError: with every problem.
-        PluginError: a plugin cannot be loaded, or the recipe brings one that the user has not allowed (see `retrieval.host.allow`).
+        PluginError: a plugin cannot be loaded, or the recipe brings one that the user has not
+            allowed (see `retrieval.host.allow`).
     """
     recipe, objects = apart(recipe, objects)
     table, brought = read_table(recipe, overrides, plugins)
@@ -91,7 +95,9 @@ def read_recipe(
 def apart(
     recipe: StrPath | Mapping[str, Any] | Tables, objects: Mapping[str, Any] | None
 ) -> tuple[StrPath | Mapping[str, Any] | Tables, dict[str, Any]]:
-    """Return a recipe without the objects that stand in it, and all objects; those that are given beside it come first."""
+    """Return a recipe without the objects that stand in it, and all objects; those that are given
+    beside it come first.
+    """
     if isinstance(recipe, Mapping):
         inside = objects_in(recipe)
         recipe = {name: value for name, value in recipe.items() if name not in inside}
@@ -134,7 +140,9 @@ def read_table(
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of tables written in Python, which overrides may change, without the keys that are None."""
+    """Return a copy of tables written in Python, which overrides may change, without the keys that
+    are None.
+    """
     if isinstance(value, Mapping):
         return {k: _copied(v) for k, v in value.items() if v is not None}
     return [_copied(v) for v in value] if isinstance(value, list | tuple) else value
@@ -162,7 +170,9 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def naming(path: StrPath) -> Iterator[None]:
-    """Inside, a problem of a recipe that shows only when what it names is built is told with the recipe's file."""
+    """Inside, a problem of a recipe that shows only when what it names is built is told with the
+    recipe's file.
+    """
     try:
         yield
     except RecipeError as error:
@@ -187,7 +197,8 @@ def check_recipe(
         table: the recipe.
         where: what an error calls it.
         objects: parts that are given as objects, by table.
-        plugins: those of a recipe that names the same files, loaded already; None: they are loaded now.
+        plugins: those of a recipe that names the same files, loaded already; None: they are loaded
+            now.
     """
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
@@ -223,7 +234,9 @@ def check_recipe(
 
 
 def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's table in which objects have taken the places of named parts; what the host reads of a part stays."""
+    """Return a recipe's table in which objects have taken the places of named parts; what the host
+    reads of a part stays.
+    """
     changed = dict(table)
     for name, value in objects.items():
         before = table.get(name)
@@ -239,7 +252,8 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
 def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     """Return the recipe and what is wrong with its tables.
 
-    When something is wrong, the recipe holds what is right, so that the checks that come after see the rest.
+    When something is wrong, the recipe holds what is right, so that the checks that come after see
+    the rest.
     """
     values, faults = check_values(Tables, table)
     if not faults:
@@ -316,7 +330,9 @@ def _beside(recipe: Path, item: str) -> str:
 
 
 def to_toml(recipe: Tables) -> str:
-    """Return the recipe as TOML: what is set, defaults left out, ready to be read again; a comment names objects."""
+    """Return the recipe as TOML: what is set, defaults left out, ready to be read again; a comment
+    names objects.
+    """
     parts = [(table, getattr(recipe, table)) for table in COMPONENTS]
     notes = [
         f"# [{table}] {part.name} was made in Python. Open this run with the same object: {WORDS[table]}=…\n"

@@ -52,7 +52,9 @@ def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) ->
 
 
 def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
-    """Return where a key belongs that is an argument of the optimiser's or schedule's class; nothing for any other."""
+    """Return where a key belongs that is an argument of the optimiser's or schedule's class;
+    nothing for any other.
+    """
     from retrieval.recipe.optimizers import takes
 
     section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
@@ -156,7 +158,9 @@ def _loss(recipe: Tables) -> list[str]:
 
 
 def _measures(plugins: Plugins, values: Any) -> bool:
-    """Whether a loss, or each of the losses that it wraps, measures by the distance that it is given."""
+    """Whether a loss, or each of the losses that it wraps, measures by the distance that it is
+    given.
+    """
     wrapped: list[Any] = []
     try:
         factory = plugins.find(

@@ -16,7 +16,9 @@ Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
 
 
 class Component(Section):
-    """A table that names a plugin's part; its other keys are the parameters that `retrieval plugins show NAME` lists."""
+    """A table that names a plugin's part; its other keys are the parameters that `retrieval plugins
+    show NAME` lists.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -78,7 +80,9 @@ class Sampler(Section):
 
 
 class Augmentation(Section):
-    """`[augmentation]`: random changes to training images, in this order: crop, mirror image, transforms."""
+    """`[augmentation]`: random changes to training images, in this order: crop, mirror image,
+    transforms.
+    """
 
     crop_scale: tuple[float, float] | None = Field(
         None,
@@ -259,7 +263,9 @@ class Train(Section):
 
 
 class _Loaded:
-    """Keeps a recipe's loaded plugins, which are no part of what it says: never compared, pickled or deeply copied."""
+    """Keeps a recipe's loaded plugins, which are no part of what it says: never compared, pickled
+    or deeply copied.
+    """
 
     def __init__(self, plugins: Plugins | None = None) -> None:
         self.plugins = plugins
@@ -274,9 +280,11 @@ class _Loaded:
 
 
 class Tables(Section):
-    """A recipe's tables, each of the right types; `retrieval.Recipe` is one that was checked as a whole.
+    """A recipe's tables, each of the right types; `retrieval.Recipe` is one that was checked as a
+    whole.
 
-    A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a `[learner]` (fitted).
+    A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a
+    `[learner]` (fitted).
     """
 
     name: str = Field("run", description="What to call the run, and later the bundle.")

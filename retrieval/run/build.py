@@ -31,7 +31,8 @@ def build_dataset(recipe: Recipe) -> Dataset:
     """Return the recipe's dataset.
 
     Raises:
-        DataError: its files are missing or wrong, or items cannot be used: see `retrieval.data.gate`.
+        DataError: its files are missing or wrong, or items cannot be used: see
+            `retrieval.data.gate`.
     """
     with python_random_kept():
         dataset = check_dataset(recipe.build("data"), recipe.data.name)
@@ -140,7 +141,9 @@ def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
 
 
 class Called(nn.Module):
-    """A loss or miner that is called and is not a module, such as a function: it has no weights to train or save."""
+    """A loss or miner that is called and is not a module, such as a function: it has no weights to
+    train or save.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()

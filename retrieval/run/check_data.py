@@ -1,4 +1,6 @@
-"""Look through data before they are trained on: what is broken, there twice, on both sides of the split, or labelled in two ways."""
+"""Look through data before they are trained on: what is broken, there twice, on both sides of the
+split, or labelled in two ways.
+"""
 
 from __future__ import annotations
 
@@ -52,19 +54,24 @@ def check_data(
     plugins: Sequence[str] = (),
     progress: Progress = True,
 ) -> Findings:
-    """Look for broken files, items that are there twice, leaks across the split, and labels that are likely wrong.
+    """Look for broken files, items that are there twice, leaks across the split, and labels that
+    are likely wrong.
 
-    Each item is decoded once, by the decoder that training and serving share. The same bytes and the same pixels are found by their hashes;
-    images that look the same (saved again, or in another size) by small pictures of them; and with a model by its distance. Of each item
-    some numbers are kept in memory, and never all pairs: the time of the comparison grows with the square of the number of items.
+    Each item is decoded once, by the decoder that training and serving share. The same bytes and
+    the same pixels are found by their hashes; images that look the same (saved again, or in another
+    size) by small pictures of them; and with a model by its distance. Of each item some numbers are
+    kept in memory, and never all pairs: the time of the comparison grows with the square of the
+    number of items.
 
     Args:
-        data: a recipe, or its `.toml` file, whose `[split]` says the sides; or what an index is built of: folders, CSV files, Parquet tables,
-            tar shards, `.npz` features. Several are sides of one split. One folder of `train`, `test` and so on has sides too, as has a
+        data: a recipe, or its `.toml` file, whose `[split]` says the sides; or what an index is
+            built of: folders, CSV files, Parquet tables, tar shards, `.npz` features. Several are
+            sides of one split. One folder of `train`, `test` and so on has sides too, as has a
             table with a column `split`.
         model: a bundle, or its folder.
-        within: the largest distance of the model at which items are taken for the same; by default that within which 95 % of 256 items
-            find their own copies, saved as JPEG of quality 70. A bundle of vectors needs it.
+        within: the largest distance of the model at which items are taken for the same; by default
+            that within which 95 % of 256 items find their own copies, saved as JPEG of quality 70.
+            A bundle of vectors needs it.
         overrides: changes to the recipe, as `"data.folder=photos"`.
         plugins: further plugin files or modules of the recipe.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
@@ -150,7 +157,9 @@ def _subjects(
 
 
 def _collected(name: str, bundle: Bundle | None) -> Sources:
-    """Return the items of a source: vectors where it holds nothing else, or where the bundle takes them."""
+    """Return the items of a source: vectors where it holds nothing else, or where the bundle takes
+    them.
+    """
     if is_embedding(name):
         items, vectors = in_memory(Path(name))
         return Sources([replace(item, row=row) for row, item in enumerate(items)], vectors)
@@ -245,7 +254,8 @@ def _opened(
 ) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None, str | None] | DataError]:
     """Return an item's number with what is seen of it, or why it cannot be read.
 
-    Seen are the hash of its file, its fingerprint, what the model takes of it, and why it has few levels.
+    Seen are the hash of its file, its fingerprint, what the model takes of it, and why it has few
+    levels.
     """
     row, content = given
     name = subjects.items[row].name
@@ -295,7 +305,9 @@ def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArr
 
 
 def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
-    """Return groups of the same items, and the items that are compared further: of each group one a side and label."""
+    """Return groups of the same items, and the items that are compared further: of each group one a
+    side and label.
+    """
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for row, number in enumerate(seen.numbers.tolist()):
         if number >= 0:
@@ -351,7 +363,9 @@ def _measure(bundle: Bundle, encoded: Encoded, rows: Rows) -> Measure:
 def _distances(
     bundle: Bundle, asked: Encoded, one: int, there: Encoded, others: Rows
 ) -> NDArray[np.float64]:
-    """Return the distances of an item to others, by a model's own measure; where it goes by scores, which depend on what else is found, Euclidean ones."""
+    """Return the distances of an item to others, by a model's own measure; where it goes by scores,
+    which depend on what else is found, Euclidean ones.
+    """
     query, vectors = asked.query[one], there.vector[others]
     code, codes = (
         (None, None)

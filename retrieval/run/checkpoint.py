@@ -1,8 +1,9 @@
-"""Checkpoints: one safetensors file, whole or not at all, with a checksum of every byte, and nothing pickled.
+"""Checkpoints: one safetensors file, whole or not at all, with a checksum of every byte, and
+nothing pickled.
 
-Any nesting of dicts and lists with tensors and plain values becomes named tensors, and a JSON skeleton in the file's
-header that says where each belongs. The header also holds the SHA-256 of the file, taken with zeros in its place: so
-one rename puts tensors and checksum there together.
+Any nesting of dicts and lists with tensors and plain values becomes named tensors, and a JSON
+skeleton in the file's header that says where each belongs. The header also holds the SHA-256 of the
+file, taken with zeros in its place: so one rename puts tensors and checksum there together.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ FORMAT = "retrieval checkpoint 2"
 WITHOUT_CHECKSUM = "retrieval checkpoint 1"
 
 _BLANK = "0" * 64
-# within the header's texts a quotation mark is escaped, and a tensor's entry is not text: it stands there once
+# within the header's texts a quotation mark is escaped, and a tensor's entry is not text: it stands
+# there once
 _SUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 log = logging.getLogger(__name__)
@@ -98,7 +100,9 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
 
 
 def _seal(path: Path) -> None:
-    """Put the checksum into a file that was written with a blank one, and wait until all is on the disk."""
+    """Put the checksum into a file that was written with a blank one, and wait until all is on the
+    disk.
+    """
     with path.open("rb+") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
         found = _SUM.search(header)
@@ -136,7 +140,9 @@ def _verified(content: bytes) -> dict[str, Any]:
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Give a file a second name, in the place of what had it; where there are no links, move it there."""
+    """Give a file a second name, in the place of what had it; where there are no links, move it
+    there.
+    """
     link = previous.with_name(previous.name + ".tmp")
     try:
         link.unlink(missing_ok=True)
@@ -212,7 +218,9 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def python_random_kept() -> Iterator[None]:
-    """Inside, modules may be imported that draw from Python's generator as they load, as rich does under scikit-learn: once a process, not once a run."""
+    """Inside, modules may be imported that draw from Python's generator as they load, as rich does
+    under scikit-learn: once a process, not once a run.
+    """
     state = random.getstate()
     try:
         yield

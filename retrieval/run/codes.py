@@ -18,7 +18,8 @@ from retrieval.run.open import Run
 class ItemCodes:
     """Encodes items of a run by their numbers.
 
-    With a frozen backbone or a learner it starts from the features, which are on disk since training.
+    With a frozen backbone or a learner it starts from the features, which are on disk since
+    training.
 
     Args:
         run: a loaded run.
@@ -43,7 +44,8 @@ class ItemCodes:
 
         Args:
             indices: which items (N,).
-            model: by default the run's own; another one must have the same backbone where features are kept.
+            model: by default the run's own; another one must have the same backbone where features
+                are kept.
         """
         model = (model or self.run.model).to(self.device)
         if isinstance(self.source, KeptInputs):  # few, and already as the encoder takes them

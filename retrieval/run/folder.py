@@ -116,7 +116,8 @@ def create_folder(
     *,
     replace: bool = False,
 ) -> Recipe:
-    """Make a run's folder, with the recipe and its plugin files in it; it appears whole or not at all.
+    """Make a run's folder, with the recipe and its plugin files in it; it appears whole or not at
+    all.
 
     Args:
         path: the folder.
@@ -151,7 +152,9 @@ def create_folder(
 
 
 def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
-    """Copy a recipe's plugin files and folders into a run's folder; return the recipe that names the copies."""
+    """Copy a recipe's plugin files and folders into a run's folder; return the recipe that names
+    the copies.
+    """
     named = []
     for item in recipe.plugins:
         if is_file_plugin(item):
@@ -168,7 +171,8 @@ def record_changes(
 ) -> None:
     """Put what has changed into a run that goes on: `run.json` says what and when.
 
-    It is complete no more, and what was evaluated is removed, for its weights are about to be others.
+    It is complete no more, and what was evaluated is removed, for its weights are about to be
+    others.
 
     Args:
         path: the run's folder.
@@ -202,7 +206,9 @@ def record_changes(
 
 
 def absolute_paths(recipe: AnyTables) -> AnyTables:
-    """Return a recipe whose paths are absolute, as a run records it: they start where the command runs."""
+    """Return a recipe whose paths are absolute, as a run records it: they start where the command
+    runs.
+    """
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
         part: Component | None = getattr(recipe, table)

@@ -27,7 +27,9 @@ def build_learner(recipe: Recipe, features: int) -> Learner:
 
 
 def fitted_state(learner: Learner) -> dict[str, Any]:
-    """Return a fitted estimator's attributes (scikit-learn's `name_`) that are arrays, numbers or text."""
+    """Return a fitted estimator's attributes (scikit-learn's `name_`) that are arrays, numbers or
+    text.
+    """
     state: dict[str, Any] = {}
     for name, value in vars(learner).items():
         if not name.endswith("_") or name.startswith("_"):

@@ -1,4 +1,6 @@
-"""Objects that took the places of named parts: what a run's folder says of them, and whether the same ones are given again."""
+"""Objects that took the places of named parts: what a run's folder says of them, and whether the
+same ones are given again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run: everything built from its recipe, and the folder (`retrieval.run.folder`) that holds what came of it."""
+"""A run: everything built from its recipe, and the folder (`retrieval.run.folder`) that holds what
+came of it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Run:
         dataset: all items.
         splits: which of them train, validate and test.
         model: the model; of a learner's recipe only once it is fitted.
-        objective: loss, miner and generator; None for a learner, and for a run that was loaded to be used.
+        objective: loss, miner and generator; None for a learner, and for a run that was loaded to
+            be used.
         device: where it runs.
     """
 
@@ -76,7 +79,9 @@ class Run:
 
     @property
     def best(self) -> Path:
-        """The weights with the best validation MAP@R, or the final ones where there is no validation part."""
+        """The weights with the best validation MAP@R, or the final ones where there is no
+        validation part.
+        """
         return checkpoint_file(self.path, "best")
 
     @cached_property
@@ -165,7 +170,8 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
     Args:
         path: the run's folder.
         recipe: a checked recipe.
-        standing: where the run stands, to have the weights from there; by default those that training starts from.
+        standing: where the run stands, to have the weights from there; by default those that
+            training starts from.
     """
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
@@ -179,7 +185,9 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
 
 
 def _classes(recipe: Recipe, splits: Splits) -> int:
-    """Return how many classes loss and miner are told of: with `positives = "item"` each training item is one."""
+    """Return how many classes loss and miner are told of: with `positives = "item"` each training
+    item is one.
+    """
     return len(splits.train if recipe.augmentation.positives == "item" else splits.train_classes)
 
 
@@ -197,13 +205,15 @@ def load_run(
 ) -> Run:
     """Open a finished or interrupted run with its best weights, ready to evaluate or export.
 
-    A run that was trained with objects in the places of named parts is opened with the same objects.
+    A run that was trained with objects in the places of named parts is opened with the same
+    objects.
 
     Args:
         path: the run's folder.
-        or_kept: whether the held-out inputs that the run keeps stand in where its data cannot be opened; its dataset is
-            then a `KeptInputs`, and a note of its splits says why.
-        dataset: the object that the run was trained with, as are the others; None where a plugin made it.
+        or_kept: whether the held-out inputs that the run keeps stand in where its data cannot be
+            opened; its dataset is then a `KeptInputs`, and a note of its splits says why.
+        dataset: the object that the run was trained with, as are the others; None where a plugin
+            made it.
         backbone: see `dataset`.
         combiner: see `dataset`.
         loss: see `dataset`.

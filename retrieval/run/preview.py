@@ -24,7 +24,8 @@ _LEAST, _GAP, _TEXT = (
 
 
 def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
-    """Return a picture of items of the run's first batch: a row for each, first without changes, then as they are changed in further epochs.
+    """Return a picture of items of the run's first batch: a row for each, first without changes,
+    then as they are changed in further epochs.
 
     Args:
         recipe: a checked recipe.

@@ -1,4 +1,6 @@
-"""Going on with a run: with its own recipe and its own copies of plugin files, but for what may change."""
+"""Going on with a run: with its own recipe and its own copies of plugin files, but for what may
+change.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def read_given(
     report: Report = lambda line: None,
     objects: Mapping[str, Any] | None = None,
 ) -> tuple[Path, Recipe]:
-    """Read the recipe that a user names to go on with a run, and check it with the run's own copies of plugin files.
+    """Read the recipe that a user names to go on with a run, and check it with the run's own copies
+    of plugin files.
 
     Args:
         output: the run; by default `runs/NAME`.
@@ -88,7 +91,9 @@ def refuse_no_run(folder: Path) -> None:
 
 
 def changed_plugins(given: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return which plugin files and folders are other ones than a run's copies, and in what, a sentence each without a stop."""
+    """Return which plugin files and folders are other ones than a run's copies, and in what, a
+    sentence each without a stop.
+    """
     copies = {
         plugin.name: plugin
         for item in own
@@ -138,7 +143,8 @@ class Standing:
 
 
 def standing(folder: Path) -> Standing | None:
-    """Return where a run stands by its last checkpoint, or by the one before it where there is no last one; None without either.
+    """Return where a run stands by its last checkpoint, or by the one before it where there is no
+    last one; None without either.
 
     Raises:
         DataError: there is no run, or the checkpoint is damaged.

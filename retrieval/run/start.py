@@ -16,12 +16,14 @@ SHOWN = 8
 
 
 def take_weights(model: Model, recipe: Recipe) -> None:
-    """Put the weights of the run that `[train] start_from` names into a model; do nothing where it names none.
+    """Put the weights of the run that `[train] start_from` names into a model; do nothing where it
+    names none.
 
     With a learner only the backbone's: it makes the other parts itself.
 
     Raises:
-        RecipeError: there is no such run, or its weights have other names or shapes; the sentences say which.
+        RecipeError: there is no such run, or its weights have other names or shapes; the sentences
+            say which.
         DataError: its checkpoint is damaged.
     """
     if recipe.train.start_from is None:

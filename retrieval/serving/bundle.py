@@ -1,4 +1,7 @@
-"""Open a bundle and run it: images or features in, vectors and codes out. Needs ONNX Runtime, never torch."""
+"""Open a bundle and run it: images or features in, vectors and codes out.
+
+Needs ONNX Runtime, never torch.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ class Encoded:
 
     Attributes:
         vector: (N, P), what FAISS stores.
-        query: (N, P), what FAISS is asked with; the same array as `vector` unless the bundle tells them apart.
+        query: (N, P), what FAISS is asked with; the same array as `vector` unless the bundle tells
+            them apart.
         code: (N, C), what the rescorer takes; None without a rescorer.
         bundle: SHA-256 of the bundle; empty where it is not known.
     """
@@ -75,7 +79,8 @@ class Bundle:
         path: the folder.
         manifest: what it says of itself.
         variant: which of `manifest.variants` runs, or None for the encoder itself.
-        device, fallback: "cpu", "cuda" or "tensorrt"; why that is the CPU though ONNX Runtime was built for a GPU, else None.
+        device, fallback: "cpu", "cuda" or "tensorrt"; why that is the CPU though ONNX Runtime was
+            built for a GPU, else None.
         sha256: of the manifest's text, which holds those of all files: names exactly this bundle.
     """
 
@@ -110,10 +115,12 @@ class Bundle:
             path: the folder that `retrieval export` wrote.
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
             threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
-            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU; "tensorrt" builds an engine first, which takes minutes.
+            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU;
+                "tensorrt" builds an engine first, which takes minutes.
 
         Raises:
-            BundleError: missing, altered, incomplete, of another format, or not what its manifest says.
+            BundleError: missing, altered, incomplete, of another format, or not what its manifest
+                says.
             MissingDependency: no ONNX Runtime, or two.
         """
         folder = Path(path)
@@ -141,7 +148,8 @@ class Bundle:
         return f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of {manifest.vector}, {how}"
 
     def changed(self) -> str | None:
-        """Return a sentence when the files on the disk are no longer what was opened; costs a few looks at the file system.
+        """Return a sentence when the files on the disk are no longer what was opened; costs a few
+        looks at the file system.
 
         What was opened stays what it was: graphs are in memory.
         """
@@ -173,11 +181,13 @@ class Bundle:
         """Run the encoder.
 
         Args:
-            inputs: uint8 (N, C, H, W) from `preprocess`, or real features (N, F), as `manifest.input` says.
+            inputs: uint8 (N, C, H, W) from `preprocess`, or real features (N, F), as
+                `manifest.input` says.
             batch: how many items go through at once.
 
         Raises:
-            DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's output does.
+            DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's
+                output does.
         """
         inputs = checked_inputs(inputs, self.manifest.input, self.path)
         return self._encode(parts_of(inputs, at_least_one("batch", batch)), len(inputs))
@@ -196,13 +206,14 @@ class Bundle:
 
     @property
     def backbone_sha256(self) -> str | None:
-        """SHA-256 of a split encoder's backbone (graph, weights, preprocessing): the same one gives the same features. None without a
-        split, and for variants.
+        """SHA-256 of a split encoder's backbone (graph, weights, preprocessing): the same one gives
+        the same features. None without a split, and for variants.
         """
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
     def features(self, inputs: NDArray[Any], *, batch: int = 32) -> Floats:
-        """Return what the head takes, features (N, F): the backbone's; of a bundle that takes features the inputs themselves.
+        """Return what the head takes, features (N, F): the backbone's; of a bundle that takes
+        features the inputs themselves.
 
         Args:
             inputs: as `encode` takes them.
@@ -223,7 +234,8 @@ class Bundle:
     def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
         """Run the head on features that were kept: `encode(x)` is `encode_features(features(x))`.
 
-        Another bundle's head may be applied to them where its `backbone_sha256` is the same; a bundle of features is a head as a whole.
+        Another bundle's head may be applied to them where its `backbone_sha256` is the same; a
+        bundle of features is a head as a whole.
 
         Args:
             features: real numbers (N, F).
@@ -253,10 +265,12 @@ class Bundle:
         """Decode, preprocess and encode one image.
 
         Args:
-            image: an encoded image's bytes, its file's path, a Pillow image, or its pixels: uint8 (H, W) or (H, W, 3).
+            image: an encoded image's bytes, its file's path, a Pillow image, or its pixels: uint8
+                (H, W) or (H, W, 3).
 
         Raises:
-            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle takes features.
+            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle
+                takes features.
         """
         return self.encode(self.preprocess(image)[None])
 
@@ -270,7 +284,8 @@ class Bundle:
     ) -> Floats:
         """Return the vectors (N, P) of N images, as FAISS stores them.
 
-        Images are decoded in threads while others are encoded. Only a few batches of them are in memory at a time, so N may be large.
+        Images are decoded in threads while others are encoded. Only a few batches of them are in
+        memory at a time, so N may be large.
 
         Args:
             images: each as `encode_image` takes it; one alone is N = 1.
@@ -279,7 +294,8 @@ class Bundle:
             progress: True shows a bar, False nothing; a function is told (what, done, total).
 
         Raises:
-            DataError: an image cannot be used, which the message names; or this bundle takes features.
+            DataError: an image cannot be used, which the message names; or this bundle takes
+                features.
         """
         if isinstance(images, np.ndarray) and images.ndim > 3:
             images = list(images)
@@ -339,7 +355,8 @@ class Bundle:
             image: as `encode_image` takes it.
 
         Raises:
-            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle takes features.
+            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle
+                takes features.
         """
         preprocessing = self.manifest.input.preprocessing
         if preprocessing is None:

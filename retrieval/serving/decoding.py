@@ -1,9 +1,10 @@
-"""Images of strangers, decoded in processes of their own: each has a deadline and a memory limit, and is replaced.
+"""Images of strangers, decoded in processes of their own: each has a deadline and a memory limit,
+and is replaced.
 
-An image may hang its decoder, crash it or take all memory. Here that costs one process, and the sender gets a
-sentence. An image may even take its decoder over: so the server believes no answer, and unpickles none. Each thread
-that decodes talks with one process over a pipe: a pool with threads of its own (pebble) took twice the time of a
-small image's search.
+An image may hang its decoder, crash it or take all memory. Here that costs one process, and the
+sender gets a sentence. An image may even take its decoder over: so the server believes no answer,
+and unpickles none. Each thread that decodes talks with one process over a pipe: a pool with threads
+of its own (pebble) took twice the time of a small image's search.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _KEPT_BYTES = 8_000_000
 """Blocks up to this size stay with a process for its next image."""
 _LONGEST_SENTENCE = 4096  # characters
 _ANSWER = struct.Struct("<?II")
-"""Begins an answer: whether the image was decoded, its width and height. Pixels, a file or a sentence follow."""
+"""Begins an answer: whether the image was decoded, its width and height.
+
+Pixels, a file or a sentence follow.
+"""
 
 Kind = Literal["pixels", "png", "thumbnail"]
 
@@ -88,8 +92,8 @@ class Decoders:
         """Return a decoded image; for a thread, which waits.
 
         Args:
-            kind: "pixels" as `preprocessing` makes them (`Decoded`), or the bytes of a "png" or of a "thumbnail", a
-                small JPEG.
+            kind: "pixels" as `preprocessing` makes them (`Decoded`), or the bytes of a "png" or of
+                a "thumbnail", a small JPEG.
             content: the encoded image.
             preprocessing: for "pixels".
             name: what an error calls the image.
@@ -220,7 +224,8 @@ def _start_without_main(process: Any) -> None:
 
 
 def _read_answer(answer: bytes, preprocessing: Preprocessing | None) -> Decoded | bytes | str:
-    """Return the pixels or file in a decoder's answer, or the sentence that says what is wrong with its image.
+    """Return the pixels or file in a decoder's answer, or the sentence that says what is wrong with
+    its image.
 
     Raises:
         struct.error: it is no answer.

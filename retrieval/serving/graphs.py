@@ -1,4 +1,6 @@
-"""What an ONNX file asks for, read before anything runs it: without the package `onnx`, which a server does not have."""
+"""What an ONNX file asks for, read before anything runs it: without the package `onnx`, which a
+server does not have.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,13 @@ class GraphError(ValueError):
 def check_graph(content: Content) -> None:
     """Refuse a graph whose work is not the sum of its nodes, or that needs another file.
 
-    Each node of what is left runs once, so loading and running end; how much memory they take is limited elsewhere
-    (`retrieval.serving.sessions`). The field numbers are those of ONNX's `onnx.proto`.
+    Each node of what is left runs once, so loading and running end; how much memory they take is
+    limited elsewhere (`retrieval.serving.sessions`). The field numbers are those of ONNX's
+    `onnx.proto`.
 
     Raises:
-        GraphError: not ONNX, too many nodes; loops, branches or functions; operators of another domain; or weights
-            in another file.
+        GraphError: not ONNX, too many nodes; loops, branches or functions; operators of another
+            domain; or weights in another file.
     """
     try:
         with memoryview(content) as model:
@@ -88,7 +91,8 @@ def _check_tensor(tensor: memoryview) -> None:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
-    """Give the fields of a protobuf message: numbers as they are, texts and messages as a view, others as None.
+    """Give the fields of a protobuf message: numbers as they are, texts and messages as a view,
+    others as None.
 
     Raises:
         IndexError: the message is cut off, or none.

@@ -1,4 +1,6 @@
-"""Formats of images: how their files begin, how large they may be, and which files below a folder are images."""
+"""Formats of images: how their files begin, how large they may be, and which files below a folder
+are images.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from pathlib import Path
 from retrieval.errors import DataError
 from retrieval.host.walk import files_below, leads_nowhere
 
-# Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all that we ask it for.
+# Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all
+# that we ask it for.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 EXTENSIONS = frozenset(
     {
@@ -54,13 +57,17 @@ HEAD_BYTES = 64
 
 
 def format_of(content: bytes) -> str | None:
-    """Return the format that a file's first bytes name, as Pillow calls it; None for one that is not known."""
+    """Return the format that a file's first bytes name, as Pillow calls it; None for one that is
+    not known.
+    """
     head = content[:HEAD_BYTES]
     return next((name for name, begins in STARTS.items() if begins(head)), None)
 
 
 REDUCIBLE = 4
-"""How many times `Limits.pixels` a JPEG may have, which is decoded at a half or a quarter of its size."""
+"""How many times `Limits.pixels` a JPEG may have, which is decoded at a half or a quarter of its
+size.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,8 @@ class Limits:
     """The largest images that are decoded.
 
     Attributes:
-        pixels: width × height. A JPEG with up to four times as many is decoded at a half of its size, as phones' photos
-            of 48 megapixels are.
+        pixels: width × height. A JPEG with up to four times as many is decoded at a half of its
+            size, as phones' photos of 48 megapixels are.
         bytes: of the file.
         side: width and height, in pixels.
         aspect: how many times longer one side may be than the other.
@@ -82,7 +89,9 @@ class Limits:
 
     @property
     def memory(self) -> int:
-        """Bytes that decoding and preprocessing one image may take: the most that the largest ones were seen to."""
+        """Bytes that decoding and preprocessing one image may take: the most that the largest ones
+        were seen to.
+        """
         return 64_000_000 + 24 * self.pixels
 
     def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
@@ -111,7 +120,9 @@ class Limits:
 
 @functools.cache
 def can_open(format: str) -> bool:
-    """Return whether a format can be decoded here: AVIF needs a Pillow that has it, HEIF the package pillow-heif."""
+    """Return whether a format can be decoded here: AVIF needs a Pillow that has it, HEIF the
+    package pillow-heif.
+    """
     if format == "AVIF":
         try:
             from PIL import AvifImagePlugin

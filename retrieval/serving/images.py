@@ -1,4 +1,6 @@
-"""Bytes to pixels: limits, decoding, resizing. The one decoder that training, indexing and serving share.
+"""Bytes to pixels: limits, decoding, resizing.
+
+The one decoder that training, indexing and serving share.
 
 Training, indexing and serving must see the same pixels: nobody else decodes.
 """
@@ -29,9 +31,11 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
 def _silence() -> None:
-    """Ignore Pillow's warnings: metadata that it cannot read changes no pixel, and our own limits are stricter.
+    """Ignore Pillow's warnings: metadata that it cannot read changes no pixel, and our own limits
+    are stricter.
 
-    Once for the process: swapping the filters around each image would need a lock around each image.
+    Once for the process: swapping the filters around each image would need a lock around each
+    image.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
@@ -41,11 +45,13 @@ _silence()
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What an image goes through before the encoder: resize the shorter side, crop the centre, normalise.
+    """What an image goes through before the encoder: resize the shorter side, crop the centre,
+    normalise.
 
-    Resizing and cropping happen on uint8 pixels, here; `mean` and `std` are applied inside the encoder.
-    Pixels equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image, to the last bit,
-    unless the resized image would have more than 4 million pixels: then its far ends are cut off first.
+    Resizing and cropping happen on uint8 pixels, here; `mean` and `std` are applied inside the
+    encoder. Pixels equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image, to the
+    last bit, unless the resized image would have more than 4 million pixels: then its far ends are
+    cut off first.
 
     Attributes:
         size: height and width of the encoder's input, in pixels.
@@ -53,7 +59,8 @@ class Preprocessing:
         mean: one number a channel, of pixels scaled to 0–1; a single one is every channel's.
         std: likewise.
         interpolation: how resizing interpolates.
-        resize: length of the shorter side before the centre crop; None stretches the image to `size` without a crop.
+        resize: length of the shorter side before the centre crop; None stretches the image to
+            `size` without a crop.
     """
 
     size: tuple[int, int]
@@ -132,7 +139,8 @@ def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 
 
 def _centred(length: int, crop: int) -> int:
-    """Return where a centre crop begins, as torchvision's `CenterCrop` has it; below 0 where it pads.
+    """Return where a centre crop begins, as torchvision's `CenterCrop` has it; below 0 where it
+    pads.
 
     Half a pixel goes to the even neighbour; of an odd number of padded pixels the end has one more.
     """
@@ -201,7 +209,9 @@ def check_range(image: Image.Image, name: str) -> None:
 
 
 def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return a transparent image on white, a band of rows at a time: whole, it would be in memory four times over."""
+    """Return a transparent image on white, a band of rows at a time: whole, it would be in memory
+    four times over.
+    """
     out = Image.new(mode, image.size)
     rows = max(1, _BAND // image.width)
     for top in range(0, image.height, rows):
@@ -215,7 +225,9 @@ def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """Return 8-bit grey of 16-bit grey; the one value that is transparent, if there is one, is white."""
+    """Return 8-bit grey of 16-bit grey; the one value that is transparent, if there is one, is
+    white.
+    """
     values = np.asarray(image)
     grey = (values >> 8).astype(np.uint8)
     if (transparent := image.info.get("transparency")) is not None:
@@ -275,7 +287,9 @@ _THUMBNAIL = 256  # pixels of the longer side
 def decode(
     data: bytes | str | os.PathLike[str], limits: Limits | None = None, name: str | None = None
 ) -> Image.Image:
-    """Return the decoded image (the first frame of several), upright by its EXIF orientation. Safe in threads.
+    """Return the decoded image (the first frame of several), upright by its EXIF orientation.
+
+    Safe in threads.
 
     Args:
         data: an encoded image's bytes, or the path of its file.
@@ -349,8 +363,8 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
 def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.Image:
     """Return the image with what Pillow's mode leaves out: how many bits its file has a sample.
 
-    16-bit PGM is of mode I, which has no range; 12-bit TIFF is of a 16-bit mode; and the transparent
-    value of a PNG is that of the file, whose pixels were scaled to 8 bits.
+    16-bit PGM is of mode I, which has no range; 12-bit TIFF is of a 16-bit mode; and the
+    transparent value of a PNG is that of the file, whose pixels were scaled to 8 bits.
     """
     if format == "PPM" and image.mode == "I":
         return image.convert("I;16")
@@ -375,7 +389,9 @@ def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.
 
 
 def full_size(image: Image.Image) -> tuple[int, int]:
-    """Return width and height of the file that `decode` read, upright: larger than the image's where it was reduced."""
+    """Return width and height of the file that `decode` read, upright: larger than the image's
+    where it was reduced.
+    """
     size: tuple[int, int] = image.info.get(_FULL_SIZE, image.size)
     return size
 
@@ -391,7 +407,8 @@ def _orientation(image: Image.Image) -> int:
 
 
 def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes:
-    """Return a regular file's content; hardly more than the limit is read of one that grows meanwhile.
+    """Return a regular file's content; hardly more than the limit is read of one that grows
+    meanwhile.
 
     Raises:
         DataError: it cannot be read, is no regular file, or is too large.

@@ -110,8 +110,10 @@ class DistanceEntry(Entry):
 
     Attributes:
         name: of the combiner or of a plain distance, for people.
-        exact: True when the Euclidean order of vectors is the distance's order; the reported distance is then measured on the vectors.
-        measure: "euclidean", also of a bundle that does not say; or "inner", √(2 − 2 p) of the inner product p of query and vector.
+        exact: True when the Euclidean order of vectors is the distance's order; the reported
+            distance is then measured on the vectors.
+        measure: "euclidean", also of a bundle that does not say; or "inner", √(2 − 2 p) of the
+            inner product p of query and vector.
     """
 
     name: str
@@ -120,7 +122,9 @@ class DistanceEntry(Entry):
 
 
 class SubspaceEntry(Entry):
-    """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own; `weight` is for merge "score"."""
+    """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own;
+    `weight` is for merge "score".
+    """
 
     name: str
     start: Annotated[int, Field(ge=0)]
@@ -142,8 +146,10 @@ class RescorerEntry(Entry):
     Attributes:
         file: its name in the bundle.
         candidates: how many candidates it is given by default.
-        overlap: share of the exact ten nearest that the candidate step keeps, by number of candidates.
-        items: among how many real items that was measured; the larger the index, the smaller the share.
+        overlap: share of the exact ten nearest that the candidate step keeps, by number of
+            candidates.
+        items: among how many real items that was measured; the larger the index, the smaller the
+            share.
     """
 
     file: FileName
@@ -153,7 +159,9 @@ class RescorerEntry(Entry):
 
 
 class SplitEntry(Entry):
-    """The encoder as two graphs: `backbone`, "input" → "features" (N, `features`); `head`, those as "input" → what an encoder gives."""
+    """The encoder as two graphs: `backbone`, "input" → "features" (N, `features`); `head`, those as
+    "input" → what an encoder gives.
+    """
 
     backbone: FileName
     head: FileName
@@ -225,9 +233,11 @@ class Manifest(Entry):
         split: the encoder as two graphs; None where it is one.
         variants: the encoder in other precisions, by name ("fp16", "int8").
         verified: the comparison with torch.
-        probe: a made-up input and its vectors, by which a server sees a model that has become another; None in older bundles.
+        probe: a made-up input and its vectors, by which a server sees a model that has become
+            another; None in older bundles.
         evaluation: figures measured when the model was trained.
-        files: every other file of the bundle with its SHA-256 and size; `write_manifest` fills it in.
+        files: every other file of the bundle with its SHA-256 and size; `write_manifest` fills it
+            in.
         checksum: of all the above (`checksum_of`); `write_manifest` fills it in.
     """
 
@@ -280,7 +290,9 @@ class Manifest(Entry):
         return self
 
     def graphs(self) -> dict[str, str]:
-        """Return what each ONNX file is for: name → "encoder", "backbone", "head", "rescorer" or "variant 'int8'"."""
+        """Return what each ONNX file is for: name → "encoder", "backbone", "head", "rescorer" or
+        "variant 'int8'".
+        """
         graphs = {self.encoder: "encoder"} if self.encoder is not None else {}
         if self.split is not None:
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
@@ -292,7 +304,9 @@ class Manifest(Entry):
 
     @property
     def backbone_sha256(self) -> str | None:
-        """`checksum_of` {"graph": the SHA-256 of the backbone's file, "input": …}; None where the encoder is one graph."""
+        """`checksum_of` {"graph": the SHA-256 of the backbone's file, "input": …}; None where the
+        encoder is one graph.
+        """
         if self.split is None:
             return None
         graph = self.files[self.split.backbone].sha256
@@ -306,14 +320,17 @@ def sha256_of(path: Path) -> str:
 
 
 def checksum_of(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's parsed JSON, whatever its layout, without its own key "checksum"."""
+    """Return the SHA-256 of a manifest's parsed JSON, whatever its layout, without its own key
+    "checksum".
+    """
     rest = {key: value for key, value in content.items() if key != "checksum"}
     text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Write `manifest.json`, with SHA-256 and size of every other file in the folder, and return what was written.
+    """Write `manifest.json`, with SHA-256 and size of every other file in the folder, and return
+    what was written.
 
     Args:
         folder: holds the bundle's finished files; hidden files are left out.
@@ -347,7 +364,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a bundle after checking it, but not the other files.
 
     Raises:
-        BundleError: no bundle, another format version, an altered manifest, or one with problems, each of which is named.
+        BundleError: no bundle, another format version, an altered manifest, or one with problems,
+            each of which is named.
     """
     return opened_whole(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
 
@@ -404,7 +422,8 @@ def read_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, b
     """Read every recorded file of an opened bundle, compared with its size and SHA-256.
 
     Raises:
-        BundleError: naming every file that is missing or was altered; or they do not fit into memory.
+        BundleError: naming every file that is missing or was altered; or they do not fit into
+            memory.
     """
     expected = {name: (record.sha256, record.bytes) for name, record in files.items()}
     contents, problems = read_all(folder, expected, f"The bundle {folder.path}", BundleError)

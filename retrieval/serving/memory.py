@@ -14,10 +14,12 @@ _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def return_large_blocks(size: int = _LARGE) -> None:
-    """Have the C library return blocks, and free ends of its heaps, of some bytes or more, and keep what is smaller.
+    """Have the C library return blocks, and free ends of its heaps, of some bytes or more, and keep
+    what is smaller.
 
-    Its own thresholds follow the largest block that was freed. They grow to tens of megabytes, and `give_back` does not reach the free end
-    of a thread's heap, which they keep; or they stay small, and what one photo gives back the next one takes again, page by page.
+    Its own thresholds follow the largest block that was freed. They grow to tens of megabytes, and
+    `give_back` does not reach the free end of a thread's heap, which they keep; or they stay small,
+    and what one photo gives back the next one takes again, page by page.
 
     Args:
         size: in bytes.
@@ -28,10 +30,13 @@ def return_large_blocks(size: int = _LARGE) -> None:
 
 
 def keep_large_blocks() -> None:
-    """Have the C library keep blocks of any size that are freed, for as long as the process lives; a user's own settings are left alone.
+    """Have the C library keep blocks of any size that are freed, for as long as the process lives;
+    a user's own settings are left alone.
 
-    torch asks for the same blocks with each batch. Given back and taken again, each page of them is cleared by the system first: two thirds of
-    EfficientNet-Lite0's time on a CPU, and two fifths of a training step's. What is kept is in pieces: the most that a training holds grows by up to a half.
+    torch asks for the same blocks with each batch. Given back and taken again, each page of them is
+    cleared by the system first: two thirds of EfficientNet-Lite0's time on a CPU, and two fifths of
+    a training step's. What is kept is in pieces: the most that a training holds grows by up to a
+    half.
     """
     if not any(name in os.environ for name in _USERS):
         return_large_blocks(_ANY)

@@ -1,4 +1,5 @@
-"""How a query's distance to an item is measured on stored vectors, and how several sub-spaces' distances become one number.
+"""How a query's distance to an item is measured on stored vectors, and how several sub-spaces'
+distances become one number.
 
 Smaller is closer. No torch here.
 """
@@ -18,7 +19,9 @@ _ZERO = 8 * float(np.finfo(np.float32).eps)
 
 
 class Columns(Protocol):
-    """A sub-space, whoever describes it: columns `start` to `stop` of the vector, and its weight for merge "score"."""
+    """A sub-space, whoever describes it: columns `start` to `stop` of the vector, and its weight
+    for merge "score".
+    """
 
     @property
     def start(self) -> int:
@@ -44,7 +47,8 @@ def spans_of(subspaces: Sequence[Columns]) -> list[slice]:
 def merged(
     query: Floats, vectors: Floats, k: int, subspaces: Sequence[Columns], merge: str
 ) -> NDArray[np.float64]:
-    """Return the distances (n,) of one query (P,) to vectors (n, P): Euclidean in each sub-space, then merged as a manifest says.
+    """Return the distances (n,) of one query (P,) to vectors (n, P): Euclidean in each sub-space,
+    then merged as a manifest says.
 
     Args:
         query: what is asked with.
@@ -54,7 +58,8 @@ def merged(
         merge: "min" or "score".
     """
     apart = vectors.astype(np.float64) - query
-    # the sum in the very order in which a store has it that measures (`local.distances.measured`), so that one pair has one distance
+    # the sum in the very order in which a store has it that measures (`local.distances.measured`),
+    # so that one pair has one distance
     squared = [
         np.einsum("ij,ij->i", part, part)
         for part in (apart[:, span] for span in spans_of(subspaces))
@@ -68,31 +73,36 @@ def merged(
 def of_products(products: Floats) -> NDArray[np.float64]:
     """Return √(2 − 2 p) of inner products p of a query with items, any shape: measure "inner".
 
-    It is the distance of two unit vectors; and √(Σ α_l D_l²) where an item's vector is unit vectors side by side, a query's likewise, each times
-    its weight α_l, and the weights sum to 1.
+    It is the distance of two unit vectors; and √(Σ α_l D_l²) where an item's vector is unit vectors
+    side by side, a query's likewise, each times its weight α_l, and the weights sum to 1.
     """
     squares = 2.0 - 2.0 * np.asarray(products, dtype=np.float64)
     return np.asarray(np.sqrt(np.where(squares < _ZERO, 0.0, squares)), dtype=np.float64)
 
 
 def nearest_of(distances: Floats) -> NDArray[np.float64]:
-    """Return each item's smallest distance (n,) of its distances (S, n) in S sub-spaces: merge "min"."""
+    """Return each item's smallest distance (n,) of its distances (S, n) in S sub-spaces: merge
+    "min".
+    """
     return np.asarray(distances.min(axis=0), dtype=np.float64)
 
 
 def best_score(distances: Floats, k: int, weights: Sequence[float]) -> NDArray[np.float64]:
     """Return −log of each item's best score (n,): merge "score", Eq 27 of Gao et al. 2019.
 
-    Each sub-space scores its own k nearest, α e^{−(d − d_min) / (d_max − d_min)} with d_min and d_max the first and the last of
-    them; an item that several propose counts with its best. Where all k are equally far, d counts as d_min.
+    Each sub-space scores its own k nearest, α e^{−(d − d_min) / (d_max − d_min)} with d_min and
+    d_max the first and the last of them; an item that several propose counts with its best. Where
+    all k are equally far, d counts as d_min.
 
     Args:
-        distances: (S, n) Euclidean distances of one query to the candidates; each sub-space's k nearest must be among them.
+        distances: (S, n) Euclidean distances of one query to the candidates; each sub-space's k
+            nearest must be among them.
         k: how many answers are wanted.
         weights: α, one a sub-space, above 0.
 
     Returns:
-        −log of the score; infinite for items that are among no sub-space's k nearest. At least k are finite where n ≥ k.
+        −log of the score; infinite for items that are among no sub-space's k nearest. At least k
+            are finite where n ≥ k.
     """
     distances = np.asarray(distances, dtype=np.float64)
     best = np.full(distances.shape[1], np.inf)

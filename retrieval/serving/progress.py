@@ -15,8 +15,10 @@ from typing import Any, ParamSpec, Self, TypeAlias, TypeVar, cast
 from retrieval.errors import printable
 
 Progress: TypeAlias = bool | Callable[[str, int, int], None]
-"""What shows how far work is, in every function that takes `progress`: True shows what the command line shows, False nothing; a
-function is called with what is being done, how much of it is done, and how much there is to do."""
+"""What shows how far work is, in every function that takes `progress`: True shows what the command
+line shows, False nothing; a function is called with what is being done, how much of it is done, and
+how much there is to do.
+"""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +32,9 @@ _DELAY = 0.5  # seconds before a bar appears: an error that comes at once has no
 
 @contextmanager
 def showing(progress: Progress) -> Iterator[None]:
-    """Inside, every `Meter` of this thread shows what `progress` says; one that is off stays off further inside."""
+    """Inside, every `Meter` of this thread shows what `progress` says; one that is off stays off
+    further inside.
+    """
     outer = _shown.get()
     token = _shown.set(progress if outer is True or progress is False else outer)
     try:
@@ -125,7 +129,9 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a line to standard error that stays, above the bar if there is one; it may hold names from outside."""
+        """Write a line to standard error that stays, above the bar if there is one; it may hold
+        names from outside.
+        """
         line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)

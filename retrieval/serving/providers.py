@@ -1,4 +1,6 @@
-"""On which device ONNX Runtime runs a graph: CUDA or TensorRT where they start, otherwise the CPU, and then it says so."""
+"""On which device ONNX Runtime runs a graph: CUDA or TensorRT where they start, otherwise the CPU,
+and then it says so.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ FALLBACK = (
 
 
 def checked_device(runtime: Any, device: Device) -> list[str]:
-    """Return the devices to try, the wanted one first; each stands in for what it cannot run by the next.
+    """Return the devices to try, the wanted one first; each stands in for what it cannot run by the
+    next.
 
     Args:
         runtime: the module `onnxruntime`.
-        device: "auto" is CUDA where ONNX Runtime was built for it. TensorRT is asked for by name: it takes minutes to build an engine.
+        device: "auto" is CUDA where ONNX Runtime was built for it. TensorRT is asked for by name:
+            it takes minutes to build an engine.
 
     Raises:
         BundleError: there is no such device, or ONNX Runtime was not built for it.
@@ -57,7 +61,8 @@ def start(
     devices: Sequence[str],
     shapes: Mapping[str, Sequence[int]],
 ) -> tuple[Any, str]:
-    """Load a graph on the first of these devices that it starts on; return ONNX Runtime's session and the device.
+    """Load a graph on the first of these devices that it starts on; return ONNX Runtime's session
+    and the device.
 
     Args:
         runtime: the module `onnxruntime`.
@@ -67,7 +72,8 @@ def start(
         shapes: of one row of each input, for TensorRT's engine.
 
     Raises:
-        Exception: ONNX Runtime's own, of several kinds: it cannot load the graph on the last of them either.
+        Exception: ONNX Runtime's own, of several kinds: it cannot load the graph on the last of
+            them either.
     """
     if devices[0] != "cpu":
         load_libraries(runtime, tensorrt=devices[0] == "tensorrt")
@@ -104,7 +110,9 @@ def refuse_other(device: Device, used: str) -> None:
 
 
 def _options(device: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return a provider's options: batches are of any size up to some, and each size must not be tuned for anew."""
+    """Return a provider's options: batches are of any size up to some, and each size must not be
+    tuned for anew.
+    """
     if device == "cuda":
         return {"cudnn_conv_algo_search": "HEURISTIC", "arena_extend_strategy": "kSameAsRequested"}
     if device != "tensorrt":

@@ -1,4 +1,6 @@
-"""What somebody searches for, as an index is asked: images, features or encoded vectors, one or several."""
+"""What somebody searches for, as an index is asked: images, features or encoded vectors, one or
+several.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,20 @@ def encode_queries(
         bundle: encodes images, or features where it takes features.
         queries: one of these, or a list of them:
 
-            - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels, uint8 (H, W) or (H, W, 3);
-            - a vector: (F,) features where the bundle takes features, which are encoded; else (P,) as the encoder gives.
+            - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels,
+              uint8 (H, W) or (H, W, 3);
+            - a vector: (F,) features where the bundle takes features, which are encoded; else (P,)
+              as the encoder gives.
 
-            Several vectors may also be one array (N, F) or (N, P). `Encoded`, what the encoder gave of N items, stays as it is.
+            Several vectors may also be one array (N, F) or (N, P). `Encoded`, what the encoder gave
+                of N items, stays as it is.
 
     Returns:
         `Encoded`, or vectors (N, P) that need no encoding.
 
     Raises:
-        DataError: an item cannot be used, or is of another kind than the first one. In a list, the message names it.
+        DataError: an item cannot be used, or is of another kind than the first one. In a list, the
+            message names it.
     """
     if isinstance(queries, Encoded):
         return queries, False
@@ -57,7 +63,8 @@ def encode_queries(
 
 
 def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[Any]:
-    """Encode features (N, F) where the bundle takes features; other vectors, (N, P), need no encoding.
+    """Encode features (N, F) where the bundle takes features; other vectors, (N, P), need no
+    encoding.
 
     Raises:
         DataError: features of another width, or not finite numbers.
@@ -124,7 +131,9 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
 
 
 def _is_pixels(bundle: Bundle, item: Any) -> bool:
-    """Whether an array is an image's pixels: uint8 of two or three axes, for a bundle that takes images."""
+    """Whether an array is an image's pixels: uint8 of two or three axes, for a bundle that takes
+    images.
+    """
     return (
         isinstance(item, np.ndarray)
         and item.dtype == np.uint8

@@ -1,4 +1,6 @@
-"""FAISS and ONNX Runtime: found, checked, imported and tuned in one place, and only when they are needed."""
+"""FAISS and ONNX Runtime: found, checked, imported and tuned in one place, and only when they are
+needed.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu11", "faiss-gp
 
 
 def quiet_threads() -> None:
-    """Let idle OpenMP threads sleep instead of spin; counts only before FAISS, ONNX Runtime or torch are imported.
+    """Let idle OpenMP threads sleep instead of spin; counts only before FAISS, ONNX Runtime or
+    torch are imported.
 
-    On two busy cores a single search cost 16 ms of CPU time with spinning threads and 0.7 ms without. A user's own
-    setting is left alone.
+    On two busy cores a single search cost 16 ms of CPU time with spinning threads and 0.7 ms
+    without. A user's own setting is left alone.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -91,7 +94,8 @@ def load_onnxruntime() -> Any:
 
 @functools.cache
 def load_libraries(runtime: Any, *, tensorrt: bool = False) -> str:
-    """Load CUDA's libraries out of their Python packages, where a machine has no torch that does; return what could not be.
+    """Load CUDA's libraries out of their Python packages, where a machine has no torch that does;
+    return what could not be.
 
     Args:
         runtime: the module `onnxruntime`.

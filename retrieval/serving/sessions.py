@@ -1,4 +1,6 @@
-"""A bundle's graphs in ONNX Runtime: looked at first, loaded within limits, tried once, and run on checked batches."""
+"""A bundle's graphs in ONNX Runtime: looked at first, loaded within limits, tried once, and run on
+checked batches.
+"""
 
 from __future__ import annotations
 
@@ -227,7 +229,9 @@ class Sessions:
 
 
 def session_options(runtime: Any, threads: int | None) -> Any:
-    """Return ONNX Runtime's options of a session that says nothing, spins nowhere, and shares this process's bounded memory."""
+    """Return ONNX Runtime's options of a session that says nothing, spins nowhere, and shares this
+    process's bounded memory.
+    """
     _limit_memory(runtime)
     options = runtime.SessionOptions()
     options.log_severity_level = (
@@ -242,14 +246,17 @@ def session_options(runtime: Any, threads: int | None) -> Any:
     }
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
-    # by itself it starts a thread for each core of the machine, whether this process may use it or not
+    # by itself it starts a thread for each core of the machine, whether this process may use it or
+    # not
     options.intra_op_num_threads = default_threads() if threads is None else threads
     return options
 
 
 @functools.cache
 def _limit_memory(runtime: Any) -> None:
-    """Let all sessions of this process share one bounded memory: a graph that asks for more fails, and not the machine."""
+    """Let all sessions of this process share one bounded memory: a graph that asks for more fails,
+    and not the machine.
+    """
     info = runtime.OrtMemoryInfo(
         "Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT
     )
@@ -258,12 +265,16 @@ def _limit_memory(runtime: Any) -> None:
 
 
 def _reason(fault: Exception) -> str:
-    """Return the end of ONNX Runtime's message, on one line: what precedes it names its source files."""
+    """Return the end of ONNX Runtime's message, on one line: what precedes it names its source
+    files.
+    """
     return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
 
 
 def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Refuse a graph without one of these inputs and outputs, or with an input that nobody would give it."""
+    """Refuse a graph without one of these inputs and outputs, or with an input that nobody would
+    give it.
+    """
     path, session = graph.path, graph.session
     taken = [node.name for node in session.get_inputs()]
     offered = [node.name for node in session.get_outputs()]

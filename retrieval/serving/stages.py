@@ -1,4 +1,6 @@
-"""Where a request's time goes: whoever works on it notes a stage, in whatever thread; outside of a request that costs nothing."""
+"""Where a request's time goes: whoever works on it notes a stage, in whatever thread; outside of a
+request that costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from types import TracebackType
 from typing import NamedTuple
 
 STAGES = ("read", "wait", "decode", "encode", "search", "items", "write", "send")
-"""Of a request, in the order that a search has them: its body arrives; it waits for its turn; its image is decoded, and encoded; the
-nearest are found and measured; what is known of them is read; items are written; the answer is sent."""
+"""Of a request, in the order that a search has them: its body arrives; it waits for its turn; its
+image is decoded, and encoded; the nearest are found and measured; what is known of them is read;
+items are written; the answer is sent.
+"""
 
 
 class Span(NamedTuple):
@@ -31,7 +35,9 @@ class Span(NamedTuple):
 
 
 class Trail:
-    """What is noted of one request. Its stages follow each other, so that no two threads write to it at a time.
+    """What is noted of one request.
+
+    Its stages follow each other, so that no two threads write to it at a time.
 
     Attributes:
         id: of the request.

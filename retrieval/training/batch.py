@@ -51,7 +51,9 @@ class Watched:
 
 @dataclass(frozen=True)
 class Losses:
-    """What one batch gives: a scalar for each side that trains, figures for the log, and what to look for NaN in."""
+    """What one batch gives: a scalar for each side that trains, figures for the log, and what to
+    look for NaN in.
+    """
 
     metric: Tensor | None
     generator: Tensor | None
@@ -59,7 +61,9 @@ class Losses:
     watched: tuple[Watched, ...] = ()
 
     def all_figures(self) -> dict[str, Tensor | int]:
-        """Return the figures, and the losses as "loss" and "generator_loss" where there are any; nothing is read."""
+        """Return the figures, and the losses as "loss" and "generator_loss" where there are any;
+        nothing is read.
+        """
         losses = {"loss": self.metric, "generator_loss": self.generator}
         return {**self.figures, **{k: v.detach() for k, v in losses.items() if v is not None}}
 
@@ -86,7 +90,9 @@ def refuse(numbers: Sequence[float], sentences: Sequence[str]) -> None:
 
 
 class Watch:
-    """Looks for NaN and infinity: where nothing waits at once, elsewhere it keeps what is to be looked at."""
+    """Looks for NaN and infinity: where nothing waits at once, elsewhere it keeps what is to be
+    looked at.
+    """
 
     def __init__(self) -> None:
         self._kept: list[Watched] = []
@@ -122,7 +128,10 @@ def reads_at_once(device: torch.device) -> bool:
 
 
 def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor, Labels]:
-    """Return a batch on a device. To a GPU it goes from pinned memory, so that nothing waits until it is there."""
+    """Return a batch on a device.
+
+    To a GPU it goes from pinned memory, so that nothing waits until it is there.
+    """
     if device.type == "cuda":
         inputs, labels = inputs.pin_memory(), labels.pin_memory()
     return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)

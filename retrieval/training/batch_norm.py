@@ -35,15 +35,19 @@ def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
 
 
 def whole_batch(synchronised: bool) -> AbstractContextManager[Any]:
-    """Return a context in which batch norm takes the statistics of all processes' shares, where that is asked for."""
+    """Return a context in which batch norm takes the statistics of all processes' shares, where
+    that is asked for.
+    """
     return WholeBatch() if synchronised and distributed.is_initialized() else nullcontext()
 
 
 class WholeBatch(TorchFunctionMode):
-    """Inside, `torch.nn.functional.batch_norm` in training takes mean and variance from all processes' shares together.
+    """Inside, `torch.nn.functional.batch_norm` in training takes mean and variance from all
+    processes' shares together.
 
-    No module is exchanged, so the model that is saved and exported is the plain one. Any layer that calls that function is
-    reached, timm's too. Every process must call the same layers in the same order, on the device of its process group.
+    No module is exchanged, so the model that is saved and exported is the plain one. Any layer that
+    calls that function is reached, timm's too. Every process must call the same layers in the same
+    order, on the device of its process group.
     """
 
     def __torch_function__(
@@ -85,16 +89,19 @@ def _batch_norm(
 class _Normalised(torch.autograd.Function):
     """(x − mean) / √(variance + eps) · weight + bias; mean and variance of all processes' rows.
 
-    The gradient of x is that of the sum of all processes' objectives; those of weight and bias are this process's part.
+    The gradient of x is that of the sum of all processes' objectives; those of weight and bias are
+    this process's part.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the normalised x (B, C, …), and mean (C,), biased variance (C,) and count () of each channel.
+        """Return the normalised x (B, C, …), and mean (C,), biased variance (C,) and count () of
+        each channel.
 
-        The shares' means and squared deviations are added up as Chan, Golub & LeVeque (1983) do, so nothing cancels.
+        The shares' means and squared deviations are added up as Chan, Golub & LeVeque (1983) do, so
+        nothing cancels.
         """
         full = _full(x)
         rows = [0, *range(2, x.ndim)]

@@ -1,4 +1,6 @@
-"""`retrieval check`: build all that a recipe names and run one batch through it, without writing anything."""
+"""`retrieval check`: build all that a recipe names and run one batch through it, without writing
+anything.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from retrieval.training.untrained import NOTHING, nothing_to_train
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:
-    """Build a checked recipe, open some files, and compute a batch, forward and backward, in each phase. `[search]` is checked as a comparison does.
+    """Build a checked recipe, open some files, and compute a batch, forward and backward, in each
+    phase. `[search]` is checked as a comparison does.
 
     Returns:
         What was found, one line each.
@@ -82,12 +85,15 @@ def _check_learner(recipe: Recipe) -> list[str]:
 def _fit_some(
     learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe
 ) -> int:
-    """Fit a learner on some of the training items, more of them where it refuses few; return how many."""
+    """Fit a learner on some of the training items, more of them where it refuses few; return how
+    many.
+    """
     assert recipe.learner is not None
     name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
     labels = splits.train_labels
     classes = len(np.unique(labels))
-    # a few classes and a few items of each are enough for most; as many principal components as that take more
+    # a few classes and a few items of each are enough for most; as many principal components as
+    # that take more
     for number, of in ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes))):
         rows = np.concatenate(
             [np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]]

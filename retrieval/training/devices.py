@@ -1,4 +1,6 @@
-"""What several processes that train one model tell one another: rows of the batch, gradients, statistics."""
+"""What several processes that train one model tell one another: rows of the batch, gradients,
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ BUCKET = 2**22
 
 
 class Devices:
-    """The processes that share each batch, as one of them sees them; with one process nothing is told.
+    """The processes that share each batch, as one of them sees them; with one process nothing is
+    told.
 
-    Each process's gradient of a parameter is that of an objective of its own, and all take the mean. So what counts in the mean
-    is one process's part times their number, or the same whole on every one.
+    Each process's gradient of a parameter is that of an objective of its own, and all take the
+    mean. So what counts in the mean is one process's part times their number, or the same whole on
+    every one.
 
     Args:
         accelerator: Hugging Face Accelerate's, which has made the process group.
@@ -40,9 +44,11 @@ class Devices:
         return whole_batch(self._synchronised)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return all processes' rows, in the batch's order; gradients reach this process's own rows.
+        """Return all processes' rows, in the batch's order; gradients reach this process's own
+        rows.
 
-        For an objective of the whole batch that every process computes: the own rows' gradient counts once for each process.
+        For an objective of the whole batch that every process computes: the own rows' gradient
+        counts once for each process.
         """
         if self.world == 1:
             return x
@@ -52,7 +58,8 @@ class Devices:
         return torch.cat(rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all processes' rows, in the batch's order; gradients reach all rows, from every process's objective.
+        """Return all processes' rows, in the batch's order; gradients reach all rows, from every
+        process's objective.
 
         For objectives that are parts of one: each process's rows get what every part owes to them.
         """
@@ -69,17 +76,21 @@ class Devices:
         return total
 
     def part(self, value: Tensor, part: Tensor) -> Tensor:
-        """Return a scalar with this value and the gradient of this process's part of it, as it counts in the mean."""
+        """Return a scalar with this value and the gradient of this process's part of it, as it
+        counts in the mean.
+        """
         return value + self.world * (part - part.detach())
 
     def reduce_gradients(
         self, parameters: Sequence[Parameter], divided: Collection[int] = ()
     ) -> None:
-        """Give each parameter the mean of all processes' gradients; one that has none counts as zero if another's has one.
+        """Give each parameter the mean of all processes' gradients; one that has none counts as
+        zero if another's has one.
 
         Args:
             parameters: in the same order on every process.
-            divided: ids of those of which each process has rows of its own, whose gradients no other has.
+            divided: ids of those of which each process has rows of its own, whose gradients no
+                other has.
         """
         if self.world == 1 or not parameters:
             return

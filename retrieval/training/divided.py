@@ -1,4 +1,6 @@
-"""The loss of a batch that several processes compute together, each the part of its own rows or classes."""
+"""The loss of a batch that several processes compute together, each the part of its own rows or
+classes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from retrieval.model.rows import Rows, is_mean, row_sums
 from retrieval.training.devices import Devices
 
 PLAIN = 2**20
-"""Numbers of a process's rows with the batch, up to which nothing is computed twice: a loss keeps up to some ten such matrices, 40 MB.
+"""Numbers of a process's rows with the batch, up to which nothing is computed twice: a loss keeps
+up to some ten such matrices, 40 MB.
 
 In blocks, each computed twice, the same takes more than one and a half times the processor time.
 """
@@ -27,11 +30,13 @@ def divided_loss(
     indices: TripletIndices | None,
     devices: Devices,
 ) -> Tensor:
-    """Return the loss of the whole batch; its gradient is this process's part, as `Devices` counts it.
+    """Return the loss of the whole batch; its gradient is this process's part, as `Devices` counts
+    it.
 
-    Of anchors, a process compares its rows with the batch all at once where that takes `PLAIN` numbers or fewer. Above, it compares
-    them in blocks and computes each once more when its gradient is due: so the matrices in memory have `PLAIN` numbers at most, or as
-    many as one process's with its share alone, however many processes there are.
+    Of anchors, a process compares its rows with the batch all at once where that takes `PLAIN`
+    numbers or fewer. Above, it compares them in blocks and computes each once more when its
+    gradient is due: so the matrices in memory have `PLAIN` numbers at most, or as many as one
+    process's with its share alone, however many processes there are.
 
     Args:
         loss: the loss.
@@ -87,6 +92,8 @@ def _by_blocks(
 
 
 def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
-    """Return how many numbers one row is compared by: the batch's items, or the triplets that a miner picked for it on average."""
+    """Return how many numbers one row is compared by: the batch's items, or the triplets that a
+    miner picked for it on average.
+    """
     picked = 0 if indices is None else len(indices[0]) // len(every)
     return max(len(every), picked)

@@ -1,4 +1,6 @@
-"""What a batch takes in memory: measured on small ones, drawn out to the whole, compared with what is free."""
+"""What a batch takes in memory: measured on small ones, drawn out to the whole, compared with what
+is free.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _CLOSE = 0.1
 
 
 class Allocated(TorchDispatchMode):
-    """Inside, counts the bytes of the tensors that torch's operations make and that are still there.
+    """Inside, counts the bytes of the tensors that torch's operations make and that are still
+    there.
 
     Attributes:
         peak: the most there were at one time.
@@ -56,9 +59,10 @@ class Allocated(TorchDispatchMode):
 def drawn_out(sizes: Sequence[int], peaks: Sequence[int], size: int) -> int:
     """Return the bytes that a batch takes, of those that smaller ones took.
 
-    A network's part grows with the batch, that of pairs with its square, that of triplets with its cube: the sum of the first
-    two that is closest to what was measured, none of them negative; of all three where two are not close. (Always three, noise
-    of small batches would be drawn out with the cube.)
+    A network's part grows with the batch, that of pairs with its square, that of triplets with its
+    cube: the sum of the first two that is closest to what was measured, none of them negative; of
+    all three where two are not close. (Always three, noise of small batches would be drawn out with
+    the cube.)
 
     Args:
         sizes: of the batches that were measured.
@@ -81,7 +85,9 @@ def drawn_out(sizes: Sequence[int], peaks: Sequence[int], size: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the memory that is free on a device: of the GPU, or of this process's machine and control group."""
+    """Return the memory that is free on a device: of the GPU, or of this process's machine and
+    control group.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     found = [_meminfo(), _group()]

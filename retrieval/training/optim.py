@@ -53,7 +53,8 @@ def build_optimizer(
 def build_optimizers(
     recipe: Recipe, phase: Phase, parts: Mapping[Trainable, Sequence[Parameter]]
 ) -> dict[str, TorchOptimizer]:
-    """Return the optimisers of a phase, "metric" and "generator", those that have something to train.
+    """Return the optimisers of a phase, "metric" and "generator", those that have something to
+    train.
 
     Args:
         recipe: its `[optimizer]` and `[generator_optimizer]`.
@@ -71,7 +72,8 @@ def build_optimizers(
         found["metric"] = build_optimizer(recipe.optimizer, metric, phase.lr)
     if "generator" in phase.train and parts["generator"]:
         own = recipe.generator_optimizer
-        # a phase's `lr` stands for that of [optimizer], which is the generator's where it has none of its own
+        # a phase's `lr` stands for that of [optimizer], which is the generator's where it has none
+        # of its own
         rate = phase.generator_lr or (phase.lr if own is None else None)
         generator: dict[Trainable, Sequence[Parameter]] = {"generator": parts["generator"]}
         found["generator"] = build_optimizer(own or recipe.optimizer, generator, rate)
@@ -141,7 +143,9 @@ class StepSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; over another number of steps, from the same step on the new curve."""
+        """Go on from `state_dict()`; over another number of steps, from the same step on the new
+        curve.
+        """
         self.scheduler.__dict__.update(state)
         if self.per_epoch:
             return

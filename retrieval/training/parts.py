@@ -42,7 +42,9 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
 
 
 def set_modes(model: Model, objective: Objective, trains: Collection[Trainable]) -> None:
-    """Put all in training mode but the parts that do not train, which keep their batch statistics too."""
+    """Put all in training mode but the parts that do not train, which keep their batch statistics
+    too.
+    """
     model.train()
     model.backbone.train("backbone" in trains)
     model.head.train("head" in trains)

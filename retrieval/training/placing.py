@@ -1,4 +1,6 @@
-"""A run's parts on their device: memory format, compiled kernels, and algorithms that give the same bits each time."""
+"""A run's parts on their device: memory format, compiled kernels, and algorithms that give the same
+bits each time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from retrieval.serving.memory import keep_large_blocks
 
 
 def place(run: Run, objective: Objective, device: torch.device) -> None:
-    """Put model and objective on a device, as `[train]` says; kernels are compiled when they are first called.
+    """Put model and objective on a device, as `[train]` says; kernels are compiled when they are
+    first called.
 
     On a CPU the process keeps its large blocks of memory from then on; see `keep_large_blocks`.
     """
@@ -68,7 +71,9 @@ def make_repeatable(train: Train) -> None:
 
 @contextlib.contextmanager
 def repeating(train: Train) -> Iterator[None]:
-    """Inside, torch takes algorithms that give the same bits each time, where `[train] deterministic` asks for them."""
+    """Inside, torch takes algorithms that give the same bits each time, where `[train]
+    deterministic` asks for them.
+    """
     if not train.deterministic:
         yield
         return

@@ -1,5 +1,7 @@
-"""A look ahead, before anything is trained or written: whether a batch fits in memory and would change a weight, and whether
-the files open. It works on copies and puts the random generators back, so training goes on as if it had not been."""
+"""A look ahead, before anything is trained or written: whether a batch fits in memory and would
+change a weight, and whether the files open. It works on copies and puts the random generators back,
+so training goes on as if it had not been.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,12 @@ class Seen:
 
 
 def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
-    """Try a recipe's batches, forward and backward, in each phase, on copies of the model and the objective.
+    """Try a recipe's batches, forward and backward, in each phase, on copies of the model and the
+    objective.
 
     Raises:
-        DataError: a file cannot be read, a loss is not finite, or a batch is too large for the memory.
+        DataError: a file cannot be read, a loss is not finite, or a batch is too large for the
+            memory.
         PluginError: a part breaks its contract, as a loss without a gradient does.
         RecipeError: a phase trains nothing.
     """
@@ -127,7 +131,9 @@ class _Tried:
         )
 
     def sampler_warnings(self, seen: Seen) -> None:
-        """Say what labels alone show: batches larger than the data, batches without a pair of one class."""
+        """Say what labels alone show: batches larger than the data, batches without a pair of one
+        class.
+        """
         assert self.recipe.loss is not None
         items, loss = len(self.run.splits.train), self.recipe.loss
         drawn = self.size // self.recipe.augmentation.views
@@ -190,7 +196,9 @@ class _Tried:
         return batch.to(self.accelerator.device), labels.to(self.accelerator.device)
 
     def _memory(self, step: Step, each: float, seen: Seen) -> None:
-        """Say what the recipe's batch will take, from what an item took and from the objective on drawn codes."""
+        """Say what the recipe's batch will take, from what an item took and from the objective on
+        drawn codes.
+        """
         sizes, peaks = [], []
         width = code_size(self.model)
         for sampler in (
@@ -233,7 +241,9 @@ class _Tried:
 
 
 def smaller(sampler: Sampler, size: int) -> Sampler:
-    """Return the sampler of a batch of some `size` items, for one of larger batches: fewer items of a class, then fewer classes."""
+    """Return the sampler of a batch of some `size` items, for one of larger batches: fewer items of
+    a class, then fewer classes.
+    """
     items = max(1, min(sampler.items, size // min(sampler.classes, 32)))
     return sampler.model_copy(
         update={"items": items, "classes": max(2, min(sampler.classes, size // items))}

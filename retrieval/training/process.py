@@ -1,4 +1,6 @@
-"""What surrounds the training loop: devices and precision, what processes settle first, signals, TensorBoard, the log after a crash."""
+"""What surrounds the training loop: devices and precision, what processes settle first, signals,
+TensorBoard, the log after a crash.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,11 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def together(accelerator: Accelerator, do: Callable[[], Found]) -> Found:
-    """Do something on every process, and go on only once all have done it; what refuses one of them refuses all.
+    """Do something on every process, and go on only once all have done it; what refuses one of them
+    refuses all.
 
-    So no process sees what another changes afterwards, and none waits for one that was refused and left.
+    So no process sees what another changes afterwards, and none waits for one that was refused and
+    left.
 
     Args:
         accelerator: Hugging Face Accelerate's, which knows the processes.
@@ -124,7 +128,9 @@ def stopping(stop: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_as_interrupted() -> Iterator[None]:
-    """Inside, SIGTERM interrupts as Ctrl-C does, so that whoever runs others can end them in good order."""
+    """Inside, SIGTERM interrupts as Ctrl-C does, so that whoever runs others can end them in good
+    order.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -141,7 +147,9 @@ def ending_as_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensorboard(folder: Path | None, step: int) -> Iterator[Callable[[str, float, int], None]]:
-    """Give a function (name, value, step) that writes to TensorBoard, when it is installed and there is a folder."""
+    """Give a function (name, value, step) that writes to TensorBoard, when it is installed and
+    there is a folder.
+    """
     writer: Any = None
     if folder is not None:
         with contextlib.suppress(ImportError):

@@ -1,4 +1,6 @@
-"""Divided parameters in checkpoints: each process writes its rows and their optimiser's state, and any number reads them again."""
+"""Divided parameters in checkpoints: each process writes its rows and their optimiser's state, and
+any number reads them again.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Shares:
         return bool(self.shards)
 
     def write(self, state: dict[str, Any], progress: Position) -> list[str]:
-        """Move this process's rows out of a state into a file of their own; say in the state which files there are, and return them."""
+        """Move this process's rows out of a state into a file of their own; say in the state which
+        files there are, and return them.
+        """
         devices = self.step.devices
         names = [
             f"shard-{progress.phase}-{progress.total}-{rank}of{devices.world}.safetensors"
@@ -91,7 +95,9 @@ class Shares:
                 file.unlink(missing_ok=True)
 
     def _places(self, state: dict[str, Any]) -> list[tuple[str, dict[Any, Any], Any]]:
-        """Return where the divided rows are in a state: their place's name, the dictionary, the key."""
+        """Return where the divided rows are in a state: their place's name, the dictionary, the
+        key.
+        """
         found: list[tuple[str, dict[Any, Any], Any]] = []
         for name in self.shards:
             module, _, own = name.partition(".")
@@ -118,7 +124,9 @@ class Shares:
         return found
 
     def _number(self, optimizer: str, name: str) -> int:
-        """Return the number by which an optimiser's state knows a parameter; −1 where it does not step it."""
+        """Return the number by which an optimiser's state knows a parameter; −1 where it does not
+        step it.
+        """
         parameter = self.step.objective.get_parameter(name)
         groups = self.step.optimizers[optimizer].param_groups
         stepped: Iterator[Tensor] = (p for group in groups for p in group["params"])

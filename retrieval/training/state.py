@@ -1,4 +1,6 @@
-"""What a checkpoint to resume from holds: all that the next step depends on, beside the recipe and the data."""
+"""What a checkpoint to resume from holds: all that the next step depends on, beside the recipe and
+the data.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from retrieval.training.step import Step
 
 
 def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dict[str, Any]:
-    """Return the weights, the state of optimisers, schedules, gradient scaler (None without one) and random generators."""
+    """Return the weights, the state of optimisers, schedules, gradient scaler (None without one)
+    and random generators.
+    """
     return {
         "model": run.model.state_dict(),
         "modules": {name: part.state_dict() for name, part in step.objective.named_children()},
@@ -31,7 +35,8 @@ def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dic
 
 
 def save(run: Run, step: Step, progress: Position, before: Sequence[str] = ()) -> list[str]:
-    """Write the checkpoint to resume from; every process calls it, and each writes the rows that it alone has.
+    """Write the checkpoint to resume from; every process calls it, and each writes the rows that it
+    alone has.
 
     Args:
         run: whose it is.

@@ -1,9 +1,10 @@
-"""One batch: the losses of real and synthetic samples, their gradients, and the step that they lead to.
+"""One batch: the losses of real and synthetic samples, their gradients, and the step that they lead
+to.
 
-The metric (backbone, head, combiner, loss) and the generator are two sides with an optimiser each. With
-`coupling = "separate"` each side's objective reaches its own parameters only, wherever else its gradient passes: the
-loss trains the backbone through the synthetic samples too, with the generator's weights held, and the generator's
-objective passes through the metric as it is.
+The metric (backbone, head, combiner, loss) and the generator are two sides with an optimiser each.
+With `coupling = "separate"` each side's objective reaches its own parameters only, wherever else
+its gradient passes: the loss trains the backbone through the synthetic samples too, with the
+generator's weights held, and the generator's objective passes through the metric as it is.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ class Step:
         recipe: weights, coupling, optimisers and schedule.
         phase: what trains.
         steps: steps in an epoch.
-        accelerator: Hugging Face Accelerate's, for autocast and for batches shared by several processes.
+        accelerator: Hugging Face Accelerate's, for autocast and for batches shared by several
+            processes.
         from_features: whether inputs are a frozen backbone's features.
-        tried: whether batches are only tried, and never stepped on: the accelerator is then not told of the optimisers.
+        tried: whether batches are only tried, and never stepped on: the accelerator is then not
+            told of the optimisers.
 
     Attributes:
         parts: each part's parameters, each parameter once.
@@ -60,7 +63,8 @@ class Step:
         divided: the ids of parameters of which each process has some rows.
 
     Raises:
-        RecipeError: nothing that the phase names has parameters, or images are mixed and the loss compares them with one another.
+        RecipeError: nothing that the phase names has parameters, or images are mixed and the loss
+            compares them with one another.
     """
 
     def __init__(
@@ -112,7 +116,9 @@ class Step:
         return f"The {self.who[part]}"
 
     def _rows(self) -> Rows | None:
-        """Return how several processes divide the loss; None where each computes all of it, or there is one process."""
+        """Return how several processes divide the loss; None where each computes all of it, or
+        there is one process.
+        """
         if (
             self.devices.world == 1
             or self.objective.generator is not None
@@ -134,7 +140,8 @@ class Step:
             )
         return rows
 
-    # --- a batch -----------------------------------------------------------------------------------------
+    # --- a batch
+    # -----------------------------------------------------------------------------------------
 
     def __call__(self, inputs: Tensor, labels: Labels) -> Losses:
         """Train on one batch and return its losses; see `losses`."""
@@ -156,12 +163,14 @@ class Step:
             labels: likewise, int64; of both parts of each image where images are mixed.
 
         Raises:
-            DataError: on a CPU, a loss or a synthetic feature is NaN or infinite. A device would have to be waited for: see `Losses.refuse`.
+            DataError: on a CPU, a loss or a synthetic feature is NaN or infinite. A device would
+                have to be waited for: see `Losses.refuse`.
             PluginError: a part breaks its contract.
         """
         self._watch = Watch()
         features, codes = self._codes(inputs)
-        # losses take differences of near-equal numbers: always in float32 (a no-op without mixed precision)
+        # losses take differences of near-equal numbers: always in float32 (a no-op without mixed
+        # precision)
         if isinstance(labels, MixedLabels):
             return self._mixed(codes.float(), labels)
         if self.rows is not None:
@@ -179,7 +188,9 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
 
     def backward(self, losses: Losses) -> None:
-        """Give every parameter its gradient: each side's comes from its own objective; `joint` adds them up."""
+        """Give every parameter its gradient: each side's comes from its own objective; `joint` adds
+        them up.
+        """
         metric, generator = losses.metric, losses.generator
         metric_side, generator_side = self._sides()
         rest = metric_side
@@ -217,10 +228,13 @@ class Step:
             self.schedules[name].step()
 
     def real_loss(self, codes: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of codes (B, C) and labels (B,), with the miner's pairs and without a generator."""
+        """Return the loss of codes (B, C) and labels (B,), with the miner's pairs and without a
+        generator.
+        """
         return self._loss(codes, labels, self._mined(codes, labels))
 
-    # --- what a batch gives ------------------------------------------------------------------------------
+    # --- what a batch gives
+    # ------------------------------------------------------------------------------
 
     def _shared(self, features: Tensor, codes: Tensor, labels: Tensor) -> Batch:
         """Return the batch, with all processes' rows, and what miner and combiner say of it.
@@ -243,7 +257,9 @@ class Step:
         return Batch(features, codes, labels, indices, own, figures)
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
-        """Return the losses of a batch of which each process computes a part; there is no generator then."""
+        """Return the losses of a batch of which each process computes a part; there is no generator
+        then.
+        """
         indices, figures, own = None, {}, None
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
@@ -259,7 +275,9 @@ class Step:
         )
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
-        """Return the weighted mean of both labels' losses; there is neither miner, generator nor combiner then."""
+        """Return the weighted mean of both labels' losses; there is neither miner, generator nor
+        combiner then.
+        """
 
         def of(each: Tensor) -> Tensor | None:
             if self.rows is not None:
@@ -275,7 +293,9 @@ class Step:
         )
 
     def _made(self, batch: Batch) -> Made | None:
-        """Return what the generator makes of a batch; None where the phase has no use for it, or there is no triplet."""
+        """Return what the generator makes of a batch; None where the phase has no use for it, or
+        there is no triplet.
+        """
         generator, who = self.objective.generator, self._the("generator")
         if generator is None or not (self.phase.synthetic or "generator" in self.phase.train):
             return None
@@ -302,7 +322,9 @@ class Step:
         return Made(synthetic, triplets, extended, chosen, figures)
 
     def _metric_loss(self, batch: Batch, made: Made | None) -> Tensor | None:
-        """Return the loss of real samples, of synthetic ones among them, or of both; None where no part of the metric trains."""
+        """Return the loss of real samples, of synthetic ones among them, or of both; None where no
+        part of the metric trains.
+        """
         if not self._trains_metric:
             return None
         real_weight = self.train_table.real_weight
@@ -324,7 +346,9 @@ class Step:
         return self._watch.loss("loss", value, self.who["loss"])
 
     def _generator_loss(self, made: Made | None) -> Tensor | None:
-        """Return the generator's objective; None where it does not train, has nothing to train, or made nothing."""
+        """Return the generator's objective; None where it does not train, has nothing to train, or
+        made nothing.
+        """
         generator, who = self.objective.generator, self._the("generator")
         if made is None or generator is None or not len(made.features):
             return None
@@ -342,7 +366,8 @@ class Step:
             figures["combiner_loss"] = batch.own.detach()
         return figures
 
-    # --- the parts, called -------------------------------------------------------------------------------
+    # --- the parts, called
+    # -------------------------------------------------------------------------------
 
     @property
     def _trains_metric(self) -> bool:
@@ -376,7 +401,9 @@ class Step:
         return None if self.objective.miner is None else self._mine(codes, labels)
 
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
-        """Return what the miner picks, in the batch or against a reference set (`ref_emb`, `ref_labels`)."""
+        """Return what the miner picks, in the batch or against a reference set (`ref_emb`,
+        `ref_labels`).
+        """
         assert self.objective.miner is not None
         with calling(self._the("miner")):
             found = self.objective.miner(codes, labels, **reference)

@@ -1,4 +1,6 @@
-"""Synthetic samples among real ones: which triplets they are made of, and what a miner picks among both."""
+"""Synthetic samples among real ones: which triplets they are made of, and what a miner picks among
+both.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ class Extended:
     Attributes:
         codes: (B + T, C), the batch first.
         labels: (B + T,), a synthetic sample's that of the sample it replaces.
-        triplets: the triplets with the synthetic samples in their places: anchors are rows of the batch, the others rows
-            of `codes`.
+        triplets: the triplets with the synthetic samples in their places: anchors are rows of the
+            batch, the others rows of `codes`.
         replaces: whose place they take.
     """
 
@@ -43,7 +45,8 @@ class Made:
     Attributes:
         features: (T, F), a synthetic feature a triplet.
         triplets: the features of the triplets that they were made of, each (T, F).
-        extended: the batch with their codes behind it; None in a phase whose loss does not see them.
+        extended: the batch with their codes behind it; None in a phase whose loss does not see
+            them.
         indices: what the loss is given of the extended batch.
         figures: for the log.
     """
@@ -83,8 +86,9 @@ def mine(
 ) -> TripletIndices:
     """Return what a miner picks among real and synthetic samples.
 
-    It is asked class by class, so that a synthetic negative is nobody's positive, nor a synthetic positive a negative: its
-    label says what it was made of, not what it is. No item is its own positive.
+    It is asked class by class, so that a synthetic negative is nobody's positive, nor a synthetic
+    positive a negative: its label says what it was made of, not what it is. No item is its own
+    positive.
 
     Args:
         miner: one that takes a reference set.
@@ -118,7 +122,9 @@ def mine(
 
 
 def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
-    """Return the miner's triplets, or each positive pair with one random negative where there is no miner."""
+    """Return the miner's triplets, or each positive pair with one random negative where there is no
+    miner.
+    """
     if indices is None:
         return _one_negative(labels)
     a, p, n = indices_utils.convert_to_triplets(indices, labels, t_per_anchor="all")

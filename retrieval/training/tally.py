@@ -1,4 +1,6 @@
-"""An epoch's figures, kept where they are computed and read together: every reading waits for the device."""
+"""An epoch's figures, kept where they are computed and read together: every reading waits for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ EVERY = 50
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a step left: the step's number, figures and watched numbers by name, and sentences of the latter."""
+    """What a step left: the step's number, figures and watched numbers by name, and sentences of
+    the latter.
+    """
 
     step: int
     figures: dict[str, Tensor | int | float]
@@ -27,7 +31,8 @@ class _Kept:
 
 
 class Tally:
-    """Adds each step's figures to a `Position`'s sums, and looks for NaN; both some steps later, so that no step waits.
+    """Adds each step's figures to a `Position`'s sums, and looks for NaN; both some steps later, so
+    that no step waits.
 
     The sums are those of Python floats in the steps' order, whenever they are read.
 
@@ -63,7 +68,8 @@ class Tally:
         """Wait for the device, and add what was kept to the sums.
 
         Raises:
-            DataError: a loss or a synthetic feature was not finite; it names the first step that had one.
+            DataError: a loss or a synthetic feature was not finite; it names the first step that
+                had one.
         """
         kept, self._kept = self._kept, []
         tensors = [

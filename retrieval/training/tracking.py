@@ -1,7 +1,8 @@
 """Trackers of a run, such as Weights & Biases: told how it goes, and never in its way.
 
-Each is told in a thread of its own, since a network may hang; what it raises becomes a sentence, and the run goes on without it. The keys
-that they give are kept in the run's folder, so that a run that goes on is the same one there.
+Each is told in a thread of its own, since a network may hang; what it raises becomes a sentence,
+and the run goes on without it. The keys that they give are kept in the run's folder, so that a run
+that goes on is the same one there.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ FILE = "trackers.json"
 PATIENCE = 30.0
 """Seconds that the end of a run waits for a tracker."""
 FIRST_PATIENCE = 10.0
-"""Seconds that its beginning waits, so that a person sees first where to look, and what a tracker imports is imported: two threads that
-import at once can each find the other's modules half made."""
+"""Seconds that its beginning waits, so that a person sees first where to look, and what a tracker
+imports is imported: two threads that import at once can each find the other's modules half made.
+"""
 
 Tell = Callable[[str], None]
 
@@ -276,7 +278,9 @@ _writing = threading.Lock()
 
 
 def _kept(folder: Path) -> dict[str, dict[str, str]]:
-    """Return what a folder remembers of trackers; what is damaged is nothing, and the run is a new one there."""
+    """Return what a folder remembers of trackers; what is damaged is nothing, and the run is a new
+    one there.
+    """
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return {str(name): dict(entry) for name, entry in found.items()}

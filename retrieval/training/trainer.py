@@ -1,7 +1,7 @@
 """The trainer: phases, epochs, steps; validation and early stopping; checkpoints and exact resume.
 
-Everything random follows from the seed, the epoch and the state in the last checkpoint, so that a run that is killed
-at any step and resumed ends with the same weights, bit for bit.
+Everything random follows from the seed, the epoch and the state in the last checkpoint, so that a
+run that is killed at any step and resumed ends with the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Trainer:
 
     Args:
         run: what to train, built and seeded.
-        accelerator: Hugging Face Accelerate's; it decides device, precision and number of processes.
+        accelerator: Hugging Face Accelerate's; it decides device, precision and number of
+            processes.
         report: is told a line for each epoch.
     """
 
@@ -118,7 +119,8 @@ class Trainer:
         self.tally = Tally(lambda: self.progress, every, self._stopped)
         self._enter_phase()
 
-    # --- phases ------------------------------------------------------------------------------------------
+    # --- phases
+    # ------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -137,7 +139,8 @@ class Trainer:
             from_features=self.recipe.backbone.frozen,
         )
 
-    # --- the loop ----------------------------------------------------------------------------------------
+    # --- the loop
+    # ----------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
         """Train to the end.
@@ -147,7 +150,8 @@ class Trainer:
 
         Raises:
             Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
-            DataError: the loss became NaN or infinite, or the disk is full; the last good checkpoint is kept.
+            DataError: the loss became NaN or infinite, or the disk is full; the last good
+                checkpoint is kept.
         """
         self.run.plugins.notify("retrieval_run_start", run=self.run)
         total = sum(phase.epochs for phase in self.recipe.phases) * len(self.batches)
@@ -223,14 +227,18 @@ class Trainer:
         )
 
     def _average_buffers(self) -> None:
-        """Processes see different images, so their batch statistics differ: all go on with the mean."""
+        """Processes see different images, so their batch statistics differ: all go on with the
+        mean.
+        """
         if self.accelerator.num_processes > 1:
             for buffer in self.run.model.buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 
     def _exhausted(self) -> bool:
-        """Whether the phase ends early; one that leaves the metric alone cannot be judged by validation."""
+        """Whether the phase ends early; one that leaves the metric alone cannot be judged by
+        validation.
+        """
         patience, trains_metric = (
             self.recipe.train.patience,
             any(part != "generator" for part in self.phase.train),
@@ -312,10 +320,13 @@ class Trainer:
         )
         return self.progress.best_metrics
 
-    # --- checkpoints -------------------------------------------------------------------------------------
+    # --- checkpoints
+    # -------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is refused."""
+        """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is
+        refused.
+        """
         self.tally.read()
         self._refuse_nan()
         self._files = save(self.run, self.step, self.progress, self._files)
@@ -369,10 +380,12 @@ def train(
     Args:
         path: the run's folder; must not hold anything yet unless `resume` or `replace`.
         recipe: a checked recipe.
-        resume: go on from the folder's last checkpoint, or from the beginning where there is none yet. Only what
-            `resume.MAY_CHANGE` names may differ from the recipe that started the run.
+        resume: go on from the folder's last checkpoint, or from the beginning where there is none
+            yet. Only what `resume.MAY_CHANGE` names may differ from the recipe that started the
+            run.
         replace: put a new run in the place of the one that is there.
-        replace_plugins: with `resume`, let the recipe's plugin files take the places of the run's copies.
+        replace_plugins: with `resume`, let the recipe's plugin files take the places of the run's
+            copies.
         report: is told a line for each epoch.
 
     Returns:

@@ -1,4 +1,6 @@
-"""A recipe whose model has nothing to train, as a frozen backbone without a head: its run holds the model as it is."""
+"""A recipe whose model has nothing to train, as a frozen backbone without a head: its run holds the
+model as it is.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def validate(
     run: Run, dataset: Dataset, from_features: bool, raw: RawInputs | None = None
 ) -> dict[str, float]:
-    """Return the recipe's figures on the validation part, each item a query among the others; MAP@R always.
+    """Return the recipe's figures on the validation part, each item a query among the others; MAP@R
+    always.
 
     Args:
         run: the run; its model keeps its mode.

@@ -27,7 +27,9 @@ def moments(pairs: Floats, similar: NDArray[np.bool_]) -> tuple[Floats, Floats]:
 
 
 def confusion(m: Floats, pair: Floats, alike: bool, beta: float, points: Floats) -> float:
-    """Eq 3 for one pair: the loss of its points under the opposite label, and how far they have moved."""
+    """Eq 3 for one pair: the loss of its points under the opposite label, and how far they have
+    moved.
+    """
     inverse = np.linalg.inv(m)
     difference = points[0] - points[1]
     opposite = inverse if alike else m

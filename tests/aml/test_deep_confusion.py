@@ -1,4 +1,6 @@
-"""`aml.confusion`: Eq 9 by stationarity and by plain solves, on the sphere by search; what it must leave alone."""
+"""`aml.confusion`: Eq 9 by stationarity and by plain solves, on the sphere by search; what it must
+leave alone.
+"""
 
 from __future__ import annotations
 

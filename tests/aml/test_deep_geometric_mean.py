@@ -1,4 +1,6 @@
-"""`aml.geometric_mean`: Eq 11 by plain loops over explicit pairs, its gradient, odd batches, and what it refuses."""
+"""`aml.geometric_mean`: Eq 11 by plain loops over explicit pairs, its gradient, odd batches, and
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class TestByLoops:
         )
 
     def test_the_adversarial_similar_pair_is_nearer_not_farther(self) -> None:
-        """What the paper's Fig. 2 shows the other way round: both kinds of Eq 9's pairs are shorter than the real ones."""
+        """What the paper's Fig. 2 shows the other way round: both kinds of Eq 9's pairs are shorter
+        than the real ones.
+        """
         rng = np.random.default_rng(0)
         for _ in range(50):
             root = rng.normal(size=(4, 4))

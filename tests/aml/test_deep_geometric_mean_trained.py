@@ -1,4 +1,6 @@
-"""`aml.geometric_mean` trained: the learners' optimum on a linear head, and what embeddings that can do anything become."""
+"""`aml.geometric_mean` trained: the learners' optimum on a linear head, and what embeddings that
+can do anything become.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def whitened(x: Matrix) -> Matrix:
 
 
 def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = None) -> Tensor:
-    """Return the weights (C, F) of a linear head that L-BFGS finds from a random start, without a bias."""
+    """Return the weights (C, F) of a linear head that L-BFGS finds from a random start, without a
+    bias.
+    """
     data, labels = torch.from_numpy(x), torch.from_numpy(y)
     random = torch.Generator().manual_seed(0)
     start = torch.randn(codes or x.shape[1], x.shape[1], dtype=torch.float64, generator=random)
@@ -103,7 +107,9 @@ class TestReachesTheLearnersOptimum:
 
 class TestTrainableFeatures:
     def test_eq_7_with_a_metric_of_its_own_would_be_best_at_the_collapse(self) -> None:
-        """Why the metric is the embeddings' covariance: with M fixed or learned aside, all embeddings in one point cost 0."""
+        """Why the metric is the embeddings' covariance: with M fixed or learned aside, all
+        embeddings in one point cost 0.
+        """
         embeddings, m = batch(), np.diag([1.0, 2.0, 3.0])
         for shrink, least in ((1.0, 1.0), (1e-3, 0.0)):
             e = (embeddings * shrink).numpy()
@@ -122,7 +128,9 @@ class TestTrainableFeatures:
             )
 
     def test_free_embeddings_part_their_classes(self) -> None:
-        """What a network that can do anything would do: the scatter within classes vanishes beside that between them."""
+        """What a network that can do anything would do: the scatter within classes vanishes beside
+        that between them.
+        """
         embeddings = batch(60).requires_grad_()
         labels = torch.arange(60) % 4
         search = torch.optim.Adam([embeddings], lr=0.05)

@@ -1,4 +1,6 @@
-"""AML's algebra against loops, autograd and differences: Eq 9, D(M), its gradient, its limits, the optimum's equation."""
+"""AML's algebra against loops, autograd and differences: Eq 9, D(M), its gradient, its limits, the
+optimum's equation.
+"""
 
 from __future__ import annotations
 

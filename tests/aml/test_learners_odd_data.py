@@ -196,7 +196,9 @@ def test_617_features() -> None:
 
 @pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
 def test_where_no_pair_differs_the_metric_is_its_own_geometric_mean(t: float, wine: Any) -> None:
-    """Without that, t = .1 would make M a hundred million times larger there, for the first new item that does differ."""
+    """Without that, t = .1 would make M a hundred million times larger there, for the first new
+    item that does differ.
+    """
     x, y = wine
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(15, 15)))[0]
     still = turn[:, 13:]

@@ -1,4 +1,6 @@
-"""The deep losses' formulas as plain Python loops over float64 numbers: what the tests compare with."""
+"""The deep losses' formulas as plain Python loops over float64 numbers: what the tests compare
+with.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def gaps(
     q: float | None,
     soft: Callable[[Sequence[float], float], float] = log_exp_mean,
 ) -> list[float | None]:
-    """Equation 22 in similarities; None where a side is empty, or both have nothing but their thresholds."""
+    """Equation 22 in similarities; None where a side is empty, or both have nothing but their
+    thresholds.
+    """
     found: list[float | None] = []
     for row, (same, different) in zip(s, sets, strict=True):
         near = [-row[j] for j in same] + ([] if p is None else [-p])

@@ -24,7 +24,9 @@ def by_loop(a: list[float], gamma: float) -> float:
 
 
 def by_series(a: list[float], gamma: float) -> float:
-    """The first terms of the mean's expansion in γ, in exact arithmetic: for γ too small for logarithms."""
+    """The first terms of the mean's expansion in γ, in exact arithmetic: for γ too small for
+    logarithms.
+    """
     exact = [Fraction(v) for v in a]
     mean = sum(exact) / len(exact)
     second = sum((v - mean) ** 2 for v in exact) / len(exact)

@@ -1,4 +1,6 @@
-"""The objectives of LANML and PNCA: against plain loops, finite differences, scikit-learn's NCA; limits; convexity."""
+"""The objectives of LANML and PNCA: against plain loops, finite differences, scikit-learn's NCA;
+limits; convexity.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ each = pytest.mark.parametrize("learner", SETTINGS, ids=str)
 
 @pytest.fixture
 def data() -> tuple[Floats, NDArray[np.int64], Floats]:
-    """Four classes, one with a single member, one with two, far from the origin; and a map to three numbers."""
+    """Four classes, one with a single member, one with two, far from the origin; and a map to three
+    numbers.
+    """
     random = np.random.default_rng(0)
     y = np.array([0] * 11 + [1] * 8 + [2] * 2 + [3])
     x = random.normal(size=(len(y), 4)) + 0.7 * y[:, None] + 5
@@ -61,7 +65,9 @@ def mean_of(distances: list[float], gamma: float) -> float:
 
 
 def radius_of(distances: list[float], gamma: float, k: int | None) -> float:
-    """Eq 10: of all subsets of |k| distances the least mean, or for k < 0 the greatest; without k the log-exp mean."""
+    """Eq 10: of all subsets of |k| distances the least mean, or for k < 0 the greatest; without k
+    the log-exp mean.
+    """
     if k is None:
         return mean_of(distances, gamma)
     size = min(abs(k), len(distances))
@@ -305,7 +311,8 @@ def test_limits_of_gamma(data: Any) -> None:
     hardest = sum(max(s) - min(d) for s, d in pairs) / len(pairs)
     for gamma in (0.0, 1e-12, -1e-12, 1e-7):
         assert rows(x, y, L, gamma, 1e-7) == pytest.approx(mean, abs=1e-5)
-    # the hardest triplet of each query (Proposition 3 as it is right), and the nearest of both kinds
+    # the hardest triplet of each query (Proposition 3 as it is right), and the nearest of both
+    # kinds
     assert rows(x, y, L, -1e6, 1e6) == pytest.approx(hardest, abs=1e-5)
     nearest = sum(min(s) - min(d) for s, d in pairs) / len(pairs)
     assert rows(x, y, L, 1e6, 1e6) == pytest.approx(nearest, abs=1e-5)
@@ -318,7 +325,9 @@ def half(M: Floats) -> Floats:
 
 
 def gaps(learner: LANML, x: Floats, y: Any, segments: int = 25) -> list[float]:
-    """f(midpoint) − the mean of f at the ends, in M, on random segments between positive semi-definite matrices."""
+    """f(midpoint) − the mean of f at the ends, in M, on random segments between positive
+    semi-definite matrices.
+    """
     random = np.random.default_rng(3)
     found = []
     for _ in range(segments):

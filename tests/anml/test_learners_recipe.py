@@ -1,4 +1,6 @@
-"""A learner in a recipe: train, evaluate, export to one ONNX graph, index, search; behind vectors and behind a frozen network."""
+"""A learner in a recipe: train, evaluate, export to one ONNX graph, index, search; behind vectors
+and behind a frozen network.
+"""
 
 from __future__ import annotations
 

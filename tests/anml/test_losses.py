@@ -1,4 +1,6 @@
-"""Values of the deep losses against plain loops, and their gradients by finite differences, all in float64."""
+"""Values of the deep losses against plain loops, and their gradients by finite differences, all in
+float64.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the deep losses do with parameters, batches and labels that do not fit: a sentence, or a stated number."""
+"""What the deep losses do with parameters, batches and labels that do not fit: a sentence, or a
+stated number.
+"""
 
 from __future__ import annotations
 

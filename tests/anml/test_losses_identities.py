@@ -1,4 +1,6 @@
-"""What the deep losses become for special parameters, against pytorch-metric-learning and plain loops."""
+"""What the deep losses become for special parameters, against pytorch-metric-learning and plain
+loops.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ def test_proxy_nca_up_to_the_number_of_classes() -> None:
 
 
 def test_positives_pull_and_negatives_push() -> None:
-    """The sign of each weight, which no loss curve shows; a side's weights and its threshold's sum to 1."""
+    """The sign of each weight, which no loss curve shows; a side's weights and its threshold's sum
+    to 1.
+    """
     similarity = torch.tensor(loops.cosines(X, X), dtype=torch.float64, requires_grad=True)
     same = (Y[:, None] == Y) & ~torch.eye(24, dtype=torch.bool)
     for loss in (DANMLoss(), DANMLoss(-2.0), ImprovedLiftedLoss(), LiftedLoss()):

@@ -2,8 +2,9 @@
 
     python tests/attack/attack.py --requests 20000 --ends 20 --output benchmarks/results/attack.md
 
-The server is a real one in a process of its own on 127.0.0.1; the attackers' and the honest clients' addresses differ
-(127.0.0.2 … and 127.0.0.1), as they do outside. Its exit code is 1 when a promise was broken.
+The server is a real one in a process of its own on 127.0.0.1; the attackers' and the honest
+clients' addresses differ (127.0.0.2 … and 127.0.0.1), as they do outside. Its exit code is 1 when a
+promise was broken.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class Server:
         return Memory(sum(map(_resident, serving)), sum(map(_resident, others)))
 
     def processes(self) -> tuple[list[int], list[int]]:
-        """Return its own processes (of several: the supervisor and those that serve), and all that these started."""
+        """Return its own processes (of several: the supervisor and those that serve), and all that
+        these started.
+        """
         own, others, todo = [self.process.pid], [], _children(self.process.pid)
         while todo:
             pid = todo.pop()
@@ -264,7 +267,9 @@ class Attack:
 def ends(
     index: Path, log: Path, generator: Generator, sound: bytes, count: int, seed: int
 ) -> list[float]:
-    """Start a server, attack it, and end it at a random moment, so many times; return the seconds each end took."""
+    """Start a server, attack it, and end it at a random moment, so many times; return the seconds
+    each end took.
+    """
     took, chance = [], random.Random(seed)
     for turn in range(count):
         server = Server.start(index, log)

@@ -1,9 +1,11 @@
-"""Attack a server that takes changes: several indexes, keys, snapshots, a record of changes; say what each got, and what is left.
+"""Attack a server that takes changes: several indexes, keys, snapshots, a record of changes; say
+what each got, and what is left.
 
     python tests/attack/attack_writes.py --requests 20000 --processes 1 --processes 2 --output benchmarks/results/attack.md
 
-Honest clients search one index all the while, and attackers, most of whom have a key that may do everything to the other, send
-what `hostile_writes` makes. Its exit code is 1 when a promise was broken.
+Honest clients search one index all the while, and attackers, most of whom have a key that may do
+everything to the other, send what `hostile_writes` makes. Its exit code is 1 when a promise was
+broken.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Held(NamedTuple):
 
 
 class Attacked:
-    """A server with two indexes of digits, of which one is for attackers; everything of it is below one folder.
+    """A server with two indexes of digits, of which one is for attackers; everything of it is below
+    one folder.
 
     Args:
         folder: an empty one.
@@ -295,7 +298,9 @@ def bombs_of(bombs: dict[str, list[float]]) -> str:
 def run(
     processes: int, images: list[tuple[str, bytes]], options: argparse.Namespace
 ) -> tuple[str, bool, dict[str, list[float]]]:
-    """Attack a server of so many processes; return what came of it, whether the promises were kept, and the bombs' seconds."""
+    """Attack a server of so many processes; return what came of it, whether the promises were kept,
+    and the bombs' seconds.
+    """
     with tempfile.TemporaryDirectory() as name:
         attacked = Attacked(Path(name), "--processes", str(processes))
         generator = WritingGenerator(images, attacked.sound, 16, attacked.keys, OPEN, options.seed)

@@ -1,4 +1,6 @@
-"""Honest clients, in a process of their own: what they wait for is the server, not the attackers beside them."""
+"""Honest clients, in a process of their own: what they wait for is the server, not the attackers
+beside them.
+"""
 
 from __future__ import annotations
 

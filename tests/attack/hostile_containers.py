@@ -34,7 +34,9 @@ def metadata(entries: int, size: int) -> bytes:
 
 
 def _tiff(tags: dict[int, tuple[int, int, int]], tail: bytes = b"", following: int = 0) -> bytes:
-    """A TIFF of one directory with (type, count, value or place) and whatever follows at place 1024."""
+    """A TIFF of one directory with (type, count, value or place) and whatever follows at place
+    1024.
+    """
     rows = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
     head = (
         b"II*\0"

@@ -1,8 +1,10 @@
-"""Images made to cost whoever decodes them far more than they cost to send: each format's worst cases.
+"""Images made to cost whoever decodes them far more than they cost to send: each format's worst
+cases.
 
     for name, content in cases(seed): ...
 
-None is larger than 20 MB. `worst` gives what was made on purpose, `damaged` cuts and flips sound images of each format.
+None is larger than 20 MB. `worst` gives what was made on purpose, `damaged` cuts and flips sound
+images of each format.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def damaged(seed: int = 0, count: int = 4) -> Iterator[tuple[str, bytes]]:
 
 @functools.cache
 def sound() -> dict[str, bytes]:
-    """Return one ordinary image of each format and of each way to write it that can be written here."""
+    """Return one ordinary image of each format and of each way to write it that can be written
+    here.
+    """
     photo = Image.effect_noise((320, 240), 60).convert("RGB")
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "A camera"

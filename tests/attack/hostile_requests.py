@@ -1,4 +1,5 @@
-"""Requests that no honest client sends, each made from its number: malformed, truncated, mislabelled, hostile, rude.
+"""Requests that no honest client sends, each made from its number: malformed, truncated,
+mislabelled, hostile, rude.
 
 request = Generator(images, seed).make(number)
 answer = request.send(port, source)
@@ -25,8 +26,9 @@ class Request:
     """One attack: its kind, the bytes, and how they are sent.
 
     Attributes:
-        manner: "whole" reads the answer, "vanish" leaves when all is sent, "cut" in the middle, "reset" likewise and
-            rudely; "drip" sends slowly and leaves, "idle" says nothing, "deaf" asks and does not read.
+        manner: "whole" reads the answer, "vanish" leaves when all is sent, "cut" in the middle,
+            "reset" likewise and rudely; "drip" sends slowly and leaves, "idle" says nothing, "deaf"
+            asks and does not read.
         patience: seconds that slow ones stay.
     """
 

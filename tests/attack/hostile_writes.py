@@ -1,4 +1,5 @@
-"""Requests to a server of several indexes that takes changes: what no honest client sends to any of its routes, with keys and without.
+"""Requests to a server of several indexes that takes changes: what no honest client sends to any of
+its routes, with keys and without.
 
 Each is made from its number, as those of `hostile_requests` are, which are among them.
 """
@@ -43,7 +44,8 @@ class WritingGenerator(Generator):
         images: hostile and damaged images by name.
         sound: an image.
         width: of a vector.
-        keys: by the name of a role or fault, what is sent as the header `Authorization`; None for no header.
+        keys: by the name of a role or fault, what is sent as the header `Authorization`; None for
+            no header.
         index: the one that they are about, by its name.
         seed: of all of them.
     """

@@ -35,7 +35,9 @@ def test_requests_are_the_same_for_a_number(prepared):
 
 
 def test_an_attack_costs_others_nothing(prepared):
-    """No 5xx that a client caused, no honest search late, wrong or refused, memory back, an end in time."""
+    """No 5xx that a client caused, no honest search late, wrong or refused, memory back, an end in
+    time.
+    """
     index, log, generator = prepared
     sound = generator.sound
     server = attack.Server.start(index, log)

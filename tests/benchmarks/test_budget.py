@@ -1,4 +1,6 @@
-"""What a table of benchmarks says of a method that did not end within its CPU time, or could not be fitted."""
+"""What a table of benchmarks says of a method that did not end within its CPU time, or could not be
+fitted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A card's block of results is what benchmarks/cards.py makes of the runs that were kept, of five seeds or more unless the card says so."""
+"""A card's block of results is what benchmarks/cards.py makes of the runs that were kept, of five
+seeds or more unless the card says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Writers of a living index that are killed lose nothing that was acknowledged: a few of what `benchmarks/kills.py` does a thousand times."""
+"""Writers of a living index that are killed lose nothing that was acknowledged: a few of what
+`benchmarks/kills.py` does a thousand times.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def kept(script: str, count: int, seed: int, output: Path) -> Any:
-    """Return what a script keeps. It forks, so it has a process of its own: a child of this one would wait for threads it has not."""
+    """Return what a script keeps.
+
+    It forks, so it has a process of its own: a child of this one would wait for threads it has not.
+    """
     line = [
         sys.executable,
         BENCHMARKS / f"{script}.py",

@@ -1,4 +1,6 @@
-"""Figures on the pages of AML, ANML, DAML and OAHU come from results and published.toml by a script, or their paragraph says where they are from."""
+"""Figures on the pages of AML, ANML, DAML and OAHU come from results and published.toml by a
+script, or their paragraph says where they are from.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SOURCE = re.compile(r"benchmarks/|tests/|\bthe paper|Eq \d|\]\(benchmarks\.md\)"
 
 
 def without_source(text: str) -> list[str]:
-    """Return the paragraphs, list items and table rows of a page that hold a figure and name no source; what is generated or code is left out."""
+    """Return the paragraphs, list items and table rows of a page that hold a figure and name no
+    source; what is generated or code is left out.
+    """
     text = GENERATED.sub("", FENCE.sub("", text))
     pieces = re.split(r"\n\s*\n|\n(?=[-|] ?)", text)
     plain = [re.sub(r"`[^`]*`", lambda m: m[0] if "/" in m[0] else "", piece) for piece in pieces]

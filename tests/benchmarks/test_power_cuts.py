@@ -1,4 +1,6 @@
-"""A power cut loses nothing of a living index that was acknowledged: a few of what `benchmarks/power_cuts.py` does a thousand times."""
+"""A power cut loses nothing of a living index that was acknowledged: a few of what
+`benchmarks/power_cuts.py` does a thousand times.
+"""
 
 from __future__ import annotations
 
@@ -176,9 +178,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(
     call: str, held: str, tmp_path: Path
 ) -> None:
-    """A thread is held before the call, or behind it, while another kills the process; of neither does the trace tell a result.
+    """A thread is held before the call, or behind it, while another kills the process; of neither
+    does the trace tell a result.
 
-    Behind the call, strace had noted the result before it held the thread: it is taken out, as where the kill comes sooner than strace.
+    Behind the call, strace had noted the result before it held the thread: it is taken out, as
+    where the kill comes sooner than strace.
     """
     script: Any = importlib.import_module("power_disk")
     (tmp_path / "disk").mkdir()

@@ -16,7 +16,9 @@ TABLES = tomllib.loads((SCRIPTS / "published.toml").read_text(encoding="utf-8"))
 
 
 def written(code: str) -> set[float]:
-    """Return the numbers of a script, also those that are text by themselves or stand in longer text."""
+    """Return the numbers of a script, also those that are text by themselves or stand in longer
+    text.
+    """
     found: set[float] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -27,7 +29,9 @@ def written(code: str) -> set[float]:
 
 
 def sets_of_figures() -> Iterator[tuple[str, set[float]]]:
-    """Yield what nobody types by chance: a row of three figures or more, a column, or a column's differences from another."""
+    """Yield what nobody types by chance: a row of three figures or more, a column, or a column's
+    differences from another.
+    """
     for name, table in TABLES.items():
         rows = table["rows"]
         for row, values in rows.items():

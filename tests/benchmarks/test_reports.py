@@ -1,4 +1,6 @@
-"""A page of benchmarks/results is what its script makes of the figures that were kept: nothing in it was typed by hand."""
+"""A page of benchmarks/results is what its script makes of the figures that were kept: nothing in
+it was typed by hand.
+"""
 
 from __future__ import annotations
 

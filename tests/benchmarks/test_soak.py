@@ -1,4 +1,6 @@
-"""A server that is killed while clients write to it loses nothing that it acknowledged: seconds of what `benchmarks/soak.py` does for ten minutes."""
+"""A server that is killed while clients write to it loses nothing that it acknowledged: seconds of
+what `benchmarks/soak.py` does for ten minutes.
+"""
 
 from __future__ import annotations
 

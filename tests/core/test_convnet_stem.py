@@ -1,4 +1,6 @@
-"""The strided stem of `core.convnet`: what it computes, the same net where there is none, seeds, export, and what is refused."""
+"""The strided stem of `core.convnet`: what it computes, the same net where there is none, seeds,
+export, and what is refused.
+"""
 
 from __future__ import annotations
 

@@ -191,7 +191,9 @@ def test_image_folder_faults(
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Path:
-    """Three sound images, one cut short behind a sound header, one empty, one no image, one too large."""
+    """Three sound images, one cut short behind a sound header, one empty, one no image, one too
+    large.
+    """
     folder = tmp_path / "mixed"
     noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
     for name in ("a/1.png", "a/2.png", "b/1.png"):

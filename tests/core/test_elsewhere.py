@@ -33,7 +33,8 @@ def encoded(number: int) -> bytes:
 
 
 def test_torchvision_with_two_sides(tmp_path: Path) -> None:
-    # GTSRB keeps its training side in folders and its test side in a list: files, and labels that are known without decoding.
+    # GTSRB keeps its training side in folders and its test side in a list: files, and labels that
+    # are known without decoding.
     base = tmp_path / "gtsrb"
     for c in range(2):
         folder = base / "GTSRB" / "Training" / f"{c:05d}"

@@ -1,4 +1,6 @@
-"""Every reader of a dataset refuses what cannot be trained on, in the words of the reader of `.npz`."""
+"""Every reader of a dataset refuses what cannot be trained on, in the words of the reader of
+`.npz`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Folders are read by content; what is left out is counted, with its reason, in the log, in the run and by `index`."""
+"""Folders are read by content; what is left out is counted, with its reason, in the log, in the run
+and by `index`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Data laid out as Labeled Faces in the Wild: read, refused with every fault named, and used from end to end."""
+"""Data laid out as Labeled Faces in the Wild: read, refused with every fault named, and used from
+end to end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from sklearn.datasets import load_digits
 
 FOLDS, EACH = 3, 4  # sets of people in people.txt, and pairs of each kind in each
 NAMES = [f"Person_{i:02d}" for i in range(12)]
-"""Four people a fold; the first nine are View 1's for training. The last one of each fold has a single image."""
+"""Four people a fold; the first nine are View 1's for training.
+
+The last one of each fold has a single image.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""The Matryoshka wrapper: against plain loops in double precision, with every loss there is, and refused where it makes no sense."""
+"""The Matryoshka wrapper: against plain loops in double precision, with every loss there is, and
+refused where it makes no sense.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def batch(items: int = 12) -> Tensor:
 
 
 def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bool) -> float:
-    """Upstream's contrastive loss of unit vectors, margins 0 and 1: means over the pairs that lose something, positive and negative apart."""
+    """Upstream's contrastive loss of unit vectors, margins 0 and 1: means over the pairs that lose
+    something, positive and negative apart.
+    """
     cut = []
     for row in rows:
         prefix = row[:width]

@@ -1,4 +1,6 @@
-"""Every installed loss with a reference set, beside a generator and, where it takes a distance, beside a discriminator."""
+"""Every installed loss with a reference set, beside a generator and, where it takes a distance,
+beside a discriminator.
+"""
 
 from __future__ import annotations
 

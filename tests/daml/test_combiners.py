@@ -1,4 +1,6 @@
-"""The combiners against plain float64 loops: every term, its gradient, and what they must not depend on."""
+"""The combiners against plain float64 loops: every term, its gradient, and what they must not
+depend on.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_in_double_precision_throughout(metrics: int) -> None:
     assert head.float()(features.detach().float()).dtype == torch.float32
 
 
-# --- plain loops -----------------------------------------------------------------------------------------
+# --- plain loops
+# -----------------------------------------------------------------------------------------
 
 
 def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
@@ -66,7 +69,9 @@ def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
 
 
 def loop_gamma(combiner: Discriminator, x: list[float], y: list[float]) -> list[float]:
-    """Γ from the two items' features: the network run on [x; y] and on [y; x], its two outputs averaged."""
+    """Γ from the two items' features: the network run on [x; y] and on [y; x], its two outputs
+    averaged.
+    """
     flows, out = combiner.flows, combiner.out
     weight, bias = flows.weight.tolist(), flows.bias.tolist()
     first = [
@@ -162,7 +167,8 @@ def test_uniforms_candidates_are_exact_with_squares_and_not_without() -> None:
     assert (ranks[1] != euclidean).float().mean() < 0.001  # ties in float32
 
 
-# --- J_dis -----------------------------------------------------------------------------------------------
+# --- J_dis
+# -----------------------------------------------------------------------------------------------
 
 
 def test_objective_is_the_papers_term_with_its_mean_and_the_balance() -> None:
@@ -241,7 +247,8 @@ def test_weights_start_even_and_are_learned_from_there() -> None:
     assert (uneven.weights(codes, codes) - 0.25).abs().max() > 0.05
 
 
-# --- order and gradients ---------------------------------------------------------------------------------
+# --- order and gradients
+# ---------------------------------------------------------------------------------
 
 
 def test_weights_do_not_depend_on_the_order_of_a_pair() -> None:
@@ -351,7 +358,8 @@ def test_half_precision_codes_are_measured_in_float32(dtype: torch.dtype, metric
         assert distances.dtype == torch.float32 and distances.isfinite().all()
 
 
-# --- bad input -------------------------------------------------------------------------------------------
+# --- bad input
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])

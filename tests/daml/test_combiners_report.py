@@ -120,7 +120,8 @@ def test_the_samples_are_the_runs_own(adversarial: Path) -> None:
     assert np.isin(samples.labels, run.splits.labels[run.splits.train]).all()
     assert samples.made is not None and samples.made_labels is not None
     assert samples.made.shape == (150, 28) and samples.made_labels.shape == (150,)
-    # the generator of the last checkpoint, not a new one: the real samples' distances are those of the metric's own codes
+    # the generator of the last checkpoint, not a new one: the real samples' distances are those of
+    # the metric's own codes
     state = checkpoint.load(run.last)
     assert state["modules"]["generator"]
     assert samples.real is not None and samples.synthetic is not None
@@ -142,7 +143,8 @@ def test_synthetic_samples_are_drawn_beside_the_real_ones_they_replace(adversari
     samples = report.look(run)
     assert samples.made is not None and samples.made_labels is not None
     assert samples.real is not None and samples.synthetic is not None
-    # after a few steps they are still next to the negatives that they were made of, whose label they bear
+    # after a few steps they are still next to the negatives that they were made of, whose label
+    # they bear
     with torch.no_grad():
         nearest = run.model.distances(samples.made, samples.codes).argmin(1).numpy()
     assert (samples.labels[nearest] == samples.made_labels).mean() > 0.9

@@ -1,4 +1,6 @@
-"""The combiners in training: K = 1 is the plain case, each part on its own, the log, resume, refusals."""
+"""The combiners in training: K = 1 is the plain case, each part on its own, the log, resume,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def log(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
 
 
-# --- K = 1 -----------------------------------------------------------------------------------------------
+# --- K = 1
+# -----------------------------------------------------------------------------------------------
 
 
 @Both
@@ -116,7 +119,8 @@ def test_one_metric_called_from_python_is_lp_distance_bit_for_bit() -> None:
         assert combiner.exact and not list(combiner.parameters())
 
 
-# --- whose objective, whose weights ----------------------------------------------------------------------
+# --- whose objective, whose weights
+# ----------------------------------------------------------------------
 
 
 def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
@@ -229,7 +233,8 @@ def test_a_combiner_without_objective_trains_as_before(make: Make, tmp_path: Pat
     assert all(torch.equal(after[key], value) for key, value in again.model.state_dict().items())
 
 
-# --- the log ---------------------------------------------------------------------------------------------
+# --- the log
+# ---------------------------------------------------------------------------------------------
 
 
 def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(
@@ -269,10 +274,12 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(
     assert not any("warnings" in line for line in log(quiet))
 
 
-# --- resume ----------------------------------------------------------------------------------------------
+# --- resume
+# ----------------------------------------------------------------------------------------------
 
 
-# what a phase leaves alone keeps no gradient of the phase before, which a norm would count and a resumed run lacks
+# what a phase leaves alone keeps no gradient of the phase before, which a norm would count and a
+# resumed run lacks
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 def test_a_run_that_stops_amid_a_phase_goes_on_bit_for_bit(
     make: Make, tmp_path: Path, clip_norm: float | None
@@ -325,7 +332,8 @@ def test_a_run_that_stops_amid_a_phase_goes_on_bit_for_bit(
         assert loads[0] == loads[1]
 
 
-# --- refusals and odd batches ----------------------------------------------------------------------------
+# --- refusals and odd batches
+# ----------------------------------------------------------------------------
 
 
 @Both

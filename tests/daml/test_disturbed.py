@@ -95,7 +95,9 @@ def test_more_tries_come_nearer_and_keep_the_length(by: Literal["noise", "classm
 
 
 def test_a_class_that_varies_alike_keeps_its_items() -> None:
-    """Two classes, the same differences around either centre: what is made is another item of the negative's class."""
+    """Two classes, the same differences around either centre: what is made is another item of the
+    negative's class.
+    """
     style = torch.randn(T, F, dtype=torch.float64)
     near, far = torch.zeros(F, dtype=torch.float64), torch.full((F,), 100.0, dtype=torch.float64)
     anchor, positive = near + style, near + style.roll(1, 0)

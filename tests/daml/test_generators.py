@@ -1,4 +1,6 @@
-"""The generators: every term against plain loops in float64 and finite differences, invariances, parameters."""
+"""The generators: every term against plain loops in float64 and finite differences, invariances,
+parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The paper's losses against plain loops in float64, their gradients against finite differences, any distance, odd batches."""
+"""The paper's losses against plain loops in float64, their gradients against finite differences,
+any distance, odd batches.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,8 @@ CASES = [
 def expected_pairs(name: str, query: Tensor, reference: Tensor | None) -> Lists:
     if name != "npair":
         return all_lists(query, reference)
-    # a class's items 2r and 2r + 1 are a pair; or the k-th item of a class in the batch and in the reference set
+    # a class's items 2r and 2r + 1 are a pair; or the k-th item of a class in the batch and in the
+    # reference set
     y, z = query.tolist(), (query if reference is None else reference).tolist()
     rounds: dict[int, list[tuple[int, int]]] = {}
     for c in sorted(set(y)):
@@ -177,7 +180,9 @@ TRIPLETS = (
     torch.tensor([1, 6, 3, 2, 1]),
     torch.tensor([9, 10, 11, 12, 13]),
 )
-"""As the host gives them with a generator: the reference set is the batch, then the synthetic negatives."""
+"""As the host gives them with a generator: the reference set is the batch, then the synthetic
+negatives.
+"""
 
 
 @pytest.mark.parametrize(("name", "args"), CASES)

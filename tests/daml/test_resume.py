@@ -1,4 +1,6 @@
-"""Runs of DAML and DAMML that are killed, or whose generator becomes NaN: what is kept, and what they end as when resumed."""
+"""Runs of DAML and DAMML that are killed, or whose generator becomes NaN: what is kept, and what
+they end as when resumed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ BOTH_ALGORITHMS: dict[str, Any] = {
 RUNS = {"generator": (ALGORITHM_1, [5, 7]), "discriminator": (BOTH_ALGORITHMS, [3, 7, 15])}
 """Recipes and the steps at which they are killed: amid each kind of phase, and at a border."""
 
-# one process imports everything and runs undisturbed; each `retrieval train` that is killed or resumed is a fork of it
+# one process imports everything and runs undisturbed; each `retrieval train` that is killed or
+# resumed is a fork of it
 DRIVER = """
 import json, os, signal, sys
 import torch
@@ -153,7 +156,8 @@ def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(
         assert figures(run) == figures(killed / name / "whole")
 
 
-# --- a generator that becomes NaN ----------------------------------------------------------------------------
+# --- a generator that becomes NaN
+# ----------------------------------------------------------------------------
 
 FRAGILE = '''
 import copy
@@ -186,7 +190,9 @@ def retrieval_generators():
 def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    """In the first step, the first epoch and the second; resumed, it ends as the run that never had one."""
+    """In the first step, the first epoch and the second; resumed, it ends as the run that never had
+    one.
+    """
     (tmp_path / "fragile.py").write_text(FRAGILE)
     tables = {
         "plugins": [str(tmp_path / "fragile.py")],

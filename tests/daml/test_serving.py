@@ -1,4 +1,6 @@
-"""DAMML served: a trained model on the digits, exported, indexed and searched; every answer beside torch's and plain loops."""
+"""DAMML served: a trained model on the digits, exported, indexed and searched; every answer beside
+torch's and plain loops.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_the_bundle_holds_what_the_discriminator_needs(served: Any) -> None:
 
 @pytest.mark.parametrize("name", ["soft", "sharp", "views", "uniform"])
 def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None:
-    """From the item's vector to its distance in float64, with the trained weights, and no code of the plugin."""
+    """From the item's vector to its distance in float64, with the trained weights, and no code of
+    the plugin.
+    """
     made = served(name)
     state = {k: v.double().tolist() for k, v in made.run.model.state_dict().items()}
 

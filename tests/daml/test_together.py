@@ -1,4 +1,6 @@
-"""A generator and several weighed metrics in one run: J_gen by loops, gradients, mining, every loss trained, exported and served."""
+"""A generator and several weighed metrics in one run: J_gen by loops, gradients, mining, every loss
+trained, exported and served.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def trainer(folder: Path, made: Made) -> Trainer:
     return Trainer(run, Accelerator(cpu=True))
 
 
-# --- J_gen by the learned distance ---------------------------------------------------------------------------
+# --- J_gen by the learned distance
+# ---------------------------------------------------------------------------
 
 
 def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
@@ -135,7 +138,8 @@ def test_the_generators_objective_has_the_weighed_distance(
     assert losses.generator.item() == pytest.approx(total / len(a), rel=1e-5)
 
 
-# --- whose gradient reaches whom -----------------------------------------------------------------------------
+# --- whose gradient reaches whom
+# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("coupling", ["separate", "joint"])
@@ -143,7 +147,10 @@ def test_the_generators_objective_has_the_weighed_distance(
 def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
     make: Make, tmp_path: Path, coupling: str, when: str
 ) -> None:
-    """Separate: J_m and J_dis for the metric's side, J_gen for the generator, bit for bit. Joint: the sum's for all."""
+    """Separate: J_m and J_dis for the metric's side, J_gen for the generator, bit for bit.
+
+    Joint: the sum's for all.
+    """
     options = {"device": "cpu", "coupling": coupling, "mine": when, "real_weight": 0.5}
     generator = {
         "name": "daml.hard_negative",
@@ -204,7 +211,10 @@ def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
 def test_loss_weight_is_lambda_in_what_each_side_steps_on(
     make: Make, tmp_path: Path, coupling: str, weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eq 15: J_gen + μ J_dis + λ J_m. Differences of the three objectives, each taken by itself, along random directions."""
+    """Eq 15: J_gen + μ J_dis + λ J_m.
+
+    Differences of the three objectives, each taken by itself, along random directions.
+    """
     monkeypatch.setattr(
         torch.Tensor, "float", torch.Tensor.double
     )  # a step casts to float32 wherever it can
@@ -222,7 +232,9 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
     parts = {name: [p for p in group if p.requires_grad] for name, group in of.step.parts.items()}
 
     def objectives() -> tuple[float, float, float]:
-        """J_m, J_dis with its balance, and J_gen, of the trainer without a weight, whose parameters are those of the other."""
+        """J_m, J_dis with its balance, and J_gen, of the trainer without a weight, whose parameters
+        are those of the other.
+        """
         torch.manual_seed(0)
         losses = plain.step.losses(features, labels)
         assert losses.metric is not None and losses.generator is not None
@@ -320,7 +332,8 @@ def test_what_is_mined_after_generation_is_semi_hard_by_the_weighed_distance(
     assert any((k if replaces == "negative" else j) >= size for _, j, k in expected)
 
 
-# --- K = 1 ---------------------------------------------------------------------------------------------------
+# --- K = 1
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
@@ -367,7 +380,8 @@ def test_one_metric_is_bit_for_bit_the_run_without_a_combiner(
         assert {**one, "images_per_second": 0} == {**plain, "images_per_second": 0}
 
 
-# --- trained, exported, served -------------------------------------------------------------------------------
+# --- trained, exported, served
+# -------------------------------------------------------------------------------
 
 CONTRASTIVE = {"name": "daml.hard_negative", "form": "contrastive"}
 LOSSES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,8 @@ from retrieval.run import checkpoint
 from retrieval.run.build import Called
 from retrieval.training.trainer import train
 
-# --- which objective reaches what ----------------------------------------------------------------------------
+# --- which objective reaches what
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
@@ -21,7 +22,9 @@ from retrieval.training.trainer import train
 def test_gradients_are_those_of_the_couplings_objectives(
     tmp_path: Path, tables: dict[str, Any], coupling: str
 ) -> None:
-    """Separate: J_m's for the metric, through what the generator made too, J_gen's for the generator, bit for bit. Joint: the sum's for all."""
+    """Separate: J_m's for the metric, through what the generator made too, J_gen's for the
+    generator, bit for bit. Joint: the sum's for all.
+    """
     of = trainer(tmp_path, **tables, train={"device": "cpu", "coupling": coupling})
     inputs, labels = batch(of)
     random = checkpoint.random_state()
@@ -60,7 +63,9 @@ def test_gradients_are_those_of_the_couplings_objectives(
     "name", ["daml.hard_negative", "daml.hard_positive", "daml.disturbed_negative"]
 )
 def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path: Path, name: str) -> None:
-    """A triplet: the backbone has the gradient of the loss written out, with the generator's weights as constants."""
+    """A triplet: the backbone has the gradient of the loss written out, with the generator's
+    weights as constants.
+    """
     generator = {"name": name} | ({"tries": 1, "step": 0.0} if "disturbed" in name else {})
     of = trainer(tmp_path, generator=generator, loss={"name": "daml.triplet", "margin": 3.0})
     images, labels = batch(of)
@@ -141,7 +146,8 @@ def test_any_loss_with_a_reference_set_trains_with_synthetic_samples(
     assert values[0] != values[1]
 
 
-# --- phases --------------------------------------------------------------------------------------------------
+# --- phases
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path: Path) -> None:
@@ -168,7 +174,9 @@ def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path: Path) -> None:
 
 
 def test_a_phase_trains_both_while_the_metric_sees_real_samples_only(tmp_path: Path) -> None:
-    """`synthetic = false` where the generator trains too: J_gen for it, the plain loss for the metric, bit for bit."""
+    """`synthetic = false` where the generator trains too: J_gen for it, the plain loss for the
+    metric, bit for bit.
+    """
     of = trainer(tmp_path, phase=[{"name": "apart", "epochs": 1, "synthetic": False}])
     inputs, labels = batch(of)
     losses = of.step.losses(inputs, labels)

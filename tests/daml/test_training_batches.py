@@ -1,4 +1,6 @@
-"""DAML trained by recipes: mining before and after generation, batches without triplets, and the docs' recipes."""
+"""DAML trained by recipes: mining before and after generation, batches without triplets, and the
+docs' recipes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from retrieval.run.open import build_run
 from retrieval.training.synthetic import choose_triplets, extend, mine
 from retrieval.training.trainer import train
 
-# --- semi-hard selection before and after generation ---------------------------------------------------------
+# --- semi-hard selection before and after generation
+# ---------------------------------------------------------
 
 SEMI_HARD = [
     {"name": "daml.semi_hard", "margin": 0.5},
@@ -56,7 +59,9 @@ def test_a_miner_picks_before_or_after_generation(
 
 
 def test_what_is_mined_after_generation_by_loops() -> None:
-    """Semi-hard triplets among real and synthetic negatives, no synthetic positive, nobody its own positive."""
+    """Semi-hard triplets among real and synthetic negatives, no synthetic positive, nobody its own
+    positive.
+    """
     from pytorch_metric_learning.miners import TripletMarginMiner
 
     torch.manual_seed(0)
@@ -121,7 +126,8 @@ def test_what_cannot_go_together_is_refused(tables: dict[str, Any], words: str) 
         made(**tables)
 
 
-# --- odd batches ----------------------------------------------------------------------------------------------
+# --- odd batches
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
@@ -153,7 +159,8 @@ def test_two_processes_agree_with_one_on_the_synthetic_batch() -> None:
     assert all(map(torch.equal, one, draw()))
 
 
-# --- the page and the recipes ----------------------------------------------------------------------------------
+# --- the page and the recipes
+# ----------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
 

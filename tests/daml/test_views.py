@@ -1,4 +1,6 @@
-"""Local metrics that see a view each: what depends on what, and that weights then leave spoilt views out."""
+"""Local metrics that see a view each: what depends on what, and that weights then leave spoilt
+views out.
+"""
 
 from __future__ import annotations
 
@@ -99,11 +101,14 @@ def test_features_that_are_not_so_many_views_are_refused(name: str) -> None:
         combiner.build_head(30)
 
 
-# --- what it is for --------------------------------------------------------------------------------------
+# --- what it is for
+# --------------------------------------------------------------------------------------
 
 
 def spoilt_views(rng: np.random.Generator) -> tuple[NDArray[np.float32], list[str]]:
-    """60 classes of 12 items in four views; up to three views of an item show something else, and look like it."""
+    """60 classes of 12 items in four views; up to three views of an item show something else, and
+    look like it.
+    """
     centres = rng.normal(size=(60, VIEWS, WIDTH))
     labels = np.repeat(np.arange(60), 12)
     x = centres[labels] + 0.5 * rng.normal(size=(len(labels), VIEWS, WIDTH))

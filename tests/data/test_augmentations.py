@@ -1,4 +1,6 @@
-"""Transforms of training images by name: repeatable, kept apart from what the model draws, refused with sentences; several views of an item."""
+"""Transforms of training images by name: repeatable, kept apart from what the model draws, refused
+with sentences; several views of an item.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_every_transform_follows_from_the_seed_alone(name: str, channels: int) -
 
 @pytest.mark.parametrize("name", PLUGINS.factories("augmentations"))
 def test_what_is_done_after_drawing_is_the_same_outside(name: str) -> None:
-    """And so it is once a process that decodes has been sent it; torchvision's own transforms alone are taken to draw first."""
+    """And so it is once a process that decodes has been sent it; torchvision's own transforms alone
+    are taken to draw first.
+    """
     transform, pixels, before = built(name), noise(3), torch.get_rng_state()
     quick = without_asking(transform)
     assert (quick is not transform) == type(transform).__module__.startswith("torchvision.")
@@ -140,7 +144,9 @@ def test_what_an_own_subclass_draws_late_follows_from_the_seed_too() -> None:
 
 
 def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn() -> None:
-    """The model's dropout draws from the global generator while images are changed in other threads."""
+    """The model's dropout draws from the global generator while images are changed in other
+    threads.
+    """
     transform, pixels, stop = built("RandAugment"), noise(3), threading.Event()
 
     def change() -> None:
@@ -238,7 +244,9 @@ class TestViews:
         assert "Set views = 2" in said and "Set items = 1" in said
 
     def test_a_net_learns_from_views_alone(self, tmp_path: Path) -> None:
-        """Without any label, digits are found better than by an untrained net (SimCLR's loss, Chen et al., ICML 2020)."""
+        """Without any label, digits are found better than by an untrained net (SimCLR's loss, Chen
+        et al., ICML 2020).
+        """
         from retrieval import evaluate_run, train
 
         recipe = Recipe(

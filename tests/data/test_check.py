@@ -1,4 +1,6 @@
-"""`retrieval data check`: what was planted in real images is found, each with its mark; clean images are left in peace."""
+"""`retrieval data check`: what was planted in real images is found, each with its mark; clean
+images are left in peace.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def parts() -> list[Image.Image]:
 
 @pytest.fixture
 def photos(parts: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`photos/train/CLASS` and `photos/test/CLASS`: five classes a side, two images each, all different."""
+    """`photos/train/CLASS` and `photos/test/CLASS`: five classes a side, two images each, all
+    different.
+    """
     monkeypatch.chdir(tmp_path)
     for number, part in enumerate(parts):
         side, label = ("train", number // 2) if number < 10 else ("test", number // 2)
@@ -57,7 +61,9 @@ def photos(parts: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def bundle() -> Bundle:
-    """A trained model of grey digits, which has no business with photographs, and measures them all the same."""
+    """A trained model of grey digits, which has no business with photographs, and measures them all
+    the same.
+    """
     return Bundle.open(Path(__file__).parents[1] / "before" / "bundle")
 
 
@@ -66,7 +72,9 @@ def names(found: Findings, alike: Alike) -> set[str]:
 
 
 def plant(photos: Path) -> None:
-    """Plant one of each: the same file with another label, the same pixels and three near copies on the other side, broken files, labels."""
+    """Plant one of each: the same file with another label, the same pixels and three near copies on
+    the other side, broken files, labels.
+    """
     train, test = photos / "train", photos / "test"
     shutil.copy(train / "c0" / "0.png", train / "c1" / "twice.png")
     with Image.open(train / "c1" / "2.png") as one:
@@ -155,7 +163,9 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
 def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(
     photos: Path, cli: Callable[..., Any]
 ) -> None:
-    """A 12-bit camera's values are not scaled, and 0 to 255 in 16 bits are black: in grey and in colour."""
+    """A 12-bit camera's values are not scaled, and 0 to 255 in 16 bits are black: in grey and in
+    colour.
+    """
     grey = np.asarray(Image.open(photos / "train" / "c0" / "0.png").convert("L")).astype(np.uint16)
     grey = grey * 255 // grey.max()
     for name, values in (
@@ -229,7 +239,9 @@ def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[
 
 
 def test_clean_digits_raise_no_alarm(tmp_path: Path) -> None:
-    """False alarms by picture on 1,797 real and different digits, and what of their copies is found: figures, not adjectives."""
+    """False alarms by picture on 1,797 real and different digits, and what of their copies is
+    found: figures, not adjectives.
+    """
     digits = (load_digits().images * 15.9).astype(np.uint8)
     np.savez(tmp_path / "x.npz", features=digits.reshape(len(digits), -1).astype(np.float32))
     pictures = np.stack([fingerprint(Image.fromarray(each)).picture for each in digits])

@@ -385,7 +385,9 @@ class Slow(FileDataset):
 def test_threads_decode_where_an_item_takes_long(
     photos: FileDataset, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small pictures are decoded one after the other: threads would wait for one another, at twice the CPU time."""
+    """Small pictures are decoded one after the other: threads would wait for one another, at twice
+    the CPU time.
+    """
     monkeypatch.setattr("retrieval.data.raw._WORTH", 0.025)
     slow = Slow(photos, seconds)
     raw = RawInputs(slow, GREY8, budget=0)

@@ -1,4 +1,6 @@
-"""Images that are two in one: what the pixels and labels of a batch are then, and which losses take them."""
+"""Images that are two in one: what the pixels and labels of a batch are then, and which losses take
+them.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,8 @@ def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path: Path) -> 
     mixed = step.losses(inputs, MixedLabels(own, other, 0.3)).metric
     first, second = step.losses(inputs, own).metric, step.losses(inputs, other).metric
     assert mixed is not None and first is not None and second is not None
-    # batch norm moves on with each call, and dropout is none: in training mode the batch's own statistics count
+    # batch norm moves on with each call, and dropout is none: in training mode the batch's own
+    # statistics count
     assert mixed.item() == pytest.approx(0.3 * first.item() + 0.7 * second.item(), rel=1e-5)
 
 

@@ -1,4 +1,6 @@
-"""Frozen features by ONNX Runtime: torch's, kept under a name of their own, and torch's again where it cannot serve."""
+"""Frozen features by ONNX Runtime: torch's, kept under a name of their own, and torch's again where
+it cannot serve.
+"""
 
 from __future__ import annotations
 

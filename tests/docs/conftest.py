@@ -1,4 +1,6 @@
-"""Reads the pages: their fenced blocks, their files, their commands; and runs them as a reader would."""
+"""Reads the pages: their fenced blocks, their files, their commands; and runs them as a reader
+would.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it is, its language, the file that it is to be saved as, and the line before it."""
+    """A fenced block: where it is, its language, the file that it is to be saved as, and the line
+    before it.
+    """
 
     page: Path
     line: int
@@ -230,7 +234,9 @@ def documents(text: str) -> Iterator[Any]:
 
 
 def shape(value: Any) -> Any:
-    """Return what a page shows of an answer whatever the numbers are: keys, types, an error's sentence."""
+    """Return what a page shows of an answer whatever the numbers are: keys, types, an error's
+    sentence.
+    """
     if isinstance(value, dict):
         return {k: v if k in ("status", "detail") else shape(v) for k, v in value.items()}
     if isinstance(value, list):

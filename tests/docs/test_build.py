@@ -67,7 +67,9 @@ def test_sphinx_has_no_warning(root: Path, site: Path) -> None:
 
 
 class Loads(HTMLParser):
-    """What a page makes a browser load: every `src`, and the `href` of what is not a link to follow."""
+    """What a page makes a browser load: every `src`, and the `href` of what is not a link to
+    follow.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,9 @@ VARIES = re.compile(
     r"\d+\.\d+|\b[0-9a-f]{64}\b|\b[0-9a-f]{16}\b|(?<=bytes: )[\d,]+|(?<=transactions: )\d+|^…$",
     re.M,
 )
-"""Times, sizes, distances, hashes and names of files; `…` stands for lines that the page leaves out."""
+"""Times, sizes, distances, hashes and names of files; `…` stands for lines that the page leaves
+out.
+"""
 
 
 def same(shown: str, printed: str) -> bool:

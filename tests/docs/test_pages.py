@@ -1,4 +1,6 @@
-"""The pages as a reader follows them: files saved, code run, commands run, answers compared with those shown."""
+"""The pages as a reader follows them: files saved, code run, commands run, answers compared with
+those shown.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ def test_links_lead_somewhere(root: Path, name: str) -> None:
 
 
 def test_what_the_documentation_includes_links_no_neighbour(root: Path) -> None:
-    """Sphinx looks for a relative link beside the page that includes the text, where its target is not."""
+    """Sphinx looks for a relative link beside the page that includes the text, where its target is
+    not.
+    """
     for page in [root / "CHANGELOG.md", *(root / "benchmarks" / "results").glob("*.md")]:
         for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
             assert target.startswith(("https://", "#")), f"{page.name} links {target}"

@@ -1,4 +1,6 @@
-"""What the page of stores says of them is shown by tests that there are, and with the versions that it names."""
+"""What the page of stores says of them is shown by tests that there are, and with the versions that
+it names.
+"""
 
 from __future__ import annotations
 

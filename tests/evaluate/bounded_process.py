@@ -1,6 +1,8 @@
-"""Evaluates a folder of embeddings with one worker, as one of a cluster does; run by `test_pairwise.py` in an interpreter of its own.
+"""Evaluates a folder of embeddings with one worker, as one of a cluster does; run by
+`test_pairwise.py` in an interpreter of its own.
 
-Prints the figures, and by how many bytes the process's peak of resident memory grew over what it had imported and a small folder took.
+Prints the figures, and by how many bytes the process's peak of resident memory grew over what it
+had imported and a small folder took.
 """
 
 from __future__ import annotations

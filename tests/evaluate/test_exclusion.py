@@ -157,7 +157,9 @@ def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
 
 
 def distances(ours, others):
-    """Return distances as figures compare them, one pair after another in float64, rounded to float32."""
+    """Return distances as figures compare them, one pair after another in float64, rounded to
+    float32.
+    """
     apart = [
         [sum((float(a) - float(b)) ** 2 for a, b in zip(p, g, strict=True)) for g in others]
         for p in ours
@@ -271,7 +273,9 @@ def test_a_query_is_expanded_with_what_it_may_see(parted):
 
 @pytest.mark.parametrize("same_label", [False, True])
 def test_reranked_answers_lose_what_is_hidden(same_label):
-    """Re-ranking looks at all, and what is hidden is dropped from its answers, as published code does."""
+    """Re-ranking looks at all, and what is hidden is dropped from its answers, as published code
+    does.
+    """
     codes, labels, cameras = items(11, 40, False)
     changed = reranked(codes[:15], codes[15:], k1=6, k2=3)
     apart = changed.distance(
@@ -331,7 +335,9 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
 
 
 def check_the_rows() -> Any:
-    """Rows after expansion, and open-set rates, are of what a query may see; returns the codes of all items."""
+    """Rows after expansion, and open-set rates, are of what a query may see; returns the codes of
+    all items.
+    """
     run = load_run(Path("runs/r"))
     table = run.recipe.evaluate.model_copy(
         update={"expand": Expansion(k=3), "rerank": Rerank(k1=4, k2=2), "open_set": [0.5]}

@@ -1,4 +1,6 @@
-"""Metrics against their definitions in plain Python, and against pytorch-metric-learning where it defines the same."""
+"""Metrics against their definitions in plain Python, and against pytorch-metric-learning where it
+defines the same.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,8 @@ def test_against_pytorch_metric_learning(digits):
 
 
 def test_against_pytorch_metric_learning_where_ties_decide_nothing():
-    # Every item twice with one label: all distances tie in pairs, and either order of a pair gives the same figures.
+    # Every item twice with one label: all distances tie in pairs, and either order of a pair gives
+    # the same figures.
     codes, labels = random_codes(2, count=60)
     codes, labels = np.repeat(codes, 2, axis=0), np.repeat(labels, 2)
     names = ["precision_at_1", "r_precision", "map_at_r", "map"]
@@ -142,7 +145,8 @@ def test_against_pytorch_metric_learning_where_ties_decide_nothing():
 def test_ties_are_ordered_by_row():
     codes = np.zeros((6, 3), np.float32)
     labels = np.array([0, 1, 0, 1, 1, 0])
-    # Query 0 sees 1 0 1 1 0: its first match is at rank 2. Query 1 sees 0 0 first, queries 2 to 5 see 0 1.
+    # Query 0 sees 1 0 1 1 0: its first match is at rank 2. Query 1 sees 0 0 first, queries 2 to 5
+    # see 0 1.
     assert evaluate(codes, labels, metrics=["recall_at_1", "recall_at_2"]).values == {
         "recall_at_1": 2 / 6,
         "recall_at_2": 5 / 6,

@@ -16,7 +16,9 @@ from sklearn.datasets import load_digits
 
 
 def brute(queries, gallery, k, exclude=None):
-    """Return what a loop finds: squared distances in float64 from differences, rounded to float32, ties by row."""
+    """Return what a loop finds: squared distances in float64 from differences, rounded to float32,
+    ties by row.
+    """
     queries, gallery = np.asarray(queries, np.float64), np.asarray(gallery, np.float64)
     rows, distances = [], []
     for number, query in enumerate(queries):
@@ -31,7 +33,9 @@ def brute(queries, gallery, k, exclude=None):
 
 @pytest.fixture(scope="module")
 def digits():
-    """Handwritten digits and their mirror images: 7188 real vectors (64 whole numbers 0–16), with many equal distances."""
+    """Handwritten digits and their mirror images: 7188 real vectors (64 whole numbers 0–16), with
+    many equal distances.
+    """
     images = load_digits().images
     turned = [images, images[:, ::-1], images[:, :, ::-1], images.transpose(0, 2, 1)]
     return np.concatenate(turned).reshape(-1, 64).astype(np.float32)
@@ -226,7 +230,9 @@ def test_a_distance_of_ones_own(digits):
 
 
 def test_values_beyond_24_bits_are_rounded_then_tied():
-    """Pixel vectors have squared distances of over 2²⁴: what float32 cannot tell apart is ordered by row."""
+    """Pixel vectors have squared distances of over 2²⁴: what float32 cannot tell apart is ordered
+    by row.
+    """
     gallery = np.zeros((6, 300), np.int64)
     gallery[:, :264] = 252
     gallery[:, 265:270] = [110, 11, 1, 1, 1]
@@ -263,7 +269,9 @@ def test_what_cannot_be_searched_is_said(change, says):
 
 
 def test_memory_does_not_hold_queries_times_gallery():
-    """12,000 × 12,000 float32 distances are 576 MB, and even a byte a pair 144 MB: a search may add 120."""
+    """12,000 × 12,000 float32 distances are 576 MB, and even a byte a pair 144 MB: a search may add
+    120.
+    """
     program = """
         import resource
         import numpy as np, torch

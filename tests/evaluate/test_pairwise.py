@@ -1,4 +1,6 @@
-"""Figures in blocks of queries by blocks of the gallery: those of `evaluate`, whatever the blocks are, and from files."""
+"""Figures in blocks of queries by blocks of the gallery: those of `evaluate`, whatever the blocks
+are, and from files.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
 
 
 def test_a_worker_holds_a_block_and_not_the_gallery(tmp_path):
-    """Eight blocks of 32 MB take a worker less than two of them more than one does: they come and go."""
+    """Eight blocks of 32 MB take a worker less than two of them more than one does: they come and
+    go.
+    """
     pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
     rng = np.random.default_rng(0)
     same = rng.normal(size=(PART, WIDE)).astype(np.float32)

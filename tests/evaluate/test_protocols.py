@@ -1,4 +1,6 @@
-"""Protocols beyond equal labels, each against plain loops in double precision; and all of them together in a run."""
+"""Protocols beyond equal labels, each against plain loops in double precision; and all of them
+together in a run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def items(seed: int, count: int, tied: bool = False):
 
 
 def ranked(codes, gallery, i, itself, hidden=lambda j: False):
-    """Return places of the gallery, nearest first, by distance rounded to float32 and then by place."""
+    """Return places of the gallery, nearest first, by distance rounded to float32 and then by
+    place.
+    """
     there = [j for j in range(len(gallery)) if not (itself and i == j) and not hidden(j)]
     apart = {
         j: float(
@@ -245,7 +249,9 @@ def test_expansion_of_queries_and_of_the_gallery(parted, queries, alpha):
 
 
 def zhong(codes, k1, k2, weight):
-    """Return the final distances of all items to all, by the paper's equations, one pair after another."""
+    """Return the final distances of all items to all, by the paper's equations, one pair after
+    another.
+    """
     n = len(codes)
     apart = np.array(
         [

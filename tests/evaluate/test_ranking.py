@@ -40,7 +40,9 @@ def clustered(size=3000, width=24, classes=150):
 
 
 def kinds():
-    """Return codes and labels by name, and whether the ranking is expected to decide nearly all of them itself."""
+    """Return codes and labels by name, and whether the ranking is expected to decide nearly all of
+    them itself.
+    """
     codes, labels = clustered()
     pixels, digit = images()
     unit = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
@@ -114,7 +116,9 @@ def test_a_panel_of_too_many_candidates_is_left_to_full_search(monkeypatch):
 
 
 def test_what_is_in_doubt_is_measured():
-    """Distances that differ by less than the product's rounding: without measuring, some matches would be wrong."""
+    """Distances that differ by less than the product's rounding: without measuring, some matches
+    would be wrong.
+    """
     codes, labels, _ = KINDS["two decimals"]
     found = Ranking(codes, labels, np.arange(len(codes)), np.full(len(codes), 17))
     truth = truth_of("two decimals")

@@ -1,4 +1,6 @@
-"""`retrieval report`: its figures by plain loops, what it finds, what it refuses, and the page in Chromium."""
+"""`retrieval report`: its figures by plain loops, what it finds, what it refuses, and the page in
+Chromium.
+"""
 
 from __future__ import annotations
 

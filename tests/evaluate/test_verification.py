@@ -62,7 +62,9 @@ def eer_by_loops(distances: list[float], same: list[bool]) -> float:
 def accuracy_by_loops(
     distances: list[float], same: list[bool], folds: list[int]
 ) -> tuple[list[float], list[float]]:
-    """Each fold's accuracy and threshold: every cut between two distances of the other folds is tried."""
+    """Each fold's accuracy and threshold: every cut between two distances of the other folds is
+    tried.
+    """
     accuracy, thresholds = [], []
     for fold in sorted(set(folds)):
         others = [(d, s) for d, s, f in zip(distances, same, folds, strict=True) if f != fold]
@@ -104,7 +106,8 @@ def test_against_plain_loops(seed: int, tied: bool) -> None:
 
 
 def test_by_hand_with_ties() -> None:
-    # same at 1, 2, 2, 3; different at 2, 3, 4, 4. Of the 16 couples 10 + 2 are right, 3 tie (2=2 twice, 3=3), 1 is wrong (3 > 2).
+    # same at 1, 2, 2, 3; different at 2, 3, 4, 4. Of the 16 couples 10 + 2 are right, 3 tie (2=2
+    # twice, 3=3), 1 is wrong (3 > 2).
     distances = [1, 2, 2, 3, 2, 3, 4, 4]
     same = [1, 1, 1, 1, 0, 0, 0, 0]
     found = verification(distances, same, [0, 1] * 4, far=(0.25,))
@@ -112,8 +115,8 @@ def test_by_hand_with_ties() -> None:
     # the curve goes (0, 0) (0, ¼) (¼, ¾): it meets FAR = 1 − TAR in the last point
     assert found.values["eer"] == pytest.approx(0.25)
     assert found.values["tar_at_far_0.25"] == 0.75
-    # fold 1 has same 2, 3 and different 3, 4: best to cut between 2 and 3, or 3 and 4 (3 of 4 right); the smaller is taken.
-    # So fold 0 (same 1, 2; different 2, 4) is judged at 2.5: 3 of 4.
+    # fold 1 has same 2, 3 and different 3, 4: best to cut between 2 and 3, or 3 and 4 (3 of 4
+    # right); the smaller is taken. So fold 0 (same 1, 2; different 2, 4) is judged at 2.5: 3 of 4.
     assert found.threshold[0] == 2.5 and found.accuracy[0] == 0.75
 
 
@@ -151,7 +154,8 @@ def test_a_folds_threshold_does_not_depend_on_the_fold_itself() -> None:
 
 
 def test_a_fold_that_would_like_another_threshold_does_not_get_it() -> None:
-    # Folds 0 and 1 part at 2, fold 2 at 20. A threshold that saw fold 2's own pairs would be right for it.
+    # Folds 0 and 1 part at 2, fold 2 at 20. A threshold that saw fold 2's own pairs would be right
+    # for it.
     distances = [1.0, 3.0] * 6 + [10.0, 30.0] * 20
     same = [True, False] * 26
     folds = [0] * 6 + [1] * 6 + [2] * 40

@@ -1,4 +1,6 @@
-"""`retrieval evaluate --protocol verification` on real runs: with and without a combiner, a learner, a bundle, and by command."""
+"""`retrieval evaluate --protocol verification` on real runs: with and without a combiner, a
+learner, a bundle, and by command.
+"""
 
 from __future__ import annotations
 

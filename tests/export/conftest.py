@@ -49,7 +49,9 @@ class Vectors(Backbone):
 
 
 class Sum(Combiner):
-    """Sum over K sub-spaces of the Euclidean distance between unit embeddings: not the order of any vectors."""
+    """Sum over K sub-spaces of the Euclidean distance between unit embeddings: not the order of any
+    vectors.
+    """
 
     exact = False
     candidates = 40
@@ -80,7 +82,9 @@ class Sum(Combiner):
 
 
 class Inner(Combiner):
-    """Inner product with weights on the query side, as a Euclidean distance: one more column on either side."""
+    """Inner product with weights on the query side, as a Euclidean distance: one more column on
+    either side.
+    """
 
     def __init__(self, width: int = 8, radius: float = 50.0) -> None:
         super().__init__()
@@ -152,7 +156,9 @@ def photographs():
 
 @pytest.fixture
 def net() -> Model:
-    """A small convolutional model of digits, in training mode, with batch statistics that are not the initial ones."""
+    """A small convolutional model of digits, in training mode, with batch statistics that are not
+    the initial ones.
+    """
     torch.manual_seed(0)
     model = Model(Net(), build_head(96, 16))
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):

@@ -1,4 +1,6 @@
-"""`retrieval export --model`: a pretrained backbone becomes a bundle without labels or training, whitened by photos if they are named."""
+"""`retrieval export --model`: a pretrained backbone becomes a bundle without labels or training,
+whitened by photos if they are named.
+"""
 
 from __future__ import annotations
 

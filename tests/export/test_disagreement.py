@@ -1,4 +1,6 @@
-"""A graph that is not the model: refused, with the difference, the place and the cause, and nothing left behind."""
+"""A graph that is not the model: refused, with the difference, the place and the cause, and nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,9 @@ def test_an_opset_that_torch_cannot_write(linear, vectors, tmp_path):
 
 
 def test_a_graph_that_torch_cannot_write_is_not_printed(parts, digits, tmp_path, capfd):
-    """The older exporter prints all of its graph when it fails, from C++: `sys.stdout` never sees it."""
+    """The older exporter prints all of its graph when it fails, from C++: `sys.stdout` never sees
+    it.
+    """
 
     class Uneven(parts.Net):
         def forward(self, x):

@@ -1,4 +1,6 @@
-"""`retrieval export --split`: backbone and head as two graphs, and the same backbone known again under another head."""
+"""`retrieval export --split`: backbone and head as two graphs, and the same backbone known again
+under another head.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,9 @@ def frozen(tmp_path_factory):
 def test_a_head_trained_on_a_frozen_backbone_is_applied_to_the_features_of_its_first_bundle(
     frozen, digits, tmp_path
 ):
-    """What a migration does: an index begins with the backbone as it comes, and a metric is learned on it later."""
+    """What a migration does: an index begins with the backbone as it comes, and a metric is learned
+    on it later.
+    """
     run, plugin = frozen
     first = export_backbone(
         "own.filters",

@@ -1,4 +1,6 @@
-"""fp16 and int8 encoders: their drift is what the manifest says, by plain loops, and calibration is the caller's."""
+"""fp16 and int8 encoders: their drift is what the manifest says, by plain loops, and calibration is
+the caller's.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +215,9 @@ def test_int8_without_a_layer_to_quantise_says_so(parts, vectors, tmp_path):
 
 @pytest.mark.parametrize("combiner", ["Sum", "Inner"])
 def test_variants_of_every_output(combiner, parts, vectors, tmp_path):
-    """Code, query and vector all come from the variant; Recall@1 is that of the rescorer's or the query's order."""
+    """Code, query and vector all come from the variant; Recall@1 is that of the rescorer's or the
+    query's order.
+    """
     features, labels = vectors[0][:120], vectors[1][:120]
     torch.manual_seed(5)
     combiner = getattr(parts, combiner)()

@@ -1,4 +1,6 @@
-"""Mistakes of somebody who works in Python: each is one sentence of this package, and says what to do in Python."""
+"""Mistakes of somebody who works in Python: each is one sentence of this package, and says what to
+do in Python.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Objects made in Python in the places of named parts: trained, recorded, opened again, resumed, exported."""
+"""Objects made in Python in the places of named parts: trained, recorded, opened again, resumed,
+exported.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ def encoder_device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Recipe]:
-    """A checked recipe for a device: handwritten digits and a small convolutional network, changed by tables."""
+    """A checked recipe for a device: handwritten digits and a small convolutional network, changed
+    by tables.
+    """
 
     def build(device: str, **tables: Any) -> Recipe:
         base: dict[str, Any] = {

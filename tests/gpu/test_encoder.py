@@ -1,4 +1,6 @@
-"""Bundles on CUDA and TensorRT: vectors of the CPU, of any number of rows, one graph or two; a server that says nothing of a fallback."""
+"""Bundles on CUDA and TensorRT: vectors of the CPU, of any number of rows, one graph or two; a
+server that says nothing of a fallback.
+"""
 
 from __future__ import annotations
 

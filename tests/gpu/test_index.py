@@ -1,4 +1,6 @@
-"""FAISS's structures on a GPU: what they find, in 16 bits and on several; CAGRA's file on a CPU; threads; too little memory."""
+"""FAISS's structures on a GPU: what they find, in 16 bits and on several; CAGRA's file on a CPU;
+threads; too little memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Training on a GPU: no step waits for it, each precision learns, a run that was stopped goes on exactly, figures are the CPU's."""
+"""Training on a GPU: no step waits for it, each precision learns, a run that was stopped goes on
+exactly, figures are the CPU's.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_each_precision_learns(
 
 
 def test_a_step_waits_for_nothing(make: Make, tmp_path: Path, device: str) -> None:
-    """CUDA itself refuses a synchronisation; torch's optimisers may keep their step counts on the CPU."""
+    """CUDA itself refuses a synchronisation; torch's optimisers may keep their step counts on the
+    CPU.
+    """
     run = build_run(tmp_path, make(device, train={"clip_norm": 1.0, "precision": "bf16"}))
     of = trainer.Trainer(run, Accelerator(mixed_precision="bf16", cpu=device == "cpu"))
     of.step.set_modes()

@@ -42,7 +42,9 @@ def eq_11(
     t: float = 1.0,
     both: Any = None,
 ) -> float:
-    """Eq 7 of the pairs and α times Eq 7 of Eq 9's, M = tΣ over whitened embeddings; nothing simplified."""
+    """Eq 7 of the pairs and α times Eq 7 of Eq 9's, M = tΣ over whitened embeddings; nothing
+    simplified.
+    """
     everything = embeddings if both is None else np.concatenate([embeddings, both])
     reference = embeddings if both is None else both
     mean = sum(everything) / len(everything)

@@ -1,7 +1,9 @@
-"""What the extra for a GPU resolves to, by pip's own resolver, kept beside this file for the test that reads it.
+"""What the extra for a GPU resolves to, by pip's own resolver, kept beside this file for the test
+that reads it.
 
-python tests/host/resolve_gpu.py            on Linux, with pip 24.1 or newer and a package index; nothing is installed
-python tests/host/resolve_gpu.py --check    writes nothing, and says what does not fit together today
+python tests/host/resolve_gpu.py            on Linux, with pip 24.1 or newer and a package index;
+nothing is installed python tests/host/resolve_gpu.py --check    writes nothing, and says what does
+not fit together today
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ RUNTIME = ("nvidia-cuda-runtime", "cuda-toolkit")
 
 
 def wanted() -> list[str]:
-    """What a machine with a GPU asks for: the extra gpu, and torch beside it, of which the metadata alone is looked at. TensorRT's package is a placeholder that downloads another: its name says its CUDA."""
+    """What a machine with a GPU asks for: the extra gpu, and torch beside it, of which the metadata
+    alone is looked at. TensorRT's package is a placeholder that downloads another: its name says
+    its CUDA.
+    """
     config = ConfigParser()
     config.read(HERE.parents[1] / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]
@@ -63,7 +68,9 @@ def resolved(*given: str) -> list[dict[str, Any]]:
 
 
 def majors(package: dict[str, Any]) -> Iterator[str]:
-    """The CUDA majors that a package is of, or asks for: by its name's ending, or the runtime's version."""
+    """The CUDA majors that a package is of, or asks for: by its name's ending, or the runtime's
+    version.
+    """
     if ending := re.search(r"-cu(\d\d)(-|$)", package["name"]):
         yield ending[1]
     if package["name"] in RUNTIME:
@@ -79,7 +86,9 @@ def majors(package: dict[str, Any]) -> Iterator[str]:
 
 
 def faults(kept: dict[str, Any]) -> list[str]:
-    """What does not fit together: CUDA of two majors, two packages of one module, a bound that is not met."""
+    """What does not fit together: CUDA of two majors, two packages of one module, a bound that is
+    not met.
+    """
     packages = kept["packages"]
     versions = {each["name"]: each["version"] for each in packages}
     found = []

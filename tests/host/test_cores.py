@@ -1,4 +1,6 @@
-"""Threads, processes and sessions by the cores that a process may use: affinity and the cgroup's quota."""
+"""Threads, processes and sessions by the cores that a process may use: affinity and the cgroup's
+quota.
+"""
 
 from __future__ import annotations
 

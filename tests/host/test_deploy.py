@@ -1,4 +1,6 @@
-"""What `deploy/` holds fits the code: options, extras, ports, addresses, and every figure of the dashboard."""
+"""What `deploy/` holds fits the code: options, extras, ports, addresses, and every figure of the
+dashboard.
+"""
 
 from __future__ import annotations
 

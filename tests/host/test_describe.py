@@ -1,4 +1,6 @@
-"""`plugins list` and `plugins show`: what plugins offer, and lines that may be pasted into a recipe as they are."""
+"""`plugins list` and `plugins show`: what plugins offer, and lines that may be pasted into a recipe
+as they are.
+"""
 
 from __future__ import annotations
 
@@ -156,8 +158,8 @@ def test_paragraphs_are_wrapped_and_formulas_and_lists_are_not(everything: Plugi
     def loss() -> None:
         """Short.
 
-        A long paragraph that goes on and on, over the width of a terminal, so that it has to be broken somewhere and
-        is put together again.
+        A long paragraph that goes on and on, over the width of a terminal, so that it has to be
+        broken somewhere and is put together again.
 
             a = b
               + c

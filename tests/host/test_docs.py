@@ -1,4 +1,6 @@
-"""The pages that the code defines: each hook with its signature, each bundled plugin on the page of its kind, the floors."""
+"""The pages that the code defines: each hook with its signature, each bundled plugin on the page of
+its kind, the floors.
+"""
 
 from __future__ import annotations
 

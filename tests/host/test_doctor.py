@@ -1,4 +1,6 @@
-"""`retrieval doctor`: what is installed and what is wrong with it, each library asked in a process of its own."""
+"""`retrieval doctor`: what is installed and what is wrong with it, each library asked in a process
+of its own.
+"""
 
 from __future__ import annotations
 

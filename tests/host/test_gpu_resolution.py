@@ -1,4 +1,6 @@
-"""The extras for a GPU are of one CUDA: read from the metadata of what they resolve to (`resolve_gpu.py` writes it)."""
+"""The extras for a GPU are of one CUDA: read from the metadata of what they resolve to
+(`resolve_gpu.py` writes it).
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ FLOORS = [
     {"cli"},
     {"__init__"},
 ]
-"""Lowest first. A module imports from lower floors and from its own folder, in functions and for type checkers too."""
+"""Lowest first.
+
+A module imports from lower floors and from its own folder, in functions and for type checkers too.
+"""
 
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 
@@ -88,13 +91,16 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
 def imports(
     path: Path, above: Path, of: Callable[[ast.AST], ast.AST] = lambda tree: tree
 ) -> Iterator[tuple[str, str]]:
-    """The modules that a file imports anywhere, and the name that it takes of each ("" for the module itself)."""
+    """The modules that a file imports anywhere, and the name that it takes of each ("" for the
+    module itself).
+    """
     for node in ast.walk(of(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            # `from retrieval.run import checkpoint` imports a module, `from retrieval import hookimpl` a name
+            # `from retrieval.run import checkpoint` imports a module, `from retrieval import
+            # hookimpl` a name
             for alias in node.names:
                 home = above.joinpath(*(node.module or "").split("."), alias.name)
                 is_module = (home / "__init__.py").is_file() or home.with_suffix(".py").is_file()

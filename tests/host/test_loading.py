@@ -1,4 +1,6 @@
-"""Plugins from entry points, files and modules; clashes, misspellings and broken plugins refused in one sentence."""
+"""Plugins from entry points, files and modules; clashes, misspellings and broken plugins refused in
+one sentence.
+"""
 
 from __future__ import annotations
 

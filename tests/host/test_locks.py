@@ -82,7 +82,9 @@ def test_any_content_of_the_file_is_survived(left, tmp_path):
 
 
 def test_never_two_at_a_time(tmp_path):
-    """Threads that take and give back without a pause: a removed file must not become a second lock."""
+    """Threads that take and give back without a pause: a removed file must not become a second
+    lock.
+    """
     inside, most, taken = [], [0], [0]
 
     def work():

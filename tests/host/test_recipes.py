@@ -1,4 +1,6 @@
-"""Recipes: every problem at once, each with its place and what to do; files that are none; what cannot go together."""
+"""Recipes: every problem at once, each with its place and what to do; files that are none; what
+cannot go together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`plugins new`: a package that installs, lists beside ours, passes its own test, trains and exports."""
+"""`plugins new`: a package that installs, lists beside ours, passes its own test, trains and
+exports.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from retrieval.cli.index import COMMANDS
 from retrieval.errors import PluginError
 from retrieval.host.scaffold import EXAMPLES, package_files, write_package
 
-# what pip has a build backend do, for all packages in one process: starting it three times for each took most of the time
+# what pip has a build backend do, for all packages in one process: starting it three times for each
+# took most of the time
 BUILD = """
 import os, sys
 from setuptools import build_meta

@@ -66,7 +66,9 @@ def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(
 
 
 def test_nothing_else_is_cleared(tmp_path: Path) -> None:
-    """Folders of the same name without a lock, with another's file in its place, of another kind, or behind a link."""
+    """Folders of the same name without a lock, with another's file in its place, of another kind,
+    or behind a link.
+    """
     elsewhere = Path(tempfile.mkdtemp(dir=tmp_path))
     (elsewhere / "kept").write_text("x")
     with scratch_folder(tmp_path, ".a.", ".part") as path:

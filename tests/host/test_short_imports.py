@@ -1,4 +1,6 @@
-"""`from retrieval_anml import LANML`: each plugin's public names load on first use, and type checkers see what they are."""
+"""`from retrieval_anml import LANML`: each plugin's public names load on first use, and type
+checkers see what they are.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ each = pytest.mark.parametrize("plugin", ONE_OF_EACH)
 
 
 def names(plugin: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-    """The names, with their modules, that load on first use, and those that type checkers are told of."""
+    """The names, with their modules, that load on first use, and those that type checkers are told
+    of.
+    """
     tree = ast.parse(
         (ROOT / "plugins" / f"retrieval_{plugin}" / "__init__.py").read_text(encoding="utf-8")
     )

@@ -13,7 +13,9 @@ FILES = [
 
 
 def long_functions(text: str, most: int) -> dict[str, int]:
-    """Return the lines of code of each function that has more than `most`: docstrings, comments and blank lines do not count."""
+    """Return the lines of code of each function that has more than `most`: docstrings, comments and
+    blank lines do not count.
+    """
     tree, lines = ast.parse(text), text.splitlines()
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     prose = {

@@ -1,4 +1,6 @@
-"""Losses and miners in the styles of public projects work as they are written: read, set, built, trained, shown."""
+"""Losses and miners in the styles of public projects work as they are written: read, set, built,
+trained, shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""metric-learn's learners under the installed scikit-learn: their own numbers, our contract, clear errors."""
+"""metric-learn's learners under the installed scikit-learn: their own numbers, our contract, clear
+errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""scikit-learn's own checks of every learner from a stream, and the two that a learner of triplets cannot pass."""
+"""scikit-learn's own checks of every learner from a stream, and the two that a learner of triplets
+cannot pass.
+"""
 
 from __future__ import annotations
 

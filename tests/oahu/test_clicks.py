@@ -1,4 +1,6 @@
-"""The click log: triplets in order, unknown ids and useless searches counted, following a file that grows."""
+"""The click log: triplets in order, unknown ids and useless searches counted, following a file that
+grows.
+"""
 
 from __future__ import annotations
 

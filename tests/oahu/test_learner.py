@@ -1,4 +1,6 @@
-"""OAHU as a learner: chunks, seeds, counters, bad input, scikit-learn's conventions, save and load, its three uses."""
+"""OAHU as a learner: chunks, seeds, counters, bad input, scikit-learn's conventions, save and load,
+its three uses.
+"""
 
 from __future__ import annotations
 
@@ -325,7 +327,8 @@ def test_ties_count_as_nearest_and_scores_are_merged_by_maximum() -> None:
     references = Spaces(e, np.array([0.4, 0.6]))
     query = Spaces(np.array([[[1.0, 0.0]], [[0.0, 1.0]]]), np.array([0.4, 0.6]))
     rows, scores = query.retrieve(references, 3)
-    # the first space has three ties, e⁰ each; the second's own scores are .6, .6 e^−√2/2 = .296, .6 e^−1
+    # the first space has three ties, e⁰ each; the second's own scores are .6, .6 e^−√2/2 = .296, .6
+    # e^−1
     assert rows.tolist() == [[1, 0, 2]] and np.allclose(scores, [[0.6, 0.4, 0.4]])
 
 

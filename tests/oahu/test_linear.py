@@ -1,4 +1,6 @@
-"""The linear baselines and the warm start: each step against a plain float64 loop, chunks, save and load, what they learn."""
+"""The linear baselines and the warm start: each step against a plain float64 loop, chunks, save and
+load, what they learn.
+"""
 
 from __future__ import annotations
 

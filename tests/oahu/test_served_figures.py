@@ -1,4 +1,6 @@
-"""The figures of a bundle that is searched by Eq 27, and of its variants, are of Eq 27 and of no other ranking."""
+"""The figures of a bundle that is searched by Eq 27, and of its variants, are of Eq 27 and of no
+other ranking.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Streams of triplets: the four rules of the closure against a brute-force one, contradictions, held-out pairs, endlessness."""
+"""Streams of triplets: the four rules of the closure against a brute-force one, contradictions,
+held-out pairs, endlessness.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The warm start: against a plain loop, its memory, its bound, and that it leaves Euclid for better neighbours only."""
+"""The warm start: against a plain loop, its memory, its bound, and that it leaves Euclid for better
+neighbours only.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def stream(count: int, each: int = 60) -> Any:
 
 
 def sectors() -> tuple[Any, Any]:
-    """Three sectors of a circle, the near and the far part of each a class, at distances between 1 and 20."""
+    """Three sectors of a circle, the near and the far part of each a class, at distances between 1
+    and 20.
+    """
     rng = np.random.default_rng(1)
     side, length = rng.integers(0, 3, 750), rng.uniform(0, 1, 750)
     angle, radius = 0.8 * side + rng.uniform(-0.3, 0.3, 750), np.exp(3 * length)
@@ -75,7 +79,9 @@ def test_what_orders_triplets_but_not_neighbours_is_not_served() -> None:
 
 
 def test_the_bound_holds_at_every_time() -> None:
-    """Of streams without a difference, at most `doubt` ever leave Euclid for any of the experts, at any of 2,000 differing votes."""
+    """Of streams without a difference, at most `doubt` ever leave Euclid for any of the experts, at
+    any of 2,000 differing votes.
+    """
     learner = Warm(doubt=0.2)
     bounds = np.zeros(2000)
     for n in range(2000):
@@ -211,7 +217,9 @@ def test_components_come_from_the_stream(components: int) -> None:
 
 
 def test_judges_by_the_distances_of_its_codes() -> None:
-    """With fewer components than features, too: what an expert is credited with is what it would serve."""
+    """With fewer components than features, too: what an expert is credited with is what it would
+    serve.
+    """
     x, _ = clouds()
     learner = Warm(components=3).prepare(x).partial_fit(stream(1024))
     block = stream(1088)[1024:]
@@ -290,7 +298,8 @@ def test_how_far_voters_may_lie() -> None:
     ]  # 12, then 14 against it, then 15
     held.learn(0, 1, 10)
     held.learn(0, 1, 11)
-    # farthest first: 30, then 15, 14, 12, 11, 10 and 1, of which 15, 12 and 1 are alike; 1 of them is wrong, 3 are undecided, 5 and more right
+    # farthest first: 30, then 15, 14, 12, 11, 10 and 1, of which 15, 12 and 1 are alike; 1 of them
+    # is wrong, 3 are undecided, 5 and more right
     assert held.votes(np.array([0]), -distances, 1.0) == pytest.approx([(0 + 0.5 + 1 + 1 + 1) / 5])
 
 

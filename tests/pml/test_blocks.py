@@ -1,4 +1,6 @@
-"""Losses and miners in blocks of rows: upstream's values, gradients, pairs and draws, with several blocks in every batch."""
+"""Losses and miners in blocks of rows: upstream's values, gradients, pairs and draws, with several
+blocks in every batch.
+"""
 
 from __future__ import annotations
 
@@ -286,7 +288,8 @@ def test_a_batch_without_pairs_of_either_kind(name: str, labels: Tensor) -> None
     ]
 
 
-# --- one matrix for a loss and its miner ---------------------------------------------------------------------
+# --- one matrix for a loss and its miner
+# ---------------------------------------------------------------------
 
 
 class Products(TorchDispatchMode):

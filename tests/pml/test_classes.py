@@ -1,4 +1,6 @@
-"""Losses against class weights, whose gradient is written down: upstream's numbers, plain loops, finite differences, memory."""
+"""Losses against class weights, whose gradient is written down: upstream's numbers, plain loops,
+finite differences, memory.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def codes(rows: int = 12, seed: int = 0) -> Tensor:
 
 
 def found(loss: Any, x: Tensor, y: Tensor = Y, mined: Any = None) -> list[Tensor]:
-    """Return the value and its gradients to codes and weights, of a value that others are added to and that is multiplied."""
+    """Return the value and its gradients to codes and weights, of a value that others are added to
+    and that is multiplied.
+    """
     x = x.clone().requires_grad_()
     value = loss(x, y, mined)
     leaves = [x, *loss.parameters()]
@@ -288,7 +292,8 @@ def test_one_matrix_of_items_and_classes(name: str, monkeypatch: pytest.MonkeyPa
     assert seen.count == 1
 
 
-# --- each formula by plain loops -------------------------------------------------------------------------------
+# --- each formula by plain loops
+# -------------------------------------------------------------------------------
 
 
 def cosine(a: list[float], b: list[float]) -> float:

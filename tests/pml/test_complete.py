@@ -1,4 +1,6 @@
-"""Every public class of the installed pytorch-metric-learning is offered, with every parameter and its default."""
+"""Every public class of the installed pytorch-metric-learning is offered, with every parameter and
+its default.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def snake(name: str) -> str:
 
 
 def upstream_parameters(cls: type) -> dict[str, Any]:
-    """Return what the class and, through **kwargs, its bases accept, with the defaults; empty for required ones."""
+    """Return what the class and, through **kwargs, its bases accept, with the defaults; empty for
+    required ones.
+    """
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         init = base.__dict__.get("__init__")

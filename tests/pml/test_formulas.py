@@ -1,4 +1,6 @@
-"""Losses that depart from upstream, against plain Python loops in float64, and their gradients by finite differences."""
+"""Losses that depart from upstream, against plain Python loops in float64, and their gradients by
+finite differences.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A factory made of a signature and a docstring: what reaches the constructor, and what its documentation says."""
+"""A factory made of a signature and a docstring: what reaches the constructor, and what its
+documentation says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Losses and a miner on masked matrices: upstream's numbers and gradients, whatever reduces them, in a few N × N."""
+"""Losses and a miner on masked matrices: upstream's numbers and gradients, whatever reduces them,
+in a few N × N.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def codes(rows: int, seed: int, spread: float) -> Tensor:
 def same(
     ours: Any, theirs: Any, x: Tensor, y: Tensor, ref: Tensor | None = None, *, mined: Any = None
 ) -> None:
-    """Both give one value, and one gradient to the codes, the reference set and their own parameters."""
+    """Both give one value, and one gradient to the codes, the reference set and their own
+    parameters.
+    """
     found = []
     for loss in (ours, theirs):
         leaves = [x.clone().requires_grad_()] + (

@@ -1,4 +1,6 @@
-"""Reducers, regularisers, distances and miners: values against plain loops, and the sentences for what cannot work."""
+"""Reducers, regularisers, distances and miners: values against plain loops, and the sentences for
+what cannot work.
+"""
 
 from __future__ import annotations
 

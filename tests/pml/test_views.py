@@ -1,4 +1,6 @@
-"""The loss of two views whose gradient is written down: upstream's numbers, plain loops, finite differences."""
+"""The loss of two views whose gradient is written down: upstream's numbers, plain loops, finite
+differences.
+"""
 
 from __future__ import annotations
 

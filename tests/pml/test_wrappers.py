@@ -1,4 +1,6 @@
-"""Losses that wrap others: cross-batch memory (exact resume), several losses at once, and pairs of views."""
+"""Losses that wrap others: cross-batch memory (exact resume), several losses at once, and pairs of
+views.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +210,8 @@ class TestViews:
         shuffled = torch.tensor([8, 0, 2, 9, 3, 1, 4, 6, 7, 5])
         loss = make("vic_reg")
         assert loss(self.first, ref_emb=self.second).item() == pytest.approx(wanted)
-        # which view comes first may differ, and the loss is the same either way for equal statistics only: keep order
+        # which view comes first may differ, and the loss is the same either way for equal
+        # statistics only: keep order
         order = torch.argsort(shuffled % 2, stable=True)
         assert loss(
             self.mixed[shuffled[order]], self.labels[shuffled[order]]

@@ -52,7 +52,9 @@ def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_pa
 
 @pytest.fixture
 def served() -> Iterator[Callable[..., SimpleNamespace]]:
-    """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready; gives its url and process."""
+    """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready;
+    gives its url and process.
+    """
     started, clients = [], []
 
     def start(

@@ -80,7 +80,9 @@ def make_bundle(
     seed: int = 0,
     side: int = SIDE,
 ) -> Path:
-    """Write a bundle whose encoder is a random projection of the pixels (or features), scaled to length 1."""
+    """Write a bundle whose encoder is a random projection of the pixels (or features), scaled to
+    length 1.
+    """
     folder.mkdir(parents=True)
     flat = features if kind == "features" else side * side
     constants: dict[str, NDArray] = {"W": weights(seed, flat)}

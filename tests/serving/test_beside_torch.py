@@ -1,4 +1,6 @@
-"""FAISS in a process where faiss.contrib.torch_utils has replaced its methods, as pytorch-metric-learning makes it."""
+"""FAISS in a process where faiss.contrib.torch_utils has replaced its methods, as
+pytorch-metric-learning makes it.
+"""
 
 from __future__ import annotations
 

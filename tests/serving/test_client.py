@@ -1,4 +1,6 @@
-"""The client against a real server: every method, waiting and in asyncio; folders pushed, interrupted and pushed on."""
+"""The client against a real server: every method, waiting and in asyncio; folders pushed,
+interrupted and pushed on.
+"""
 
 from __future__ import annotations
 

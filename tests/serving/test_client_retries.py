@@ -20,10 +20,11 @@ BUSY = {"detail": "The server is busy.", "instance": "urn:uuid:1"}
 
 
 class Server(ThreadingHTTPServer):
-    """Does, request by request, what `script` says, and its last entry from then on; remembers what it was sent.
+    """Does, request by request, what `script` says, and its last entry from then on; remembers what
+    it was sent.
 
-    An entry: ("drop",), ("hang",), ("drip",), ("header",), ("half",), ("endless",), or (status, headers, JSON). "drip" sends a body byte by
-    byte, "header" a header that never ends.
+    An entry: ("drop",), ("hang",), ("drip",), ("header",), ("half",), ("endless",), or (status,
+    headers, JSON). "drip" sends a body byte by byte, "header" a header that never ends.
     """
 
     daemon_threads = True

@@ -1,4 +1,6 @@
-"""The dashboard of `deploy/` shows every figure that the server gives, by the names and labels of the code."""
+"""The dashboard of `deploy/` shows every figure that the server gives, by the names and labels of
+the code.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def exposed(path: Path) -> dict[str, set[str]]:
-    """Return the names of all samples that a server of two indexes gives, each with the labels that it may have."""
+    """Return the names of all samples that a server of two indexes gives, each with the labels that
+    it may have.
+    """
     with Index.open(path, threads=1) as index:
         app = Application({"one": index, "other": index})
         trail = Trail()

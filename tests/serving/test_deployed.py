@@ -1,4 +1,6 @@
-"""What `deploy/` starts, for real: the server with the image's and compose's options, and nginx with its configuration in front."""
+"""What `deploy/` starts, for real: the server with the image's and compose's options, and nginx
+with its configuration in front.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ DEPLOY = ROOT / "deploy"
 def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
     served: Any, index_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the service's name, as Prometheus asks; the same options on free ports, the keys in the variable that both set."""
+    """By the service's name, as Prometheus asks; the same options on free ports, the keys in the
+    variable that both set.
+    """
     page = (ROOT / "docs" / "operator.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"(?m)^docker run (.*)$", page)
     assert "-e RETRIEVAL_KEYS=/keys" in line and '-v "$PWD/keys.jsonl:/keys:ro"' in line
@@ -58,7 +62,9 @@ def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
 
 @pytest.fixture
 def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """A server behind nginx with the configuration of `deploy/`, on free ports, with a certificate of its own."""
+    """A server behind nginx with the configuration of `deploy/`, on free ports, with a certificate
+    of its own.
+    """
     if shutil.which("nginx") is None or shutil.which("openssl") is None:
         pytest.skip("nginx or openssl is not here")
     server = served(

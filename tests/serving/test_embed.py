@@ -1,4 +1,6 @@
-"""`retrieval embed` on this machine: what it writes, what an index makes of it, what is refused, and going on after a kill."""
+"""`retrieval embed` on this machine: what it writes, what an index makes of it, what is refused,
+and going on after a kill.
+"""
 
 from __future__ import annotations
 

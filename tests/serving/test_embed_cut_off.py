@@ -1,4 +1,6 @@
-"""`retrieval embed --ray` where the network fails: a node in a network namespace of its own is cut off in the middle."""
+"""`retrieval embed --ray` where the network fails: a node in a network namespace of its own is cut
+off in the middle.
+"""
 
 from __future__ import annotations
 

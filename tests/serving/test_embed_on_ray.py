@@ -1,4 +1,6 @@
-"""`retrieval embed --ray` on real clusters of several nodes on this machine: nodes and processes end in the middle, and nothing is lost or doubled."""
+"""`retrieval embed --ray` on real clusters of several nodes on this machine: nodes and processes
+end in the middle, and nothing is lost or doubled.
+"""
 
 from __future__ import annotations
 

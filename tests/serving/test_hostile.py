@@ -1,4 +1,6 @@
-"""Bundles made by someone who means harm: each is refused in a sentence, soon, and without much memory."""
+"""Bundles made by someone who means harm: each is refused in a sentence, soon, and without much
+memory.
+"""
 
 from __future__ import annotations
 

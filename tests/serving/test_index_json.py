@@ -1,4 +1,6 @@
-"""`retrieval index VERB --json`: one object, which begins with the index as it was named, and says what the sentence says."""
+"""`retrieval index VERB --json`: one object, which begins with the index as it was named, and says
+what the sentence says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Building an index that was interrupted: it goes on where it stopped, and does again what cannot be trusted."""
+"""Building an index that was interrupted: it goes on where it stopped, and does again what cannot
+be trusted.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,9 @@ def test_a_gallery_of_pipes_and_changed_files_stops_nothing(served, makers, bund
 
 
 def test_memory_comes_back_after_large_uploads(served, index_path):
-    """In the lull after a burst of 240 MB the server's own process holds at most 24 MB more than before it."""
+    """In the lull after a burst of 240 MB the server's own process holds at most 24 MB more than
+    before it.
+    """
     server = served(index_path)
     image = io.BytesIO()
     Image.new("L", (4000, 5000)).save(image, "PPM")
@@ -136,7 +138,9 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
 
 
 def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_proxys(port):
-    """nginx keeps its connections 60 seconds and Caddy 120: the server must not close one that they use again."""
+    """nginx keeps its connections 60 seconds and Caddy 120: the server must not close one that they
+    use again.
+    """
     assert KEEP_ALIVE_SECONDS > 120
     began = time.monotonic()
     with wire.connect(port) as dripping, wire.connect(port) as kept:

@@ -1,4 +1,6 @@
-"""A living index over HTTP: any id, what it keeps of originals, filters, damage, and a folder that is replaced."""
+"""A living index over HTTP: any id, what it keeps of originals, filters, damage, and a folder that
+is replaced.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, s
 
 
 def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path):
-    """One that browsers do not show is decoded within the server's limits; bytes wait in the memory that uploads may take."""
+    """One that browsers do not show is decoded within the server's limits; bytes wait in the memory
+    that uploads may take.
+    """
     create_index(tmp_path / "i", bundle_path, progress=False)
     vector = {"vector": np.ones(WIDTH, np.float32)}
     bomb = io.BytesIO()
@@ -373,7 +377,9 @@ def test_a_reader_without_the_right_to_write_sees_what_others_write(living, phot
 
 
 def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
-    """To the last bit, and in the same order where distances are equal; answers are the asker's own."""
+    """To the last bit, and in the same order where distances are equal; answers are the asker's
+    own.
+    """
     random = np.random.default_rng(0)
     vectors = random.integers(-2, 3, (60, WIDTH)).astype(np.float32)
     vectors[30:] = vectors[:30]

@@ -1,4 +1,6 @@
-"""A server under load while another process adds, deletes, compacts, migrates and rolls back: no failed request, and no answer of two bundles."""
+"""A server under load while another process adds, deletes, compacts, migrates and rolls back: no
+failed request, and no answer of two bundles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The server's log: a line a request, by whose id an answer is found; few lines under attack, and none that acts on a terminal."""
+"""The server's log: a line a request, by whose id an answer is found; few lines under attack, and
+none that acts on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,9 @@ def test_few_lines_under_attack_and_the_others_are_counted(written):
 
 
 def test_nobody_waits_for_who_reads_the_log():
-    """Standard error is a full pipe that nobody reads: lines are dropped, and the one who writes goes on."""
+    """Standard error is a full pipe that nobody reads: lines are dropped, and the one who writes
+    goes on.
+    """
     code = """
 import logging, os
 from retrieval.serving.http import monitoring

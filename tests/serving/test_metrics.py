@@ -111,7 +111,9 @@ def test_of_an_index_that_lives(bundle_path, served, photos, tmp_path):
 
 
 def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
-    """A picture, a vector, several and again, and a deletion: each is written once, and what is refused never."""
+    """A picture, a vector, several and again, and a deletion: each is written once, and what is
+    refused never.
+    """
     create_index(tmp_path / "i", bundle_path, progress=False)
     server = served(tmp_path / "i", "--open", "write")
     picture = {"image": (photos / "3" / "0003.png").read_bytes()}

@@ -1,4 +1,6 @@
-"""No URL of a request is fetched, and no path of one reaches the file system: a server is watched from inside while it is asked for both."""
+"""No URL of a request is fetched, and no path of one reaches the file system: a server is watched
+from inside while it is asked for both.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ sys.addaudithook(_hook)
 
 @pytest.fixture
 def watched(monkeypatch, tmp_path) -> Path:
-    """Every Python process that starts from here on writes what it opens and whom it calls into this file."""
+    """Every Python process that starts from here on writes what it opens and whom it calls into
+    this file.
+    """
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(WATCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))

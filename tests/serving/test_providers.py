@@ -1,4 +1,6 @@
-"""On which device a graph runs: what is tried, what stands in for it, who says so; values that stay where they are computed."""
+"""On which device a graph runs: what is tried, what stands in for it, who says so; values that stay
+where they are computed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ GPU = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvid
 
 
 class WithoutDriver:
-    """This ONNX Runtime as `onnxruntime-gpu` 1.31 is on a machine without a driver: it offers CUDA, and its sessions come up on the CPU.
+    """This ONNX Runtime as `onnxruntime-gpu` 1.31 is on a machine without a driver: it offers CUDA,
+    and its sessions come up on the CPU.
 
     With TensorRT's libraries missing it raises; `tests/gpu` has the real thing.
     """

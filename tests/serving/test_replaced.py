@@ -92,7 +92,9 @@ def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, p
 def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     does, living, bundle_path, photos, monkeypatch
 ):
-    """Two requests meet the old folder at a time; the second to notice finds the new one served already."""
+    """Two requests meet the old folder at a time; the second to notice finds the new one served
+    already.
+    """
     count = len(list((photos / "1").iterdir()))
     old = Index.open(living, threads=1)
     create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)

@@ -1,4 +1,6 @@
-"""Requests that are not what they should be, to a real server over real sockets: a sentence, and never a 500."""
+"""Requests that are not what they should be, to a real server over real sockets: a sentence, and
+never a 500.
+"""
 
 from __future__ import annotations
 

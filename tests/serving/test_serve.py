@@ -200,7 +200,10 @@ def test_only_indexed_files_are_given_out(server, photos):
 def test_originals_are_shown_only_below_folders_that_the_operator_names(
     served, index_path, photos, tmp_path
 ):
-    """An index names files of this machine, and may be a stranger's. A link counts as what it leads to."""
+    """An index names files of this machine, and may be a stranger's.
+
+    A link counts as what it leads to.
+    """
     query = {"vector": [0.0] * 16, "k": 1}
     one = "/v1/items/3%2F0003.png"
     plain = served(index_path).client
@@ -335,7 +338,9 @@ def test_a_busy_server_says_so(server, photos):
 
 
 def test_a_request_that_ends_while_its_client_is_looked_for_leaves_no_turn_taken():
-    """Of a batch with a bad image the others are given up, some while they ask whether the client is still there."""
+    """Of a batch with a bad image the others are given up, some while they ask whether the client
+    is still there.
+    """
     import asyncio
 
     from retrieval.serving.http.turns import HAS_LEFT, Turns
@@ -442,7 +447,9 @@ retrieval.serve(sys.argv[1], port=0)
 
 
 def test_what_a_server_begins_with_is_not_looked_through_for_garbage(index_path):
-    """To look through a hundred thousand objects keeps the event loop from its clients for a tenth of a second."""
+    """To look through a hundred thousand objects keeps the event loop from its clients for a tenth
+    of a second.
+    """
     done = subprocess.run(
         [sys.executable, "-c", LOOKING, str(index_path)],
         capture_output=True,
@@ -471,7 +478,9 @@ print("ended in good order")
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_that_comes_before_it_listens_ends_the_server(index_path, name):
-    """The last moment before uvicorn takes signals itself: one was lost there, and the server ran on."""
+    """The last moment before uvicorn takes signals itself: one was lost there, and the server ran
+    on.
+    """
     done = subprocess.run(
         [sys.executable, "-c", TOLD_EARLY, str(index_path), name],
         capture_output=True,

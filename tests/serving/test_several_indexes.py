@@ -18,7 +18,9 @@ def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
 
 
 def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_path):
-    """Each by its name; one that is not named is refused with the names; what is written to one is not in the other."""
+    """Each by its name; one that is not named is refused with the names; what is written to one is
+    not in the other.
+    """
     other = makers.make_bundle(tmp_path / "b", seed=3)
     create_index(tmp_path / "frozen.index", other, [photos / "1"], progress=False)
     create_index(tmp_path / "j", other, progress=False)

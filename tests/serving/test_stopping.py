@@ -1,4 +1,6 @@
-"""SIGTERM while items or a snapshot are written: what was accepted is finished, and what a client was told is there is there."""
+"""SIGTERM while items or a snapshot are written: what was accepted is finished, and what a client
+was told is there is there.
+"""
 
 from __future__ import annotations
 

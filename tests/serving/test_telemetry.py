@@ -1,4 +1,6 @@
-"""No telemetry: a search asks for no name, opens no connection and leaves nothing in the home folder."""
+"""No telemetry: a search asks for no name, opens no connection and leaves nothing in the home
+folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Names from outside never steer the terminal: file names, labels, keys and folders are printed with their escapes."""
+"""Names from outside never steer the terminal: file names, labels, keys and folders are printed
+with their escapes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def harmless(outcome: Any) -> str:
 
 @pytest.fixture
 def photos(makers: ModuleType, tmp_path: Path) -> Path:
-    """Digits of which some have a label, and one a file name, that clear a terminal and set its title."""
+    """Digits of which some have a label, and one a file name, that clear a terminal and set its
+    title.
+    """
     folder = tmp_path / "photos"
     makers.write_digits(folder, 40)
     (folder / "3").rename(folder / EVIL)

@@ -1,4 +1,6 @@
-"""Spans for OpenTelemetry: of a request and its stages, below the span of the client that sent it; and none where nobody asked."""
+"""Spans for OpenTelemetry: of a request and its stages, below the span of the client that sent it;
+and none where nobody asked.
+"""
 
 from __future__ import annotations
 

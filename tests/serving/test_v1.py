@@ -1,4 +1,6 @@
-"""The routes of /v1 over real HTTP: what is written is found, listed, shown and deleted; keys, cursors, limits."""
+"""The routes of /v1 over real HTTP: what is written is found, listed, shown and deleted; keys,
+cursors, limits.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
 
 
 def path_of(id: str, end: str = "") -> str:
-    """Return an item's address; a client tidies dots away, so these two go behind the question mark."""
+    """Return an item's address; a client tidies dots away, so these two go behind the question
+    mark.
+    """
     if id in (".", ".."):
         return f"/v1/item{end}?id={id}"
     return f"/v1/items/{quote(id, safe='')}{end}"

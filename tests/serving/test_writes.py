@@ -1,4 +1,6 @@
-"""Changes that wait: how many may, whose turn it is, and what an upload of which only a small picture is kept leaves behind."""
+"""Changes that wait: how many may, whose turn it is, and what an upload of which only a small
+picture is kept leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def photo(seed: int, size: tuple[int, int] = (900, 600)) -> bytes:
 
 
 def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tmp_path, cli):
-    """Its answers say so and show it, also after a change of its label and a restart; no byte more of it is on the disk."""
+    """Its answers say so and show it, also after a change of its label and a restart; no byte more
+    of it is on the disk.
+    """
     server, image = served(empty, "--open", "write"), photo(1)
     given = {"files": {"image": image}, "data": {"keep": "thumbnail", "label": "a"}}
     assert server.client.put("/v1/items/a%2Fb", **given).json() == {"id": "a/b", "replaced": False}

@@ -1,4 +1,6 @@
-"""Vehicles, people, nature, landmarks and sets of classes, on small folders of the published layouts, whole and damaged."""
+"""Vehicles, people, nature, landmarks and sets of classes, on small folders of the published
+layouts, whole and damaged.
+"""
 
 from __future__ import annotations
 

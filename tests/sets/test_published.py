@@ -1,4 +1,6 @@
-"""CUB-200-2011, Cars-196, Stanford Online Products and In-Shop, on small folders of the published layouts, whole and damaged."""
+"""CUB-200-2011, Cars-196, Stanford Online Products and In-Shop, on small folders of the published
+layouts, whole and damaged.
+"""
 
 from __future__ import annotations
 

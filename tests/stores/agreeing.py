@@ -25,7 +25,9 @@ NAMES = ["a", "b", "c", *strategies.ODD]
 
 
 def agree(store: stores.Store, data: st.DataObject) -> None:
-    """Put items in the place of those of an earlier example, and ask what some filters find of them."""
+    """Put items in the place of those of an earlier example, and ask what some filters find of
+    them.
+    """
     drawn = data.draw(st.lists(strategies.ITEM, min_size=1, max_size=25))
     given = [item("all", metadata=dict.fromkeys(NAMES))]
     for at, (label, metadata) in enumerate(drawn):

@@ -50,7 +50,9 @@ def agree() -> Any:
 
 @pytest.fixture(scope="session")
 def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A real server of Milvus, whose `place` is host and port: the one that MILVUS_URI names, or one started for this session."""
+    """A real server of Milvus, whose `place` is host and port: the one that MILVUS_URI names, or
+    one started for this session.
+    """
     if uri := os.environ.get("MILVUS_URI"):
         yield SimpleNamespace(place=uri.rpartition("//")[2].rstrip("/"))
         return

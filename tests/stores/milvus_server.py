@@ -29,12 +29,16 @@ QUICK = {
     "log.level": "warn",
     "log.stdout": False,
 }
-"""How often it looks after its work, in milliseconds: tests wait for that. And a tenth of what it would write to its log."""
+"""How often it looks after its work, in milliseconds: tests wait for that.
+
+And a tenth of what it would write to its log.
+"""
 _SECONDS = 120.0
 
 
 class MilvusServer:
-    """The server in a folder of its own, on free ports of this machine, which it keeps when it is started again.
+    """The server in a folder of its own, on free ports of this machine, which it keeps when it is
+    started again.
 
     Args:
         folder: where it keeps everything.
@@ -68,7 +72,9 @@ class MilvusServer:
         self._leases: list[str] = []
 
     def _write_etcd(self, asked: int, peers: int) -> None:
-        """The etcd inside it takes its ports from no other place; without this, two servers of a machine would meet at 2379."""
+        """The etcd inside it takes its ports from no other place; without this, two servers of a
+        machine would meet at 2379.
+        """
         asked_at, peers_at = f"http://127.0.0.1:{asked}", f"http://127.0.0.1:{peers}"
         self._etcd_at = asked_at
         said = {
@@ -84,7 +90,10 @@ class MilvusServer:
         self._etcd.write_text(yaml.safe_dump(said))
 
     def start(self) -> None:
-        """Start it where it was, on the same ports, and wait until it is well. One that runs is left alone."""
+        """Start it where it was, on the same ports, and wait until it is well.
+
+        One that runs is left alone.
+        """
         if self._process is not None:
             return
         env = {
@@ -122,7 +131,9 @@ class MilvusServer:
             return False
 
     def _revoke(self) -> None:
-        """Take back the leases of what was killed, by which a new one would wait until they end: half a minute."""
+        """Take back the leases of what was killed, by which a new one would wait until they end:
+        half a minute.
+        """
         with suppress(OSError):
             while self._leases:
                 self._ask_etcd("lease/revoke", ID=self._leases[-1])
@@ -165,7 +176,9 @@ class MilvusServer:
 
 
 def _free(count: int) -> list[int]:
-    """Return ports that nobody listens on, all different, below those that the system gives to whoever connects: they stay free while the server is down."""
+    """Return ports that nobody listens on, all different, below those that the system gives to
+    whoever connects: they stay free while the server is down.
+    """
     found: list[int] = []
     for port in random.sample(range(20_000, 32_000), 2000):
         with socket.socket() as one, suppress(OSError):

@@ -25,7 +25,9 @@ from sklearn.datasets import load_digits
 
 @pytest.fixture
 def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[Index, np.ndarray]]:
-    """1,797 digits by the bundle's own vectors, the first twenty of them twice, and once more a little apart."""
+    """1,797 digits by the bundle's own vectors, the first twenty of them twice, and once more a
+    little apart.
+    """
     images, labels = load_digits(return_X_y=True)
     bundle = Bundle.open(plain_bundle, threads=1)
     pixels = (images.reshape(-1, 1, 8, 8) * 15.9).astype(np.uint8)

@@ -1,4 +1,6 @@
-"""What a local store measures while it searches is the answer's distance: each answer is that of plain arithmetic, whatever lies where."""
+"""What a local store measures while it searches is the answer's distance: each answer is that of
+plain arithmetic, whatever lies where.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def names(numbers: range, seed: int = 0) -> list[str]:
 def test_items_come_change_and_go(
     wanted: str, large: bool, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal vectors lie in a segment, in another, and among fresh items; some change places, some go."""
+    """Equal vectors lie in a segment, in another, and among fresh items; some change places, some
+    go.
+    """
     monkeypatch.setattr(structure, "LEAST", 500)
     monkeypatch.setattr(upkeep, "LEAST", 500)
     monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)

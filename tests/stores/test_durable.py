@@ -183,7 +183,9 @@ def test_a_last_transaction_that_is_lost_from_the_log_is_missed(
 def test_a_record_that_was_cut_short_beside_its_log_is_refused(
     store: LocalStore, bundle: Bundle, tmp_path: Path
 ) -> None:
-    """SQLite reads zeros beyond the end of its file, without a checksum: originals once came back as other bytes."""
+    """SQLite reads zeros beyond the end of its file, without a checksum: originals once came back
+    as other bytes.
+    """
     kept = [
         dataclasses.replace(item, original=bytes([n]) * 9000, keep="copy")
         for n, item in enumerate(items(range(60)))

@@ -1,4 +1,6 @@
-"""Filters say of a local index what `matches` says, whether they are asked of the record or of columns in memory."""
+"""Filters say of a local index what `matches` says, whether they are asked of the record or of
+columns in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A disk that is full at any write: the call is refused with a sentence, nothing is damaged, and the same store writes again once there is room."""
+"""A disk that is full at any write: the call is refused with a sentence, nothing is damaged, and
+the same store writes again once there is room.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def items(numbers: range) -> list[Item]:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let this process write no file beyond a size: what a write then gets is what a full disk gives, or near."""
+    """Let this process write no file beyond a size: what a write then gets is what a full disk
+    gives, or near.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))

@@ -262,7 +262,9 @@ def test_an_item_that_an_older_generation_left_out_stays_out(
 def test_writes_and_merges_while_a_head_is_applied(
     path: Path, split: Callable[..., Path], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the segments that are made and the record's word of them: a deleted item, a new one, and a merge."""
+    """Between the segments that are made and the record's word of them: a deleted item, a new one,
+    and a merge.
+    """
     new = split("new", seed=1)
     with opened(path) as index:
         ids = [item.id for item in index.scan()]

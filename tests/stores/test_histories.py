@@ -1,4 +1,6 @@
-"""Answers while an index changes: recorded, and compared with the states that the index had meanwhile."""
+"""Answers while an index changes: recorded, and compared with the states that the index had
+meanwhile.
+"""
 
 from __future__ import annotations
 

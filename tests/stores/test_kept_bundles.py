@@ -1,4 +1,6 @@
-"""Bundles that a store keeps in pieces: what comes back is the bundle, or a sentence; whatever the store gives."""
+"""Bundles that a store keeps in pieces: what comes back is the bundle, or a sentence; whatever the
+store gives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Milvus as a store, on a real server: every case of the contract, filters, the verbs of the command line, and a server that goes away."""
+"""Milvus as a store, on a real server: every case of the contract, filters, the verbs of the
+command line, and a server that goes away.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from retrieval_milvus.place import MilvusPlace
 
 KILLS = int(os.environ.get("MILVUS_KILLS", "1"))
-"""How often the server is killed, 1 to 3: each time takes it some 3 s to come back. With 3, a write and a delete are killed over, too."""
+"""How often the server is killed, 1 to 3: each time takes it some 3 s to come back.
+
+With 3, a write and a delete are killed over, too.
+"""
 
 
 def address(milvus: Any, *words: object, options: str = "") -> stores.Address:
@@ -37,7 +42,8 @@ def address(milvus: Any, *words: object, options: str = "") -> stores.Address:
 
 
 class Spares:
-    """Empty indexes, made several at a time: Milvus looks once a second for collections that are loaded by now, and a test would wait for two such looks.
+    """Empty indexes, made several at a time: Milvus looks once a second for collections that are
+    loaded by now, and a test would wait for two such looks.
 
     Args:
         milvus: the server.
@@ -75,7 +81,10 @@ def spares(milvus: Any) -> Iterator[Spares]:
 
 
 class TestMilvus(testing.StoreSuite):
-    """`retrieval.testing` holds the cases. More items than an answer has rows (1,000 with their text) are enough for all but `many`."""
+    """`retrieval.testing` holds the cases.
+
+    More items than an answer has rows (1,000 with their text) are enough for all but `many`.
+    """
 
     searched = 1200
     milvus: Any
@@ -111,12 +120,16 @@ def index(spares: Spares) -> Iterator[stores.RemoteStore]:
 def test_filters_agree_with_the_language(
     index: stores.RemoteStore, agree: Any, data: st.DataObject
 ) -> None:
-    """Whatever is written in a filter means what the filter language says, and nothing of it becomes Milvus's."""
+    """Whatever is written in a filter means what the filter language says, and nothing of it
+    becomes Milvus's.
+    """
     agree(index, data)
 
 
 def test_another_index_in_the_same_server(index: stores.RemoteStore, milvus: Any) -> None:
-    """Names that begin alike are two indexes; one that Milvus cannot have is refused, and so is a collection of somebody else's."""
+    """Names that begin alike are two indexes; one that Milvus cannot have is refused, and so is a
+    collection of somebody else's.
+    """
     longer = MilvusPlace(stores.Address.parse(f"{index.address}_more"))
     assert not longer.exists()
     with longer.create(opened(), stores.widths_of(opened())) as other:
@@ -130,7 +143,9 @@ def test_another_index_in_the_same_server(index: stores.RemoteStore, milvus: Any
 
 
 def test_what_is_long(index: stores.RemoteStore) -> None:
-    """Originals are kept in pieces; an item whose texts are longer than a row is refused by name, and nothing changes."""
+    """Originals are kept in pieces; an item whose texts are longer than a row is refused by name,
+    and nothing changes.
+    """
     original = bytes(range(256)) * 900
     index.upsert([item("kept", original=original), *some(20)], opened().sha256)
     assert index.original("kept") == original
@@ -143,7 +158,9 @@ def test_what_is_long(index: stores.RemoteStore) -> None:
 
 
 def test_structures_are_built_and_searched(index: stores.RemoteStore) -> None:
-    """Each of them finds most of what a flat one finds, now and in generations to come; the head says which it is."""
+    """Each of them finds most of what a flat one finds, now and in generations to come; the head
+    says which it is.
+    """
     index.upsert(some(400), opened().sha256)
     queries = normal(5, 12, 3)
     exact = [{one.id for one in found} for found in index.search(queries, 10, opened().sha256)]
@@ -157,7 +174,9 @@ def test_structures_are_built_and_searched(index: stores.RemoteStore) -> None:
 def test_the_parameters_of_a_structure_are_those_of_its_search(
     index: stores.RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One list of many finds less than all of them, and nothing is built for those; what `tune` has chosen finds what was asked for."""
+    """One list of many finds less than all of them, and nothing is built for those; what `tune` has
+    chosen finds what was asked for.
+    """
     index.upsert(some(1500), opened().sha256)
     queries = normal(20, 12, 3)
 
@@ -182,7 +201,9 @@ def test_the_parameters_of_a_structure_are_those_of_its_search(
 
 
 def test_a_field_that_comes_to_hold_lists(index: stores.RemoteStore) -> None:
-    """Milvus compares one value only: an order on a field that has held a list is decided item by item, by whoever has the index open."""
+    """Milvus compares one value only: an order on a field that has held a list is decided item by
+    item, by whoever has the index open.
+    """
     index.upsert([item("one", metadata={"a": 1, "b": {"c": 1}})], opened().sha256)
     where = parse_filter("a > 1 and b.c = 2")
     other = MilvusPlace(stores.Address.parse(index.address)).open()
@@ -288,7 +309,10 @@ def test_nobody_answers(cli: Any) -> None:
 
 
 def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Path) -> None:
-    """Meanwhile whoever has the index open is told so; afterwards they go on. What was written just before the kill is there."""
+    """Meanwhile whoever has the index open is told so; afterwards they go on.
+
+    What was written just before the kill is there.
+    """
     if not hasattr(milvus, "kill"):
         pytest.skip("the server of MILVUS_URI is not ours to end")
     image = sorted((tmp_path / "digits").rglob("*.png"))[3]

@@ -1,7 +1,8 @@
-"""From images to two processes that serve one index on a real server of Milvus, which is migrated, written to, and ended in the middle of it.
+"""From images to two processes that serve one index on a real server of Milvus, which is migrated,
+written to, and ended in the middle of it.
 
-Where Ray is installed, the index begins with what a cluster of two nodes has embedded with the demo's model, and takes what that cluster embeds
-while one of its nodes ends.
+Where Ray is installed, the index begins with what a cluster of two nodes has embedded with the
+demo's model, and takes what that cluster embeds while one of its nodes ends.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Load:
     Attributes:
         url: of the process.
         queries: images.
-        answers: to each search: the place of the query, and what was found; or the status of the refusal.
+        answers: to each search: the place of the query, and what was found; or the status of the
+            refusal.
         said: sentences of refusals.
     """
 
@@ -152,7 +154,9 @@ class Writer(threading.Thread):
 
 @pytest.fixture
 def cluster() -> Iterator[SimpleNamespace | None]:
-    """A cluster of Ray with two nodes, one of which `remove` ends at once; None where Ray is not installed."""
+    """A cluster of Ray with two nodes, one of which `remove` ends at once; None where Ray is not
+    installed.
+    """
     if not (find_spec("ray") and find_spec("pyarrow")):
         yield None
         return
@@ -176,7 +180,9 @@ def cluster() -> Iterator[SimpleNamespace | None]:
 
 @pytest.fixture
 def model(cluster: SimpleNamespace | None, plain_bundle: Path, tmp_path: Path) -> Path:
-    """The bundle that the index begins with: with Ray the demo's model, trained for two epochs; else one that was not trained."""
+    """The bundle that the index begins with: with Ray the demo's model, trained for two epochs;
+    else one that was not trained.
+    """
     if cluster is None:
         return plain_bundle
     with as_file(files("retrieval.cli") / "demo.toml") as recipe:
@@ -320,7 +326,8 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
     other_bundle: Path,
     tmp_path: Path,
 ) -> None:
-    """No search fails while the index migrates; while the server is away they are told 503; no acknowledged item is lost; answers are those of a folder.
+    """No search fails while the index migrates; while the server is away they are told 503; no
+    acknowledged item is lost; answers are those of a folder.
 
     Nor does a node of Ray that ends cost an item.
     """

@@ -1,4 +1,6 @@
-"""A server of Milvus that asks for a password and talks over TLS: the token is the environment's, and each refusal is a sentence."""
+"""A server of Milvus that asks for a password and talks over TLS: the token is the environment's,
+and each refusal is a sentence.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_index_in_a_database_over_tls(guarded: Any, token: None, cli: Any) -> None:
-    """An index is made, written, searched and deleted; one of the same name in another database is another one."""
+    """An index is made, written, searched and deleted; one of the same name in another database is
+    another one.
+    """
     client = MilvusClient(
         f"https://{guarded.place}",
         token="root:Milvus",

@@ -1,4 +1,6 @@
-"""What lies in an index's folder under a file's name, and is no file, is never waited for, followed or read."""
+"""What lies in an index's folder under a file's name, and is no file, is never waited for, followed
+or read.
+"""
 
 from __future__ import annotations
 

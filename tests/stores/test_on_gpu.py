@@ -1,4 +1,6 @@
-"""Back ends of a GPU up to the device: threads that take turns, CAGRA's file on a CPU, sentences for what a GPU refuses."""
+"""Back ends of a GPU up to the device: threads that take turns, CAGRA's file on a CPU, sentences
+for what a GPU refuses.
+"""
 
 from __future__ import annotations
 

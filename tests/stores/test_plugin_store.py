@@ -1,4 +1,6 @@
-"""A store that a plugin brings, as `retrieval plugins new --kind store` writes it: every verb of the command line, and HTTP, at its address."""
+"""A store that a plugin brings, as `retrieval plugins new --kind store` writes it: every verb of
+the command line, and HTTP, at its address.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Call = Callable[..., Any]
 def journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Call, makers: Any, plain_bundle: Path
 ) -> Call:
-    """The verb of `retrieval index` at `journal://…/d.journal`, which holds thirty digits, as JSON where it gives that."""
+    """The verb of `retrieval index` at `journal://…/d.journal`, which holds thirty digits, as JSON
+    where it gives that.
+    """
     monkeypatch.syspath_prepend(str(write_package("acme", tmp_path / "package", "store")))
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     makers.write_digits(tmp_path / "digits", 30)

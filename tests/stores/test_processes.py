@@ -1,4 +1,6 @@
-"""Several processes at one index: a second writer, readers beside a writer, folders that may not be written to."""
+"""Several processes at one index: a second writer, readers beside a writer, folders that may not be
+written to.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_readers_in_other_processes_see_each_transaction_whole_while_one_writes(
 
 @pytest.fixture
 def frozen(index: Path, bundle: Bundle, tmp_path: Path) -> Iterator[Path]:
-    """The same folder where it may only be read, below a parent that may only be read; root may write to any other."""
+    """The same folder where it may only be read, below a parent that may only be read; root may
+    write to any other.
+    """
     view = tmp_path / "view"
     view.mkdir()
     (tmp_path / "outer").mkdir()

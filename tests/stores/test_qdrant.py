@@ -1,4 +1,6 @@
-"""Qdrant against every case of the contract of a store: in its in-process mode, and on a server where QDRANT_URL names one."""
+"""Qdrant against every case of the contract of a store: in its in-process mode, and on a server
+where QDRANT_URL names one.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ NEXT = opened(seed=1, width=WIDTH + 5)
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """A folder in memory, where that can be: the in-process mode waits for the disk once for every row."""
+    """A folder in memory, where that can be: the in-process mode waits for the disk once for every
+    row.
+    """
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         yield Path(folder)
 
 
 class TestQdrantLocal(testing.StoreSuite):
-    """The in-process mode, which is Python throughout and takes milliseconds for an item: fewer items than of others."""
+    """The in-process mode, which is Python throughout and takes milliseconds for an item: fewer
+    items than of others.
+    """
 
     many, filtered, searched = 1000, 120, 300
     folder: Path
@@ -67,7 +73,9 @@ def index(tmp_path: Path) -> Iterator[stores.RemoteStore]:
 def test_filters_agree_with_the_language(
     index: stores.RemoteStore, agree: Any, data: st.DataObject
 ) -> None:
-    """Whatever is written in a filter means what the filter language says; what Qdrant cannot order is looked at item by item."""
+    """Whatever is written in a filter means what the filter language says; what Qdrant cannot order
+    is looked at item by item.
+    """
     agree(index, data)
 
 
@@ -118,7 +126,9 @@ def _before(
 def test_what_is_written_until_the_alias_moves_is_kept(
     two: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An item that comes behind the comparison sends the alias back, and is pending; a deletion is carried over."""
+    """An item that comes behind the comparison sends the alias back, and is pending; a deletion is
+    carried over.
+    """
     index, other, generation = two
     _before(monkeypatch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
     assert index.switch(generation) is False

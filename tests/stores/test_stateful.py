@@ -46,7 +46,10 @@ given = st.tuples(features, st.sampled_from([None, "a", "b"]), st.integers(0, 9)
 
 
 class Machine(RuleBasedStateMachine):
-    """What is in the index is in `items`, by id: features, label, price. Merges happen when a rule says so, not beside it."""
+    """What is in the index is in `items`, by id: features, label, price.
+
+    Merges happen when a rule says so, not beside it.
+    """
 
     opened: list[Bundle]
 

@@ -1,4 +1,6 @@
-"""Structures of segments: what they find is measured on the vectors, and exact search stands in wherever they cannot be used."""
+"""Structures of segments: what they find is measured on the vectors, and exact search stands in
+wherever they cannot be used.
+"""
 
 from __future__ import annotations
 

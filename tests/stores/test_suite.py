@@ -24,7 +24,9 @@ class Forgets(LocalStore):
 
 
 class InParts(LocalStore):
-    """Writes one item after the other, so that a call is seen in parts, and one that is refused has changed something."""
+    """Writes one item after the other, so that a call is seen in parts, and one that is refused has
+    changed something.
+    """
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         return sum(super(InParts, self).upsert([item], bundle) for item in items)

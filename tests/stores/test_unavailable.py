@@ -1,4 +1,6 @@
-"""A store that goes away while its index is served, and comes back: a plugin's, which raises `StoreUnavailable`; and the local one, held by another."""
+"""A store that goes away while its index is served, and comes back: a plugin's, which raises
+`StoreUnavailable`; and the local one, held by another.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Several processes write to one index, whichever name each knows it by: all in turn, and nothing is lost."""
+"""Several processes write to one index, whichever name each knows it by: all in turn, and nothing
+is lost.
+"""
 
 from __future__ import annotations
 

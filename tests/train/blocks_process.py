@@ -1,6 +1,8 @@
-"""One process of several: a loss by rows, all at once and in blocks, against one process's of the whole batch.
+"""One process of several: a loss by rows, all at once and in blocks, against one process's of the
+whole batch.
 
-Run by `test_devices.py`; every process has all the rows, so each can say itself what one process would have given.
+Run by `test_devices.py`; every process has all the rows, so each can say itself what one process
+would have given.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ LABELS = torch.arange(8).repeat_interleave(5)[
 
 
 def rows_at_a_time(loss: Any, codes: Tensor, indices: Any, plain: int) -> tuple[Tensor, list[int]]:
-    """Give `codes` a gradient, of `plain` numbers at once; return the loss, and how many rows each call had."""
+    """Give `codes` a gradient, of `plain` numbers at once; return the loss, and how many rows each
+    call had.
+    """
     own, calls = slice(RANK * 40 // WORLD, (RANK + 1) * 40 // WORLD), []
 
     def counted(*given: Any) -> Any:

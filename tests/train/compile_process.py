@@ -1,4 +1,5 @@
-"""Trains a recipe with a compiled backbone, in a process that keeps torch's compiler out as the command does: RECIPE RUN.
+"""Trains a recipe with a compiled backbone, in a process that keeps torch's compiler out as the
+command does: RECIPE RUN.
 
 It prints how many graphs were compiled, and whether the backbone is plain again.
 """

@@ -77,10 +77,11 @@ def forks() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def processes(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str]:
-    """A gloo group on the loopback: `processes(2, "norm_process.py", …)` runs a script beside this file as each of them.
+    """A gloo group on the loopback: `processes(2, "norm_process.py", …)` runs a script beside this
+    file as each of them.
 
-    Returns what the first of them printed. With one process there is no group at all. What any of them got wrong fails
-    the test, with what it wrote.
+    Returns what the first of them printed. With one process there is no group at all. What any of
+    them got wrong fails the test, with what it wrote.
     """
 
     def start(world: int, script: str, *arguments: str) -> str:

@@ -1,4 +1,6 @@
-"""One process of several: partial FC with its share of the classes, against one process's with all of them."""
+"""One process of several: partial FC with its share of the classes, against one process's with all
+of them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""One interpreter that has imported what training needs, and forks the processes of a group: so each costs no import.
+"""One interpreter that has imported what training needs, and forks the processes of a group: so
+each costs no import.
 
-Reads a line of JSON for each group: a script, its arguments, and of each process the environment and the files of its
-output. Answers with a line: the exit codes. It computes nothing itself, so it has no threads that a fork would lose.
+Reads a line of JSON for each group: a script, its arguments, and of each process the environment
+and the files of its output. Answers with a line: the exit codes. It computes nothing itself, so it
+has no threads that a fork would lose.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def run(arguments: list[str], environment: dict[str, str], files: list[str]) -> 
 
 
 def group(order: dict[str, Any]) -> list[int]:
-    """Run the processes of a group to their end, or kill them: 300 seconds after they began, 5 after one has failed."""
+    """Run the processes of a group to their end, or kill them: 300 seconds after they began, 5
+    after one has failed.
+    """
     running = {}
     for one in order["processes"]:
         pid = os.fork()

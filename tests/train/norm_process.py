@@ -1,6 +1,8 @@
-"""One process of several: batch norm of its share of a batch, against one process's of the whole batch.
+"""One process of several: batch norm of its share of a batch, against one process's of the whole
+batch.
 
-Run by `test_devices.py`; every process has all the rows, so each can say itself what one process would have given.
+Run by `test_devices.py`; every process has all the rows, so each can say itself what one process
+would have given.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def net() -> nn.Sequential:
 
 
 def rows() -> Tensor:
-    """A batch whose rows grow, so that no share looks like another; and far from zero, where squares would cancel."""
+    """A batch whose rows grow, so that no share looks like another; and far from zero, where
+    squares would cancel.
+    """
     x = torch.randn(16, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     return 1e4 + x * torch.arange(1, 17)[:, None, None, None]
 

@@ -1,4 +1,6 @@
-"""A flipped bit in a checkpoint is refused, wherever it is; what was written before there were checksums still opens."""
+"""A flipped bit in a checkpoint is refused, wherever it is; what was written before there were
+checksums still opens.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from retrieval.run import checkpoint
 from retrieval.training.trainer import train
 
 OLD = Path(__file__).with_name("run_without_checksums")
-"""A run of the version that had none, stopped after two epochs of three; whole, it ended with a MAP@R of .27683196206619215."""
+"""A run of the version that had none, stopped after two epochs of three; whole, it ended with a
+MAP@R of .27683196206619215.
+"""
 
 
 def retrieval(*words: object) -> Any:
@@ -62,7 +66,8 @@ def test_a_hundred_of_a_hundred_flips_are_refused(run: Path, tmp_path: Path, nam
     assert checkpoint.load(path)
     generator = random.Random(14)
     header = 8 + int.from_bytes(content[:8], "little")
-    # half of them anywhere, half in the header: it is what says where each tensor begins, and which checksum to trust
+    # half of them anywhere, half in the header: it is what says where each tensor begins, and which
+    # checksum to trust
     bits = [generator.randrange(8 * len(content)) for _ in range(50)]
     bits += [generator.randrange(8 * header) for _ in range(50)]
     for bit in bits:

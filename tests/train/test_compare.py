@@ -355,7 +355,9 @@ def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
 
 
 def test_the_points_of_a_search_fill_its_range() -> None:
-    """Also where scores say nothing: a sampler that begins anew with each trial draws a few points again and again."""
+    """Also where scores say nothing: a sampler that begins anew with each trial draws a few points
+    again and again.
+    """
     first = set()
     for recipe in range(6):
         random = np.random.default_rng(recipe)

@@ -1,4 +1,6 @@
-"""`retrieval compare --ray` on a real cluster of this machine: the figures of one process, interrupted in the middle."""
+"""`retrieval compare --ray` on a real cluster of this machine: the figures of one process,
+interrupted in the middle.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ LOSSES = {
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A cluster of one node with one core, joined already: so its one process imports torch once for all."""
+    """A cluster of one node with one core, joined already: so its one process imports torch once
+    for all.
+    """
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}

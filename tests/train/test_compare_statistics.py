@@ -1,4 +1,6 @@
-"""What a comparison says of its figures: intervals, Holm's correction, sentences, and the files they are written to."""
+"""What a comparison says of its figures: intervals, Holm's correction, sentences, and the files
+they are written to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a plugin's dataset gives in place of images, vectors, labels and keys is one sentence, or is converted by the rule that its page has."""
+"""What a plugin's dataset gives in place of images, vectors, labels and keys is one sentence, or is
+converted by the rule that its page has.
+"""
 
 from __future__ import annotations
 

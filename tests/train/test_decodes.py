@@ -1,4 +1,6 @@
-"""Images are decoded no more often than they must be, and the processes that decode end with the run."""
+"""Images are decoded no more often than they must be, and the processes that decode end with the
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Several processes train what one would: batch norm, rows of the loss, classes; two and four of them, by gloo on the loopback."""
+"""Several processes train what one would: batch norm, rows of the loss, classes; two and four of
+them, by gloo on the loopback.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "items": {"loss": {"name": "pml.normalized_softmax"}},
     "whole": {"loss": {"name": "pml.lifted_structure"}},
 }
-"""Losses that are divided by anchors (with a miner, by labels, over a combiner's distance), by items, and not at all."""
+"""Losses that are divided by anchors (with a miner, by labels, over a combiner's distance), by
+items, and not at all.
+"""
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -75,7 +79,9 @@ def test_several_processes_train_as_one_and_gather_codes_only(
 def test_processes_begin_a_run_together_or_not_at_all(
     make: Make, processes: Make, tmp_path: Path
 ) -> None:
-    """One that comes late does not take the run that the first has begun for another; a folder in use is refused to all."""
+    """One that comes late does not take the run that the first has begun for another; a folder in
+    use is refused to all.
+    """
     for name in ("first", "held", "late"):
         (tmp_path / f"{name}.toml").write_text(to_toml(make(**STILL)))
     with claimed(tmp_path / "held"):
@@ -90,20 +96,26 @@ def test_processes_begin_a_run_together_or_not_at_all(
 def test_rows_all_at_once_and_in_blocks_give_the_same_loss_and_gradients(
     processes: Make, world: int
 ) -> None:
-    """Small shares are computed once; larger ones in blocks, once more for the gradient, whose number of rows is bounded."""
+    """Small shares are computed once; larger ones in blocks, once more for the gradient, whose
+    number of rows is bounded.
+    """
     processes(world, "blocks_process.py")
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_batch_norm_of_all_shares_is_that_of_the_whole_batch(processes: Make, world: int) -> None:
-    """Forward, gradients and running statistics; also a layer of one's own that calls torch's function."""
+    """Forward, gradients and running statistics; also a layer of one's own that calls torch's
+    function.
+    """
     processes(world, "norm_process.py")
 
 
 def test_a_run_of_two_processes_with_batch_norm_is_that_of_one(
     make: Make, processes: Make, tmp_path: Path
 ) -> None:
-    """Its exported graph has ordinary batch norm, and without the key the run's log says that it is another run."""
+    """Its exported graph has ordinary batch norm, and without the key the run's log says that it is
+    another run.
+    """
     import onnx
     from retrieval.export.export_run import export_run
     from retrieval.run.open import load_run

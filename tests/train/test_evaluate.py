@@ -1,4 +1,6 @@
-"""`retrieval evaluate` on real runs: every kind of model, the raw inputs, a bundle with and without a rescorer."""
+"""`retrieval evaluate` on real runs: every kind of model, the raw inputs, a bundle with and without
+a rescorer.
+"""
 
 from __future__ import annotations
 

@@ -64,8 +64,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "recipe.toml"
 
 
-# one process imports torch; each run is a fork of it, killed at a chosen call of the training code before its first
-# checkpoint is whole. The first one is not killed: it says at which call the folder appears, and how many calls there are
+# one process imports torch; each run is a fork of it, killed at a chosen call of the training code
+# before its first checkpoint is whole. The first one is not killed: it says at which call the
+# folder appears, and how many calls there are
 DRIVER = """
 import json, os, random, signal, sys
 from pathlib import Path
@@ -114,7 +115,9 @@ for i, call in enumerate(draw.sample(range(1, appears), 3) + draw.sample(range(a
 def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
     recipe: Path, tmp_path: Path
 ) -> None:
-    """By --resume where there is a folder, by the same command where there is none; both end as if nothing had been."""
+    """By --resume where there is a folder, by the same command where there is none; both end as if
+    nothing had been.
+    """
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(recipe), str(tmp_path), "13"],
         capture_output=True,
@@ -153,7 +156,9 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
 def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(
     recipe: Path, tmp_path: Path, room: int
 ) -> None:
-    """No file may grow beyond `room`: from the recipe's copy to the first checkpoint, each is refused in turn."""
+    """No file may grow beyond `room`: from the recipe's copy to the first checkpoint, each is
+    refused in turn.
+    """
     folder = tmp_path / "run"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))

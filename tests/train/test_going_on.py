@@ -104,7 +104,8 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# --- plugins -------------------------------------------------------------------------------------------------
+# --- plugins
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> None:
@@ -164,7 +165,8 @@ def test_replace_plugins_goes_on_with_the_mended_files(mine: Path) -> None:
     )
 
 
-# --- more epochs ---------------------------------------------------------------------------------------------
+# --- more epochs
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,8 @@ def test_a_learner_has_no_epochs_to_add(mine: Path) -> None:
         train(mine, "run", *learner, "--resume", "--set", "train.epochs=4")
 
 
-# --- the weights of another run ------------------------------------------------------------------------------
+# --- the weights of another run
+# ------------------------------------------------------------------------------
 
 
 def test_training_starts_from_the_weights_of_another_run(

@@ -1,4 +1,6 @@
-"""What `check` and the start of `train` see: what cannot learn, what does not fit, what does not open; and what needs no training."""
+"""What `check` and the start of `train` see: what cannot learn, what does not fit, what does not
+open; and what needs no training.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Partial FC: one process's is the known loss; several processes', with their shares of the classes, is one process's."""
+"""Partial FC: one process's is the known loss; several processes', with their shares of the
+classes, is one process's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How a run lies on its device: precision, memory format, compiled kernels, algorithms that give the same bits."""
+"""How a run lies on its device: precision, memory format, compiled kernels, algorithms that give
+the same bits.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
 
 
 def test_on_a_cpu_large_blocks_are_kept_for_the_next_batch() -> None:
-    """What a batch gives back the next one takes again: its pages are not cleared by the system each time."""
+    """What a batch gives back the next one takes again: its pages are not cleared by the system
+    each time.
+    """
     code = """
 import resource, sys, torch
 from retrieval.run.build import Objective

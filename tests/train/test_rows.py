@@ -1,4 +1,6 @@
-"""Losses that are divided by rows: the rows' sums make the whole batch's loss and gradients, whatever the rows."""
+"""Losses that are divided by rows: the rows' sums make the whole batch's loss and gradients,
+whatever the rows.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,9 @@ def test_items_sums_make_the_whole_loss(name: str) -> None:
 
 
 def test_what_cannot_be_divided_is_computed_whole() -> None:
-    """Losses of pairs of anchors, regularised ones, other reducers, drawn triplets, and upstream's own classes."""
+    """Losses of pairs of anchors, regularised ones, other reducers, drawn triplets, and upstream's
+    own classes.
+    """
     regularised = {"embedding_regularizer": {"name": "pml.lp"}}
     drawn = {"triplets_per_anchor": 2}
     for loss in (

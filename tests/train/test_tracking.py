@@ -1,4 +1,6 @@
-"""Trackers are told how a run goes, in a thread of their own, and whatever happens to them happens to nobody else."""
+"""Trackers are told how a run goes, in a thread of their own, and whatever happens to them happens
+to nobody else.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def test_with_a_zero_rate_the_generator_stays_bit_identical_and_the_metric_moves
 
 
 def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_path: Path) -> None:
-    """The metric's gradient is that of J_m with the synthetic negatives as constants; the generator's that of J_gen."""
+    """The metric's gradient is that of J_m with the synthetic negatives as constants; the
+    generator's that of J_gen.
+    """
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.trainer import Trainer
@@ -191,7 +193,9 @@ SGD = {"name": "SGD", "lr": 1e-2}
 def test_rates_and_factors_reach_what_they_name(
     make: Make, tmp_path: Path, tables: dict[str, Any], times: tuple[int, ...]
 ) -> None:
-    """One step of plain gradient descent: so many times the rate, so many times the way, part by part."""
+    """One step of plain gradient descent: so many times the rate, so many times the way, part by
+    part.
+    """
     ways = []
     for changes in ({}, tables):
         phase = [{"epochs": 1, **changes.get("phase", [{}])[0]}]

@@ -115,7 +115,9 @@ def test_what_needs_a_gpu_is_refused_without_one(
 def test_two_processes_train_as_one(
     make: Make, processes: Callable[..., str], tmp_path: Path, adversarial: bool
 ) -> None:
-    """The batch, its pairs and either side's gradients are the whole batch's: two processes differ by rounding only."""
+    """The batch, its pairs and either side's gradients are the whole batch's: two processes differ
+    by rounding only.
+    """
     from retrieval.recipe.read import to_toml
 
     sgd = {"name": "SGD", "lr": 0.05}

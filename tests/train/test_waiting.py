@@ -1,4 +1,6 @@
-"""A step does not wait for its device: figures are read some steps later, and so is NaN, whose step is named all the same."""
+"""A step does not wait for its device: figures are read some steps later, and so is NaN, whose step
+is named all the same.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would wait for a device; CPU tensors of torch's optimisers, their step counts, never are on one."""
+    """Counts what would wait for a device; CPU tensors of torch's optimisers, their step counts,
+    never are on one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +150,9 @@ def test_what_a_generator_made_is_seen_later_too(
 def test_nan_is_said_where_a_part_fails_because_of_it(
     make: Make, tmp_path: Path, elsewhere: None, monkeypatch: Any
 ) -> None:
-    """The fourth step's loss is NaN, the sixth's miner refuses what came of it; the fourth is named."""
+    """The fourth step's loss is NaN, the sixth's miner refuses what came of it; the fourth is
+    named.
+    """
     monkeypatch.setenv("NAN_AT", "4")
     real, calls = Step._mined, [0]
 

@@ -1,4 +1,6 @@
-"""What a run leaves in its folder: hooks' figures, TensorBoard's, checkpoints; and the folders that are refused."""
+"""What a run leaves in its folder: hooks' figures, TensorBoard's, checkpoints; and the folders that
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def fit(tmp_path: Path, made: Any) -> Path:
 
 
 def test_the_runs_hooks_are_called(make: Make, tmp_path: Path) -> None:
-    """retrieval_run_start, retrieval_epoch_end and retrieval_run_end, with what their documentation says."""
+    """retrieval_run_start, retrieval_epoch_end and retrieval_run_end, with what their documentation
+    says.
+    """
     lines = [
         json.loads(x) for x in (fit(tmp_path, make()) / "hooks.jsonl").read_text().splitlines()
     ]

@@ -1,4 +1,6 @@
-"""A plugin for the trainer's tests: small real parts, and a hook that kills the process at a chosen step."""
+"""A plugin for the trainer's tests: small real parts, and a hook that kills the process at a chosen
+step.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ class Midpoint(Generator):
 
 
 class Onto(Generator):
-    """The negative, moved onto the anchor where the head it was given puts them more than `far` apart."""
+    """The negative, moved onto the anchor where the head it was given puts them more than `far`
+    apart.
+    """
 
     def __init__(self, far: float = 0.5, keep: bool = False) -> None:
         """Build.

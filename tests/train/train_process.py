@@ -1,8 +1,9 @@
 """One process of several: trains recipes one after another, so that all is imported once.
 
-Arguments: a folder, and names; NAME.toml in it is the recipe, NAME the run. `NAME+` goes on with it; `NAME@KEY=VALUE`
-changes the recipe. All processes but the first come to `NAME~` a second late. Prints a line of JSON for each:
-how wide the tensors were that processes gathered from one another, and the error's sentence, if there was one.
+Arguments: a folder, and names; NAME.toml in it is the recipe, NAME the run. `NAME+` goes on with
+it; `NAME@KEY=VALUE` changes the recipe. All processes but the first come to `NAME~` a second late.
+Prints a line of JSON for each: how wide the tensors were that processes gathered from one another,
+and the error's sentence, if there was one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a report shows of a run, as numbers: neighbours, metrics of each query, distances of pairs, mistakes."""
+"""What a report shows of a run, as numbers: neighbours, metrics of each query, distances of pairs,
+mistakes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Searched:
     """Queries and what was found for them.
 
     Attributes:
-        query: (Q,) the items that were searched for, with one to be found; a sample where there are many.
+        query: (Q,) the items that were searched for, with one to be found; a sample where there are
+            many.
         asked: how many such queries there are in all.
         gallery: how many items were searched.
         neighbours: (Q, SHOWN) the items that were found, nearest first; −1 where there are no more.
@@ -110,12 +113,14 @@ def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
 
     Args:
         run: a loaded run.
-        queries: how many are searched for at most, in each random gallery where there are any; all items are searched.
+        queries: how many are searched for at most, in each random gallery where there are any; all
+            items are searched.
         sample: of how many items every pair is measured, at most.
         seed: of what is drawn.
 
     Raises:
-        DataError: the run has no test items, none has anything to be found, or the data lack a column.
+        DataError: the run has no test items, none has anything to be found, or the data lack a
+            column.
     """
     splits, random = run.splits, np.random.default_rng(seed)
     query, gallery = splits.query, splits.gallery
@@ -228,9 +233,11 @@ def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
 def interval(
     values: Floats, classes: Items, random: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Return a mean and its 95 % interval by the bootstrap: whole classes are drawn again, since items of one class go together.
+    """Return a mean and its 95 % interval by the bootstrap: whole classes are drawn again, since
+    items of one class go together.
 
-    Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007. With one class the interval is the mean itself.
+    Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007. With one class the interval is
+    the mean itself.
     """
     _, place = np.unique(classes, return_inverse=True)
     sums, counts = np.bincount(place, values), np.bincount(place)
@@ -243,9 +250,11 @@ def interval(
 def _pairs(
     run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.random.Generator
 ) -> Pairs:
-    """Measure every pair of a sample: whole classes (up to 50 items of each), so that there are pairs of one class.
+    """Measure every pair of a sample: whole classes (up to 50 items of each), so that there are
+    pairs of one class.
 
-    Pairs of which neither may see the other, by `[evaluate] exclude`, are left out: no search compares them.
+    Pairs of which neither may see the other, by `[evaluate] exclude`, are left out: no search
+    compares them.
     """
     labels = run.splits.labels[items]
     chosen: list[int] = []
@@ -283,7 +292,9 @@ def _pairs(
 
 
 def confusions(found: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
-    """Return which class is taken for which, most often first: the query's, that of its nearest item, how often, queries of that class."""
+    """Return which class is taken for which, most often first: the query's, that of its nearest
+    item, how often, queries of that class.
+    """
     true, nearest = found.labels[found.query], found.labels[found.neighbours[:, 0]]
     wrong = true != nearest
     pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
@@ -296,10 +307,11 @@ def confusions(found: Measured, most: int = 15) -> list[tuple[str, str, int, int
 
 
 def suspects(found: Measured, most: int = 12) -> Items:
-    """Return rows of queries whose label is likely wrong: all of their nearest items have one other label. The closest come first.
+    """Return rows of queries whose label is likely wrong: all of their nearest items have one other
+    label. The closest come first.
 
-    k nearest neighbours that agree against a label are the rule of Wilson, "Asymptotic properties of nearest neighbor rules using
-    edited data", IEEE Trans. SMC 2, 1972.
+    k nearest neighbours that agree against a label are the rule of Wilson, "Asymptotic properties
+    of nearest neighbor rules using edited data", IEEE Trans. SMC 2, 1972.
     """
     whole = (found.neighbours >= 0).all(1)
     near = found.labels[found.neighbours]
@@ -311,7 +323,9 @@ def suspects(found: Measured, most: int = 12) -> Items:
 def hardest(
     found: Measured, most: int = 8
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:
-    """Return the pairs of two classes that are the closest, and the pairs of one class that are the farthest apart: items and distance."""
+    """Return the pairs of two classes that are the closest, and the pairs of one class that are the
+    farthest apart: items and distance.
+    """
     pairs = found.pairs
 
     def listed(which: NDArray[np.bool_], sign: int) -> list[tuple[int, int, float]]:
@@ -330,7 +344,9 @@ def hardest(
 
 
 def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
-    """Return operating points of "the same thing?": what each is for, the distance, FAR and FRR there; none without both kinds of pairs."""
+    """Return operating points of "the same thing?": what each is for, the distance, FAR and FRR
+    there; none without both kinds of pairs.
+    """
     if pairs.same.all() or not pairs.same.any():
         return []
     roc = roc_curve(pairs.distance, pairs.same)

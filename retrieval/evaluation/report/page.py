@@ -84,7 +84,9 @@ class Section:
         return {name: values[some].round(6).tolist() for name, values in curve.items()}
 
     def points(self) -> dict[str, Any]:
-        """Return the map: what it is, its dots, how many classes they are of, and data for the page's script."""
+        """Return the map: what it is, its dots, how many classes they are of, and data for the
+        page's script.
+        """
         assert self.map is not None
         plane, what = pictures.places(self.measured, self.map)
         items = self.measured.pairs.items.tolist()

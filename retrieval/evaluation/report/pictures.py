@@ -35,7 +35,9 @@ class Thumbnails:
         self._made: dict[int, str] = {}
 
     def __call__(self, item: int) -> str:
-        """Return an item as a data URI; empty for a vector, an image that does not open, or one too many."""
+        """Return an item as a data URI; empty for a vector, an image that does not open, or one too
+        many.
+        """
         if item in self._made:
             return self._made[item]
         if self.dataset.kind != "image" or self.left <= 0:
@@ -137,7 +139,8 @@ def _umap(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     Source: McInnes, Healy & Melville, "UMAP", arXiv 1802.03426, 2018.
     """
     with warnings.catch_warnings():
-        # UMAP warns that a fixed seed takes one thread, and of what a matrix of distances cannot do.
+        # UMAP warns that a fixed seed takes one thread, and of what a matrix of distances cannot
+        # do.
         warnings.simplefilter("ignore")
         from umap import UMAP
 

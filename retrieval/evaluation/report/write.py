@@ -31,9 +31,11 @@ def report(
     map: str = "tsne",
     progress: Progress = True,
 ) -> Path:
-    """Write what runs can and cannot do into one HTML file, which needs no server and loads nothing.
+    """Write what runs can and cannot do into one HTML file, which needs no server and loads
+    nothing.
 
-    What is looked at is bounded, so that a large test set takes little more memory than its codes, and the file stays small.
+    What is looked at is bounded, so that a large test set takes little more memory than its codes,
+    and the file stays small.
 
     Args:
         runs: folders of finished runs, at most `MOST_RUNS`.
@@ -48,7 +50,8 @@ def report(
         The file.
 
     Raises:
-        DataError: with every folder that is no run; a run has no test items; the file cannot be written.
+        DataError: with every folder that is no run; a run has no test items; the file cannot be
+            written.
         PluginError: a plugin's panels are not what they must be.
     """
     if not 1 <= len(runs) <= MOST_RUNS:

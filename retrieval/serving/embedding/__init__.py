@@ -1,1 +1,3 @@
-"""Embed what sources name into a folder of Parquet files: on this machine's cores, or on a Ray cluster."""
+"""Embed what sources name into a folder of Parquet files: on this machine's cores, or on a Ray
+cluster.
+"""

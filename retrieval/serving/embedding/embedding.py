@@ -95,14 +95,15 @@ def embed_sources(
 
     Args:
         bundle: a bundle, or its folder.
-        sources: see `retrieval.serving.index.sources.collect`. Every node of a cluster opens them by the
-            same path or address.
+        sources: see `retrieval.serving.index.sources.collect`. Every node of a cluster opens them
+            by the same path or address.
         output: the folder, which only this machine writes.
         ray: the address of a Ray cluster; None works on this machine's own cores, without Ray.
         variant: encode with this variant of the encoder.
         features: keep the backbone's features too, of a bundle that is split or takes features.
         batch: items that go through the encoder at once; measured by default.
-        part: items of a file; by default so that there are some thousand files, of 256 to 8,192 items.
+        part: items of a file; by default so that there are some thousand files, of 256 to 8,192
+            items.
         most_bad: so many items may be unusable before the work stops.
         retry_bad: do the parts again that have bad items.
         limits: the largest images that are decoded.
@@ -235,7 +236,9 @@ def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) ->
 
 
 def _digest(sources: Sources) -> str:
-    """Return what names the items, in order: keys, labels, metadata, and what changes when their files do."""
+    """Return what names the items, in order: keys, labels, metadata, and what changes when their
+    files do.
+    """
     total = hashlib.sha256()
     for item in sources.items:
         state = [item.key, item.label, dict(item.metadata), item.stamp()]
@@ -319,7 +322,8 @@ def _fill(
 
 
 def _refuse_unseen(items: Sequence[Source], embedded: EmbeddedPart) -> None:
-    """Refuse a part whose files this machine has, and the node that read them has not: its items are not bad.
+    """Refuse a part whose files this machine has, and the node that read them has not: its items
+    are not bad.
 
     Raises:
         DataError: naming the first.

@@ -1,4 +1,6 @@
-"""One part: its items decoded and encoded, wherever that is done, and the Parquet file that it becomes."""
+"""One part: its items decoded and encoded, wherever that is done, and the Parquet file that it
+becomes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SECONDS_PER_SIZE = 0.03
 _MEASURING_SECONDS = 3.0
 _GAIN = 1.05
-"""A larger batch is taken for at least so much: the smaller one waits less, and takes less memory."""
+"""A larger batch is taken for at least so much: the smaller one waits less, and takes less memory.
+"""
 _GROUP_ROWS = 1024
 _FAULT_CHARACTERS = 500
 _NOTE = b"retrieval"
@@ -59,9 +62,11 @@ class EmbeddedPart:
 
     Attributes:
         number: of the part.
-        entries: one an item, in order, without its arrays: what is known of its original, or why it cannot be used.
+        entries: one an item, in order, without its arrays: what is known of its original, or why it
+            cannot be used.
         arrays: of the usable items, in order (n, width): "vector", perhaps "code" and "features".
-        seen: what an unusable item's file looked like where it was read, by the item's place in the part.
+        seen: what an unusable item's file looked like where it was read, by the item's place in the
+            part.
         node: the machine that embedded it.
     """
 

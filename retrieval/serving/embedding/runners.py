@@ -22,8 +22,8 @@ Setup: TypeAlias = Callable[..., Callable[[T], R]]
 Runner: TypeAlias = Callable[[Setup[Any, Any], tuple[Any, ...], Iterable[Any]], Iterator[Any]]
 """Gives the results of tasks, in whatever order they end, with a bounded number under way.
 
-It takes `setup`, which each worker calls once with the arguments and which returns what does a task;
-those arguments; and the tasks.
+It takes `setup`, which each worker calls once with the arguments and which returns what does a
+task; those arguments; and the tasks.
 """
 
 _CPUS = 4
@@ -112,8 +112,8 @@ class Cluster:
             DataError: no node has room for a worker, or workers end at a task again and again.
             RetrievalError: what a task raises.
         """
-        # max_calls: a worker with a GPU, too, keeps what `setup` returned. Retries are counted here:
-        # Ray's own never end where memory runs out.
+        # max_calls: a worker with a GPU, too, keeps what `setup` returned. Retries are counted
+        # here: Ray's own never end where memory runs out.
         options = {
             "num_cpus": self.cpus,
             "num_gpus": int(self.gpu),

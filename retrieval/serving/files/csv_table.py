@@ -1,4 +1,5 @@
-"""CSV files that name items, as pandas, Excel and Windows write them: read alike for training and for an index.
+"""CSV files that name items, as pandas, Excel and Windows write them: read alike for training and
+for an index.
 
 All values are text in the file; `typed` gives each column its type.
 """
@@ -85,12 +86,14 @@ class CsvTable:
         )
 
     def files(self, root: Path | None) -> None:
-        """Give paths the slashes of this machine, and take out rows whose path is no file of this machine.
+        """Give paths the slashes of this machine, and take out rows whose path is no file of this
+        machine.
 
         Addresses and Windows drives are problems, one for all rows.
 
         Args:
-            root: the folder that relative paths start from; None where paths are not of this machine.
+            root: the folder that relative paths start from; None where paths are not of this
+                machine.
         """
         strange: dict[str, list[int]] = {}
         kept = []
@@ -168,15 +171,17 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
 
 
 def is_missing_text(text: str) -> bool:
-    """Return whether a label's text says that there is none: blank, or as pandas and numpy write a missing value."""
+    """Return whether a label's text says that there is none: blank, or as pandas and numpy write a
+    missing value.
+    """
     return not text.strip() or text.strip().lower() in _MISSING
 
 
 def typed(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     """Return rows with the values of each column in the one type that all of them have.
 
-    Whole numbers, decimal numbers, true or false; a column with anything else stays text. In a column of another type
-    than text an empty value is None.
+    Whole numbers, decimal numbers, true or false; a column with anything else stays text. In a
+    column of another type than text an empty value is None.
 
     Args:
         rows: the rows, each with the same columns.

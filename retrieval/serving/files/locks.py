@@ -27,12 +27,14 @@ _PATIENCE = 0.3  # seconds: for the instant in which another process lets go
 def hold(
     target: str | os.PathLike[str], doing: str, error: type[RetrievalError] = RetrievalError
 ) -> Iterator[None]:
-    """Hold a file's or folder's name against every other process (and thread) that asks for it in the same way.
+    """Hold a file's or folder's name against every other process (and thread) that asks for it in
+    the same way.
 
-    The lock is a hidden file beside `target`, `.NAME.lock`, which the system lets go when the process ends, however it
-    ends; one that was left behind is harmless and is taken over. `target` itself need not exist; its parent must. Where the parent
-    is read-only, the file lies in the folder `target`. On a network file system it holds between machines as far as that
-    system's locks do; where it has none, a marker file stands in.
+    The lock is a hidden file beside `target`, `.NAME.lock`, which the system lets go when the
+    process ends, however it ends; one that was left behind is harmless and is taken over. `target`
+    itself need not exist; its parent must. Where the parent is read-only, the file lies in the
+    folder `target`. On a network file system it holds between machines as far as that system's
+    locks do; where it has none, a marker file stands in.
 
     Args:
         target: what is about to be written.
@@ -40,7 +42,8 @@ def hold(
         error: raised when the lock is taken or cannot be had.
 
     Raises:
-        RetrievalError: of the class `error`: another process holds it (which one, since when), or the disk refuses.
+        RetrievalError: of the class `error`: another process holds it (which one, since when), or
+            the disk refuses.
     """
     place = Path(os.path.realpath(target))
     try:
@@ -60,7 +63,9 @@ def hold(
 
 
 def _take(place: Path) -> tuple[Path, FileLock | SoftFileLock | None, str]:
-    """Return the lock's path, the lock (None when another has it), and who has it, if that is known."""
+    """Return the lock's path, the lock (None when another has it), and who has it, if that is
+    known.
+    """
     path = place.with_name(f".{place.name}.lock")
     end = time.monotonic() + _PATIENCE
     holder = ""

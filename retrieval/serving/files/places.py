@@ -1,4 +1,6 @@
-"""What a folder is, where another was wanted: a run, a bundle, an index and a demo hold one another."""
+"""What a folder is, where another was wanted: a run, a bundle, an index and a demo hold one
+another.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def instead(path: Path, wanted: Kind) -> str:
-    """Return a sentence, after a space: where what was wanted is to be had, and what the path is instead.
+    """Return a sentence, after a space: where what was wanted is to be had, and what the path is
+    instead.
 
     Args:
         path: what the user named.

@@ -1,4 +1,6 @@
-"""Open a file that lies in somebody's folder: a regular one, not what a link leads to, not a pipe that would be waited for."""
+"""Open a file that lies in somebody's folder: a regular one, not what a link leads to, not a pipe
+that would be waited for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def open_plain(path: Path) -> BufferedReader:
 
     Raises:
         FileNotFoundError: there is none.
-        OSError: it is a link, a folder, a pipe or a device, or it cannot be read; `strerror` says which.
+        OSError: it is a link, a folder, a pipe or a device, or it cannot be read; `strerror` says
+            which.
     """
     try:
         handle = os.open(path, OPEN)

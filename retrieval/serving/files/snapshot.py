@@ -1,4 +1,6 @@
-"""A folder's files as they were at one moment: what was verified is what is used, whatever happens to them later."""
+"""A folder's files as they were at one moment: what was verified is what is used, whatever happens
+to them later.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class Snapshot:
 
 
 class Watch:
-    """Tells whether a folder is still what was read from it, by a few looks at the file system and no reading."""
+    """Tells whether a folder is still what was read from it, by a few looks at the file system and
+    no reading.
+    """
 
     def __init__(self, folder: Snapshot) -> None:
         self._path = folder.path
@@ -109,7 +113,8 @@ def at_one_moment(path: Path, load: Callable[[Snapshot], T], error: type[Retriev
 
     Args:
         path: the folder.
-        load: reads from the snapshot, and compares with checksums; what it raises counts only if the folder was not replaced.
+        load: reads from the snapshot, and compares with checksums; what it raises counts only if
+            the folder was not replaced.
         error: raised when the folder is replaced again and again.
 
     Raises:
@@ -180,7 +185,9 @@ def read_all(
 
 
 def available_memory() -> int:
-    """Return how many bytes this process may still take: of the machine, or of its container if that has less."""
+    """Return how many bytes this process may still take: of the machine, or of its container if
+    that has less.
+    """
     room = []
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
@@ -193,7 +200,9 @@ def available_memory() -> int:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a text is the name of a file directly in a folder, and can be shown on a terminal."""
+    """Return whether a text is the name of a file directly in a folder, and can be shown on a
+    terminal.
+    """
     return (
         0 < len(name) <= 255
         and name.isprintable()

@@ -48,7 +48,8 @@ def parse_json(
 
 
 def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
-    """Return what a JSON text says: no key twice, 64 levels at most, and no NaN, infinity or number beyond float64.
+    """Return what a JSON text says: no key twice, 64 levels at most, and no NaN, infinity or number
+    beyond float64.
 
     Args:
         text: UTF-8.
@@ -74,9 +75,11 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
 
 
 def _plain(text: bytes) -> dict[str, Any] | None:
-    """Return an object of numbers, texts and lists, in a tenth of the time that the standard library takes; None for all else, and for what is wrong.
+    """Return an object of numbers, texts and lists, in a tenth of the time that the standard
+    library takes; None for all else, and for what is wrong.
 
-    Every pair has a colon outside of texts: where there are no more colons than names, no name is there twice, and no object inside.
+    Every pair has a colon outside of texts: where there are no more colons than names, no name is
+    there twice, and no object inside.
     """
     # the object itself is a level too; and older readers take two escapes of one letter for bytes
     if text.count(b"[") >= _DEPTH or b"\\u" in text:
@@ -89,7 +92,9 @@ def _plain(text: bytes) -> dict[str, Any] | None:
 
 
 def _deep(text: str) -> bool:
-    """Whether brackets are nested too deeply, in one pass and before anything recurses: other libraries raise Python's own limit."""
+    """Whether brackets are nested too deeply, in one pass and before anything recurses: other
+    libraries raise Python's own limit.
+    """
     if text.count("[") + text.count("{") <= _DEPTH:
         return False
     depth = 0

@@ -1,8 +1,8 @@
 """The filter language: which items a search or a deletion is about. `docs/indexes.md` explains it.
 
-A filter is a tree of conditions (`tree`) on an item's id, label and metadata, written as text (`text`) or as
-JSON (`json_form`). The page says what each condition means; `deciding` decides it: `matches` in Python,
-`to_sql` in SQLite.
+A filter is a tree of conditions (`tree`) on an item's id, label and metadata, written as text
+(`text`) or as JSON (`json_form`). The page says what each condition means; `deciding` decides it:
+`matches` in Python, `to_sql` in SQLite.
 """
 
 from __future__ import annotations

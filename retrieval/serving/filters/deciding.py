@@ -1,4 +1,5 @@
-"""Which items a filter is true of: decided in Python (`matches`) and in SQLite (`to_sql`), with one answer.
+"""Which items a filter is true of: decided in Python (`matches`) and in SQLite (`to_sql`), with one
+answer.
 
 Both agree on metadata that `metadata_text` has written.
 """
@@ -103,9 +104,9 @@ class _Part(NamedTuple):
 def to_sql(filter: Filter) -> Sql:
     """Return a filter as an SQL expression, and its parameters in order.
 
-    The expression is 1 or 0, never null. It reads `items.id`, `items.label` (text, collated as binary;
-    label may be null) and `items.metadata` (a JSON object as `metadata_text` writes it). Conditions on
-    id and label can use an index.
+    The expression is 1 or 0, never null. It reads `items.id`, `items.label` (text, collated as
+    binary; label may be null) and `items.metadata` (a JSON object as `metadata_text` writes it).
+    Conditions on id and label can use an index.
     """
     part = _part(filter, 0)
     return part.sql, part.values
@@ -127,8 +128,8 @@ def _part(filter: Filter, order: int) -> _Part:
 def _joined(parts: list[_Part], joint: str) -> _Part:
     """Join parts in pairs, the ones that need least first and the needier one in front.
 
-    SQLite refuses expressions deeper than 1,000, and until 3.45 its parser has a stack of 100 entries.
-    So depth and need grow with the logarithm of the number of conditions.
+    SQLite refuses expressions deeper than 1,000, and until 3.45 its parser has a stack of 100
+    entries. So depth and need grow with the logarithm of the number of conditions.
     """
     heapq.heapify(parts)
     while len(parts) > 1:
@@ -141,7 +142,10 @@ def _joined(parts: list[_Part], joint: str) -> _Part:
 
 
 def _column(filter: Compare | In | Exists) -> Sql:
-    """A condition on id or label. Only text is compared: SQLite would turn a number into text before."""
+    """A condition on id or label.
+
+    Only text is compared: SQLite would turn a number into text before.
+    """
     column = f"items.{filter.field}"
     there = f"{column} is not null"
     if isinstance(filter, Exists):
@@ -209,11 +213,12 @@ def _bound(value: Value) -> tuple[str, Parameter]:
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as the JSON text on which `to_sql` and `matches` agree in every version of SQLite from 3.40.
+    """Return metadata as the JSON text on which `to_sql` and `matches` agree in every version of
+    SQLite from 3.40.
 
     Raises:
-        DataError: they are not a JSON object, nest deeper than 64 levels, or hold a number that is not
-            finite, a NUL character or a lone surrogate.
+        DataError: they are not a JSON object, nest deeper than 64 levels, or hold a number that is
+            not finite, a NUL character or a lone surrogate.
     """
     if not isinstance(metadata, Mapping):
         raise DataError(

@@ -38,8 +38,8 @@ def filter_from_json(value: object) -> Filter:
         {"price": {">=": 5, "<": 20}, "label": {"in": [...]}}   all of these
         {"and": [...]}, {"or": [...]}, {"not": {...}}, {"exists": "maker.country"}
 
-    A key is a field: names joined by dots. A name with a dot is in double quotes, and so is an entry
-    called `and`, `or`, `not` or `exists`.
+    A key is a field: names joined by dots. A name with a dot is in double quotes, and so is an
+    entry called `and`, `or`, `not` or `exists`.
 
     Raises:
         DataError: it means none, or is too large; says where.

@@ -172,7 +172,9 @@ Filter = Compare | In | Exists | And | Or | Not
 
 
 def fields(filter: Filter) -> frozenset[str]:
-    """Return the metadata entries that a filter uses: the first name of each path; `id` and `label` are none."""
+    """Return the metadata entries that a filter uses: the first name of each path; `id` and `label`
+    are none.
+    """
     if isinstance(filter, Not):
         return fields(filter.part)
     if isinstance(filter, And | Or):
@@ -195,7 +197,9 @@ def word(value: Value) -> str:
 
 
 def number(value: int | float) -> int | float:
-    """Return a number as SQLite holds it: an integer of 64 bits, or a float64, infinite where none is near."""
+    """Return a number as SQLite holds it: an integer of 64 bits, or a float64, infinite where none
+    is near.
+    """
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         try:
             return float(value)

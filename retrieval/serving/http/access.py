@@ -24,7 +24,9 @@ _DOES = {
 
 
 def is_free(method: str, path: str) -> bool:
-    """Return whether a request takes no key: for the page, which is code and no data, and for health."""
+    """Return whether a request takes no key: for the page, which is code and no data, and for
+    health.
+    """
     return method in ("GET", "HEAD") and _FREE.fullmatch(path) is not None
 
 
@@ -82,7 +84,9 @@ class Caller(NamedTuple):
 
 
 class Access:
-    """Says who sends a request, by the keys of `source` (None: there are none), and refuses what they may not do."""
+    """Says who sends a request, by the keys of `source` (None: there are none), and refuses what
+    they may not do.
+    """
 
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
         self._settings, self._source = settings, source
@@ -93,7 +97,8 @@ class Access:
         """Return who has sent a request of ASGI.
 
         Raises:
-            RequestError: 400, 404 or 421, it is for no host that is served; 401 or 403, its sender may not send it.
+            RequestError: 400, 404 or 421, it is for no host that is served; 401 or 403, its sender
+                may not send it.
         """
         method, path, address = scope["method"], scope["path"], (scope.get("client") or ("",))[0]
         keyed = self._source is not None
@@ -136,7 +141,9 @@ class Access:
             raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
 
     def _is_our_name(self, host: str) -> bool:
-        """Return whether the server answers for a Host; a page that rebinds a name of its own has no address to use."""
+        """Return whether the server answers for a Host; a page that rebinds a name of its own has
+        no address to use.
+        """
         known, name = self._settings.hosts, _name(host)
         return known is None or name in known or name == "localhost" or _is_address(name)
 

@@ -56,7 +56,8 @@ _SENTENCES = {
     404: "There is nothing at this address.",
     405: "This method is not possible at this address.",
 }
-# The page loads nothing from anywhere else, and nothing of it runs inside or is read by another page.
+# The page loads nothing from anywhere else, and nothing of it runs inside or is read by another
+# page.
 _HEADERS = [
     (
         b"content-security-policy",
@@ -71,10 +72,12 @@ _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2}
 
 
 class Application:
-    """One server's ASGI application, for opened indexes by name; `reopen` opens the index that is in a folder by now.
+    """One server's ASGI application, for opened indexes by name; `reopen` opens the index that is
+    in a folder by now.
 
     Attributes:
-        ends_process: whether the process is gone in time when the server ends, whatever its threads are at.
+        ends_process: whether the process is gone in time when the server ends, whatever its threads
+            are at.
     """
 
     ends_process = False
@@ -127,7 +130,9 @@ class Application:
         await self._observed(scope, receive, send)
 
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, with its id and its line in the log; no fault of a request fails the server."""
+        """Answer a request, with its id and its line in the log; no fault of a request fails the
+        server.
+        """
         began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace))
         scope["retrieval.request_id"] = trail.id
@@ -258,7 +263,8 @@ class Application:
         tasks = [asyncio.ensure_future(watch) for watch in watching]
         if os.name == "posix" and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reopen_audit)
-        # looking through what is there for garbage would keep the event loop from its clients for a tenth of a second
+        # looking through what is there for garbage would keep the event loop from its clients for a
+        # tenth of a second
         gc.collect()
         gc.freeze()
         try:
@@ -301,7 +307,9 @@ def _static(name: str, media_type: str) -> Callable[[Request], Awaitable[Respons
 
 
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """Return the trace's id of a valid `traceparent`, as W3C Trace Context 1 has it; empty where there is none."""
+    """Return the trace's id of a valid `traceparent`, as W3C Trace Context 1 has it; empty where
+    there is none.
+    """
     parents = [value for name, value in headers if name == b"traceparent"]
     match = _PARENT.fullmatch(parents[0]) if len(parents) == 1 else None
     if match is None:

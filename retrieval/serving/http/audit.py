@@ -1,8 +1,9 @@
-"""The record of changes: a line before each and a line after, both on the disk before the answer leaves.
+"""The record of changes: a line before each and a line after, both on the disk before the answer
+leaves.
 
-No change is made whose first line is not on the disk, and none is acknowledged before its second line is, unless the
-disk refuses just then, which the server's log says. A first line without a second is a change that a killed server
-may or may not have made.
+No change is made whose first line is not on the disk, and none is acknowledged before its second
+line is, unless the disk refuses just then, which the server's log says. A first line without a
+second is a change that a killed server may or may not have made.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Change:
 
 
 class Audit:
-    """A file of JSON lines, written by any thread and any process; made for its owner only where there is none.
+    """A file of JSON lines, written by any thread and any process; made for its owner only where
+    there is none.
 
     Raises:
         RetrievalError: the file cannot be written to.
@@ -116,7 +118,8 @@ class Audit:
             )
             self._write({**line, "outcome": "failed", "reason": reason})
             raise
-        # where the disk refuses this line, the change is made all the same, and its client is told so
+        # where the disk refuses this line, the change is made all the same, and its client is told
+        # so
         self._write({**line, "outcome": "done", "count": change.count})
 
     def reopen(self) -> None:

@@ -48,7 +48,8 @@ class BodyMemory:
             types: the sentence for a body of another type.
 
         Raises:
-            RequestError: 408, 413, 415 or 503: too slow, too large, of another type, or no memory is left.
+            RequestError: 408, 413, 415 or 503: too slow, too large, of another type, or no memory
+                is left.
         """
         content_type = request.headers.get("content-type", "")
         kind = _kind_of(content_type)
@@ -108,7 +109,9 @@ def _kind_of(content_type: str) -> Kind | None:
 
 
 class Form(NamedTuple):
-    """The content of each file in a form's field `image`, in order, and the text of its other fields."""
+    """The content of each file in a form's field `image`, in order, and the text of its other
+    fields.
+    """
 
     images: list[bytes]
     fields: dict[str, str]

@@ -28,7 +28,8 @@ def embedded(
     images: Sequence[Decoded],
     thumbnails: Mapping[str, bytes],
 ) -> dict[str, Item]:
-    """Return the items that have an image or a vector, by id, with the arrays that the index keeps of them.
+    """Return the items that have an image or a vector, by id, with the arrays that the index keeps
+    of them.
 
     Args:
         bundle: embeds them.

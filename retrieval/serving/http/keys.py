@@ -1,8 +1,8 @@
 """API keys: made, kept as hashes in a file, and known again.
 
-A key is `rk_ID_SECRET`. The id is no secret: it finds the key's line in the file. The secret has 256 random bits, so
-that nobody finds it by trying however fast its hash is: a salted HMAC-SHA256 is right here, where a password would
-need a slow hash.
+A key is `rk_ID_SECRET`. The id is no secret: it finds the key's line in the file. The secret has
+256 random bits, so that nobody finds it by trying however fast its hash is: a salted HMAC-SHA256 is
+right here, where a password would need a slow hash.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Keys(tuple[Key, ...]):
 
 
 def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Key]:
-    """Make a key that opens the named indexes (empty: all); return what its holder sends, and what is kept of it.
+    """Make a key that opens the named indexes (empty: all); return what its holder sends, and what
+    is kept of it.
 
     Raises:
         RetrievalError: the name has characters that no key's name may have.
@@ -126,7 +127,8 @@ def _problems(error: ValidationError) -> str:
 
 
 def parse_keys(text: bytes, where: str) -> Keys:
-    """Return the keys in a file's text: a JSON object a line; empty lines and lines that begin with # say nothing.
+    """Return the keys in a file's text: a JSON object a line; empty lines and lines that begin with
+    # say nothing.
 
     A text without any line is refused, since a file that is being written begins so.
 
@@ -232,7 +234,10 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Write the file whole. Its owner and mode stay: a server that may read it may go on reading it."""
+    """Write the file whole.
+
+    Its owner and mode stay: a server that may read it may go on reading it.
+    """
     place = Path(os.path.realpath(path))
     with whole_file(place, RetrievalError, private=True) as temporary:
         temporary.write_bytes(text)
@@ -244,7 +249,8 @@ def _write(path: Path, text: bytes) -> None:
 
 
 class KeySource:
-    """The keys that a server knows now: read again when their file changes, kept when the new file is broken.
+    """The keys that a server knows now: read again when their file changes, kept when the new file
+    is broken.
 
     Args:
         path: the file; None where `text` is given.
@@ -263,7 +269,10 @@ class KeySource:
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
-        """Read a file that has changed and was the same twice in a row: nobody writes it any more. For a thread."""
+        """Read a file that has changed and was the same twice in a row: nobody writes it any more.
+
+        For a thread.
+        """
         if self._path is None:
             return
         before, self._seen = self._seen, self._stamp()
@@ -287,7 +296,8 @@ class KeySource:
 
 
 def key_source(path: Path | None) -> KeySource | None:
-    """Return where keys come from: a file, the environment variable RETRIEVAL_KEYS (a path or the text itself), or nowhere.
+    """Return where keys come from: a file, the environment variable RETRIEVAL_KEYS (a path or the
+    text itself), or nowhere.
 
     Raises:
         RetrievalError: both are given, or what is given cannot be used.

@@ -1,4 +1,6 @@
-"""What requests say: options, queries and items, from JSON, forms and addresses; pydantic checks them."""
+"""What requests say: options, queries and items, from JSON, forms and addresses; pydantic checks
+them.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,10 @@ class ItemBody(ItemChangeBody):
 
 
 class NamedItemBody(ItemChangeBody):
-    """What one of several items is to be. Without a vector the item is there, and what is not named stays."""
+    """What one of several items is to be.
+
+    Without a vector the item is there, and what is not named stays.
+    """
 
     shape = 'An item must be {"id": "its id", "vector": [numbers], "label": "shoe", "metadata": {"price": 20}}.'
 
@@ -314,7 +319,8 @@ def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query
 
     Args:
         body: of the request.
-        parameters: of the address, which stand for a form's fields where the image is the whole body.
+        parameters: of the address, which stand for a form's fields where the image is the whole
+            body.
         max_bytes: of an image.
 
     Raises:
@@ -351,7 +357,10 @@ def _query(given: Sequence[Given], options: Options) -> Query:
 
 
 class NewItem(NamedTuple):
-    """What an item is to be. Without image and vector it is there already, and changes only in what `named` lists."""
+    """What an item is to be.
+
+    Without image and vector it is there already, and changes only in what `named` lists.
+    """
 
     id: str
     label: str | None = None
@@ -379,7 +388,10 @@ def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
 
 
 def several_items(body: Body, most: int, max_bytes: int) -> list[NewItem]:
-    """Return the items of a body, `most` at most; RequestError 400 as in `query_of`. For a thread."""
+    """Return the items of a body, `most` at most; RequestError 400 as in `query_of`.
+
+    For a thread.
+    """
     if body.kind == "json":
         items = ItemsBody.of(loads(body.content)).items
         images: list[bytes | None] = [None] * len(items)

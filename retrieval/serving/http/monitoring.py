@@ -60,7 +60,9 @@ class _RateLimit(logging.Filter):
         self._dropped = dict.fromkeys(self._left, 0)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let a line pass, or leave it out; answered requests are counted apart from events and refusals."""
+        """Let a line pass, or leave it out; answered requests are counted apart from events and
+        refusals.
+        """
         request = getattr(record, "request", None)
         answered = request is not None and 0 < (request["status"] or 0) < 400
         rate, most = _EVENTS_PER_SECOND, _EVENTS_AT_ONCE
@@ -207,7 +209,9 @@ class Metrics:
             self._refused.labels(trail.reason or str(status)).inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's format; for a thread: it looks at processes and the disk."""
+        """Return all metrics in Prometheus's format; for a thread: it looks at processes and the
+        disk.
+        """
         registry = self._registry
         if self._several:
             registry = CollectorRegistry()
@@ -325,8 +329,8 @@ class Traces:
 def traces_of_environment() -> Traces | None:
     """Return what exports spans as the variables OTEL_… say; None where they name no exporter.
 
-    OTEL_TRACES_EXPORTER names one (`otlp`, `console`); without it, OTEL_EXPORTER_OTLP_ENDPOINT means `otlp`. The SDK
-    itself reads sampler, resource, headers and limits.
+    OTEL_TRACES_EXPORTER names one (`otlp`, `console`); without it, OTEL_EXPORTER_OTLP_ENDPOINT
+    means `otlp`. The SDK itself reads sampler, resource, headers and limits.
 
     Raises:
         MissingDependency: an exporter is named and not installed.

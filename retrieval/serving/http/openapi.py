@@ -100,7 +100,10 @@ class Operation(NamedTuple):
 
 
 def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
-    """Return the operations on one item, named in the path or as `?id=`. What ends in a word comes first."""
+    """Return the operations on one item, named in the path or as `?id=`.
+
+    What ends in a word comes first.
+    """
     new = _form(
         "image",
         image=_BINARY,

@@ -45,7 +45,9 @@ class RequestError(RetrievalError):
 
 
 def busy(why: str, reason: str = "queue") -> RequestError:
-    """Return the refusal of a request for which there is no room now: "too many searches are waiting"."""
+    """Return the refusal of a request for which there is no room now: "too many searches are
+    waiting".
+    """
     return RequestError(503, f"The server is busy: {why}. Try again in a moment.", reason)
 
 
@@ -70,7 +72,9 @@ def problem(scope: Any, error: RequestError) -> Response:
 
 
 def new_request_id(trace: str = "") -> str:
-    """Return a URN that names a request, by its W3C trace's id (32 hexadecimal digits) where it has one."""
+    """Return a URN that names a request, by its W3C trace's id (32 hexadecimal digits) where it has
+    one.
+    """
     return f"urn:uuid:{uuid.UUID(trace) if trace else uuid.uuid4()}"
 
 

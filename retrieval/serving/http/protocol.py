@@ -30,7 +30,9 @@ class Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer, and tell the request that is answered now: of several sent ahead uvicorn tells the last."""
+        """Forget the timer, and tell the request that is answered now: of several sent ahead
+        uvicorn tells the last.
+        """
         self._timer.cancel()
         self._disconnect()
         super().connection_lost(exc)

@@ -1,4 +1,6 @@
-"""Whether the server can do its work: a search of its own the whole way, again and again, and each part by name."""
+"""Whether the server can do its work: a search of its own the whole way, again and again, and each
+part by name.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _FREE_BYTES = 16_000_000
 
 
 class Readiness:
-    """Searches an index from an image or features to items every few seconds, and looks at what that needs."""
+    """Searches an index from an image or features to items every few seconds, and looks at what
+    that needs.
+    """
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -52,7 +56,10 @@ class Readiness:
         return {"items": self._items, "bundle": self._bundle, **fallback, "checks": self.checks()}
 
     def checks(self) -> dict[str, str]:
-        """Return the state of each part: "ok", or a sentence. It costs nothing: probes run by themselves."""
+        """Return the state of each part: "ok", or a sentence.
+
+        It costs nothing: probes run by themselves.
+        """
         damaged = DAMAGED if self._served.failed is not None else None
         faults = {**self._faults, "index": self._faults.get("index") or damaged}
         return {name: fault or "ok" for name, fault in faults.items()}
@@ -104,7 +111,9 @@ class Readiness:
             )
 
     async def _files(self) -> str | None:
-        """Return why the files on the disk are not what is served; another whole index is served from now on."""
+        """Return why the files on the disk are not what is served; another whole index is served
+        from now on.
+        """
         changed = await self._served.workers.pictures.run(self._served.take_up)
         if changed is not None and not self._logged_change:
             log.warning("%s", changed)  # its path is for the log only
@@ -138,7 +147,9 @@ class Readiness:
         return None if hits or not items else "A search of the server's own found nothing."
 
     async def _model(self) -> str | None:
-        """Return why the encoder is not what it was when its bundle was made, where the bundle has a probe."""
+        """Return why the encoder is not what it was when its bundle was made, where the bundle has
+        a probe.
+        """
         bundle = self._served.index.bundle
         return await self._served.workers.searches.run(lambda: probe_fault(bundle))
 
@@ -155,7 +166,8 @@ def sample(bundle: Bundle) -> Query:
 
 
 def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
-    """Return why a folder cannot be written to, or has less than `least` bytes free; None where it can.
+    """Return why a folder cannot be written to, or has less than `least` bytes free; None where it
+    can.
 
     It writes nothing. For a thread: the storage may hang.
     """

@@ -290,7 +290,8 @@ class Routes:
         """Return the index that a request names.
 
         Raises:
-            RequestError: 403, its sender may not use it; 404, there is none of this name, or several could be meant.
+            RequestError: 403, its sender may not use it; 404, there is none of this name, or
+                several could be meant.
         """
         caller, name = _caller_of(request), request.path_params.get("index")
         if name is None and len(self.indexes) == 1:
@@ -315,7 +316,9 @@ class Routes:
         types: str,
         read: Callable[[Body], T],
     ) -> AsyncIterator[T]:
-        """Give what a request's body holds, within the deadline; at the end the body's memory is free again."""
+        """Give what a request's body holds, within the deadline; at the end the body's memory is
+        free again.
+        """
         began = perf_counter()
         body = await self._memory.read(request, limits, types)
         if (trail := current()) is not None:
@@ -356,7 +359,9 @@ register_url_convertor("any", _AnyText())
 
 
 class ItemRoute(Route):
-    """A route whose path is matched as it was sent: an encoded slash is of the item's id, `/image` at the end is not."""
+    """A route whose path is matched as it was sent: an encoded slash is of the item's id, `/image`
+    at the end is not.
+    """
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
         """Match the path before it is decoded."""
@@ -387,7 +392,9 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
 
 
 def _id_of(request: Request, *others: str) -> str:
-    """Return the id of a request's item, from its path or from `?id=`; `others` are parameters that it may have."""
+    """Return the id of a request's item, from its path or from `?id=`; `others` are parameters that
+    it may have.
+    """
     if "id" in request.path_params:
         parameters_of(request, *others)
         return unquote(request.path_params["id"], errors="surrogateescape")

@@ -132,7 +132,8 @@ class Served:
 
         Raises:
             DataError: an image or vector cannot be used, or the filter names what no item has.
-            RequestError: 404, no such item; 503, too many are waiting, or the index cannot be searched now.
+            RequestError: 404, no such item; 503, too many are waiting, or the index cannot be
+                searched now.
         """
         images = [given.image for given in query.given if given.image is not None]
 
@@ -181,7 +182,8 @@ class Served:
         return await self._again(lambda: self.workers.searches.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
-        """Return what the index gives, asked again where another bundle or another index is served since.
+        """Return what the index gives, asked again where another bundle or another index is served
+        since.
 
         Raises:
             RequestError: 503, the index fails; its log says why, and the client is told `sentence`.
@@ -198,7 +200,9 @@ class Served:
         raise RequestError(503, _CHANGING)
 
     async def _was_replaced(self, error: StoreError, failed: Index) -> bool:
-        """Return whether an index failed because another one lies in its folder, which is served from now on."""
+        """Return whether an index failed because another one lies in its folder, which is served
+        from now on.
+        """
         if isinstance(error, TooSlow | StoreUnavailable):
             return False
 
@@ -215,7 +219,8 @@ class Served:
         """Add items, replace or change them: all of them, or none; return how many were there.
 
         Raises:
-            DataError: an image or item cannot be used, or one without an image and a vector is not there.
+            DataError: an image or item cannot be used, or one without an image and a vector is not
+                there.
             RequestError: 503, too many changes wait, or the index cannot be written to.
         """
         images = [new.image for new in new_items if new.image is not None]
@@ -243,7 +248,9 @@ class Served:
         return await self._again(ask, _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
-        """Delete the items of a change, by id or by filter; return how many there were; raises as `put` does."""
+        """Delete the items of a change, by id or by filter; return how many there were; raises as
+        `put` does.
+        """
 
         def work(index: Index) -> int:
             change.count = index.delete(change.ids, where=change.where)
@@ -254,7 +261,9 @@ class Served:
         )
 
     async def snapshot(self, target: Path, change: Change) -> None:
-        """Write a copy of one moment; RequestError 503: too many snapshots wait, or this one cannot be written."""
+        """Write a copy of one moment; RequestError 503: too many snapshots wait, or this one cannot
+        be written.
+        """
 
         def work(index: Index) -> None:
             index.snapshot(target)
@@ -281,14 +290,17 @@ class Served:
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
     async def picture(self, id: str, small: bool) -> bytes:
-        """Return an item's original: what the index keeps of it, or the file that it was indexed from.
+        """Return an item's original: what the index keeps of it, or the file that it was indexed
+        from.
 
         Args:
             id: the item's.
-            small: whether a thumbnail is enough, where the index keeps one and the file is there too.
+            small: whether a thumbnail is enough, where the index keeps one and the file is there
+                too.
 
         Raises:
-            RequestError: 404, no such item, or its file may not be shown, is gone, or another one; 503.
+            RequestError: 404, no such item, or its file may not be shown, is gone, or another one;
+                503.
         """
 
         def work() -> bytes:
@@ -331,7 +343,8 @@ class Served:
 
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
-    """Return what is nearest to each thing that a query gives, in order; a stored item is not its own neighbour.
+    """Return what is nearest to each thing that a query gives, in order; a stored item is not its
+    own neighbour.
 
     Raises:
         DataError: a vector of another width, or an index that cannot be searched by id.

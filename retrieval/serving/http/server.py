@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     import uvicorn
 
 KEEP_ALIVE_SECONDS = 150
-"""An idle connection is kept longer than nginx (60 s) and Caddy (120 s) keep theirs, so that they close first."""
+"""An idle connection is kept longer than nginx (60 s) and Caddy (120 s) keep theirs, so that they
+close first.
+"""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?")
@@ -57,7 +59,8 @@ def serve(
 ) -> Serving | None:
     """Serve an index until SIGINT or SIGTERM; requests under way are finished first.
 
-    In a notebook, whose event loop runs already, the server runs beside it, and this returns at once.
+    In a notebook, whose event loop runs already, the server runs beside it, and this returns at
+    once.
 
     Args:
         index: an opened index, or its folder or address; or several by name.
@@ -73,8 +76,8 @@ def serve(
 
     Raises:
         MissingDependency: the extra `serve` is not installed.
-        StoreError: the index cannot be used, the address cannot be listened on, or others could reach a server
-            without keys.
+        StoreError: the index cannot be used, the address cannot be listened on, or others could
+            reach a server without keys.
         RetrievalError: the keys cannot be used, or a setting is wrong.
     """
     require_packages()
@@ -108,8 +111,8 @@ class Serving:
     """A server of one process; after `start` it runs beside the program, as in a notebook.
 
     Attributes:
-        url: where the page is; it ends with a slash. Programs post an image as the field `image` of a form, and `k`,
-            to `v1/search` below it, and are answered in JSON.
+        url: where the page is; it ends with a slash. Programs post an image as the field `image` of
+            a form, and `k`, to `v1/search` below it, and are answered in JSON.
     """
 
     def __init__(
@@ -139,8 +142,8 @@ class Serving:
     def run(self) -> None:
         """Serve until a signal, or `close`."""
         if threading.current_thread() is threading.main_thread():
-            # uvicorn takes signals itself while it serves, and raises them again at its end, which is no failure;
-            # one that comes before it listens must end the server too
+            # uvicorn takes signals itself while it serves, and raises them again at its end, which
+            # is no failure; one that comes before it listens must end the server too
 
             def leave(number: int, frame: Any) -> None:
                 self._server.should_exit = True
@@ -171,7 +174,10 @@ class Serving:
 
 @dataclass(frozen=True)
 class Parts:
-    """What one process makes a server of: opened indexes, or where they are, by name. Several processes pickle it."""
+    """What one process makes a server of: opened indexes, or where they are, by name.
+
+    Several processes pickle it.
+    """
 
     given: Mapping[str, Any]
     settings: Settings
@@ -314,7 +320,9 @@ def checked(settings: Settings, host: str) -> Settings:
 
 
 def _host(text: str) -> str:
-    """Return a name as it is compared with a request's Host; RetrievalError where no request could ever name it."""
+    """Return a name as it is compared with a request's Host; RetrievalError where no request could
+    ever name it.
+    """
     if not _HOST.fullmatch(text.lower()):
         raise RetrievalError(
             f"--allow-host takes a host name as clients write it, such as photos.example: no scheme, port or star. "
@@ -381,7 +389,8 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 def named(texts: Iterable[str]) -> dict[str, str]:
-    """Return indexes by name, from texts `PATH` and `NAME=PATH`: without a name it is the folder's, less `.index`.
+    """Return indexes by name, from texts `PATH` and `NAME=PATH`: without a name it is the folder's,
+    less `.index`.
 
     Raises:
         StoreError: a name that none can have, or one given twice.
@@ -404,7 +413,9 @@ def named(texts: Iterable[str]) -> dict[str, str]:
 
 
 def default_name(path: str) -> str:
-    """Return the name of an index that is given none; "index" where its folder's cannot stand in an address."""
+    """Return the name of an index that is given none; "index" where its folder's cannot stand in an
+    address.
+    """
     name = Path(path.partition("?")[0]).absolute().name.removesuffix(".index")
     return name if _NAME.fullmatch(name) else "index"
 

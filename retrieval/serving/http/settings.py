@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 Role = Literal["read", "write", "admin"]
-"""What a caller may do: search and look; also change items; also take snapshots and read metrics."""
+"""What a caller may do: search and look; also change items; also take snapshots and read metrics.
+"""
 
 ROLES: tuple[Role, ...] = ("read", "write", "admin")
 HEALTH = ("/livez", "/readyz", "/metrics")
@@ -35,15 +36,18 @@ class Settings:
     Attributes:
         workers: searches at a time in one process.
         processes: processes that serve.
-        hosts: names that a request's `Host` may have besides localhost and IP addresses; None takes any.
+        hosts: names that a request's `Host` may have besides localhost and IP addresses; None takes
+            any.
         health_port: an additional port that answers `HEALTH` only; None for none.
         images: folders whose files may be shown as items' images.
         snapshots: the folder that snapshots are written to; None for none.
         keys: file of API keys; None: what the environment variable RETRIEVAL_KEYS says, or none.
-        open: the role that everybody has without a key; None: to read where there are no keys, else none.
+        open: the role that everybody has without a key; None: to read where there are no keys, else
+            none.
         audit: file in which changes are recorded; None: they are not.
         proxies: addresses and networks of proxies whose X-Forwarded-For is believed.
-        log_format: a log line for each request, for people or for programs; None: only what goes wrong.
+        log_format: a log line for each request, for people or for programs; None: only what goes
+            wrong.
         max_pixels: of an image that is sent.
         max_bytes: of an image file that is sent.
         batch: images, vectors or items of one request.
@@ -74,6 +78,8 @@ class Settings:
 
 
 def plain_address(address: str) -> str:
-    """Return an IPv4 address that a dual-stack socket gives as `::ffff:127.0.0.1` as it is; others unchanged."""
+    """Return an IPv4 address that a dual-stack socket gives as `::ffff:127.0.0.1` as it is; others
+    unchanged.
+    """
     mapped = address.lower().removeprefix("::ffff:")
     return mapped if "." in mapped else address

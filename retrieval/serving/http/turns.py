@@ -1,4 +1,6 @@
-"""Work outside the event loop, in turns: searches, images, pictures, changes and snapshots of all indexes."""
+"""Work outside the event loop, in turns: searches, images, pictures, changes and snapshots of all
+indexes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _PICTURE_THREADS = 8
 T = TypeVar("T")
 
 HAS_LEFT: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("has_left", default=None)
-"""Says whether the client of this task's request has left, so that what waited for its turn is not begun."""
+"""Says whether the client of this task's request has left, so that what waited for its turn is not
+begun.
+"""
 
 
 class Turns:
@@ -55,7 +59,9 @@ class Turns:
             raise busy(f"too many {self._what} are waiting")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return what some work gives, done in a thread. Whoever is cancelled leaves the work its turn until its end.
+        """Return what some work gives, done in a thread.
+
+        Whoever is cancelled leaves the work its turn until its end.
 
         Raises:
             RequestError: 503, too much is waiting.

@@ -1,4 +1,6 @@
-"""Add items to an index: what is there already and has not changed is passed over, so that the same call goes on where one stopped."""
+"""Add items to an index: what is there already and has not changed is passed over, so that the same
+call goes on where one stopped.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _PAGE = 1000
 _ROWS = 4096
 _BYTES = 64_000_000
 _SECONDS = 1.0
-"""What was encoded is written after so many items, so many bytes of kept originals, or so long: a kill costs no more."""
+"""What was encoded is written after so many items, so many bytes of kept originals, or so long: a
+kill costs no more.
+"""
 _TRIES = 5
 _SHOWN = 10  # faults that a message spells out
 
@@ -79,7 +83,8 @@ def add_sources(
 ) -> Added:
     """Embed what sources name and add it; see `Index.add`.
 
-    With `whole`, for an index that is being created, an image that cannot be used ends the work with an error.
+    With `whole`, for an index that is being created, an image that cannot be used ends the work
+    with an error.
     """
     began = time.monotonic()
     strict = whole and not skip_bad
@@ -165,11 +170,13 @@ def refuse_twice(found: Sources) -> None:
 def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
     """Compare items with an index.
 
-    What a migration left out of the served generation has no vector, and is embedded whether its file has
-    changed or not. The first generation has left nothing out, so that there vectors need not be read to know.
+    What a migration left out of the served generation has no vector, and is embedded whether its
+    file has changed or not. The first generation has left nothing out, so that there vectors need
+    not be read to know.
 
     Returns:
-        Items to embed; those of which only the label, metadata or path is new; how many are as they were.
+        Items to embed; those of which only the label, metadata or path is new; how many are as they
+            were.
     """
     arrays = index.generation.number > 1
     new: list[Source] = []

@@ -56,7 +56,9 @@ class Cluster:
 
 
 def duplicates(index: Index, within: float, *, where: Filter | None = None) -> list[Alike]:
-    """Return groups of items within a distance of each other, largest group first; see `Index.duplicates`."""
+    """Return groups of items within a distance of each other, largest group first; see
+    `Index.duplicates`.
+    """
     if not within >= 0:
         raise DataError(f"The distance of duplicates is a number from 0 on, not {within}.")
     parent: dict[str, str] = {}
@@ -166,7 +168,9 @@ def clusters(
 
 
 def pages(index: Index, where: Filter | None = None, size: int = _PAGE) -> Iterator[list[Item]]:
-    """Give all items that match, with arrays, some at a time; without those that the served generation does without."""
+    """Give all items that match, with arrays, some at a time; without those that the served
+    generation does without.
+    """
     after = None
     while page := index.store.scan(where, after=after, limit=size):
         after = page[-1].id

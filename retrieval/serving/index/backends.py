@@ -1,4 +1,7 @@
-"""Which back end a name or a size means. This module is also the package's own plugin of back ends."""
+"""Which back end a name or a size means.
+
+This module is also the package's own plugin of back ends.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,20 @@ if TYPE_CHECKING:
     from retrieval.serving.index.contract import IndexBackend
 
 FLAT_NUMBERS = 32_000_000
-"""`auto` searches exactly up to this many numbers (250,000 × 128): a query then takes some 10 ms on one core."""
+"""`auto` searches exactly up to this many numbers (250,000 × 128): a query then takes some 10 ms on
+one core.
+"""
 HNSW_VECTORS = 2_000_000
-"""`auto` takes a graph up to this many vectors, whose links then need some 0.5 GB, and inverted lists beyond."""
+"""`auto` takes a graph up to this many vectors, whose links then need some 0.5 GB, and inverted
+lists beyond.
+"""
 
 
 @hookimpl
 def retrieval_indexes() -> Factories:
-    """FAISS: exact, graphs (of a CPU and of a GPU), inverted lists, and lists or tables of vectors in fewer bytes."""
+    """FAISS: exact, graphs (of a CPU and of a GPU), inverted lists, and lists or tables of vectors
+    in fewer bytes.
+    """
     from retrieval.serving.index.faiss_backends import Cagra, Flat, Hnsw, Ivf, IvfPq, Rabitq, Sq8
 
     return {
@@ -44,7 +53,9 @@ def _own() -> dict[str, Factory]:
 
 
 def short_name(name: str) -> str:
-    """Return the name that an index records: a built-in back end's without its plugin, any other as it is."""
+    """Return the name that an index records: a built-in back end's without its plugin, any other as
+    it is.
+    """
     short = name.removeprefix(f"{BUILT_IN}.")
     return short if short in _own() else name
 
@@ -67,8 +78,8 @@ def make_backend(
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
-        PluginError: no such back end, a parameter that it does not have or refuses, no `IndexBackend`,
-            or a plugin cannot be loaded.
+        PluginError: no such back end, a parameter that it does not have or refuses, no
+            `IndexBackend`, or a plugin cannot be loaded.
     """
     from retrieval.serving.index.contract import IndexBackend
 

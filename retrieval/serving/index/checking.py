@@ -1,4 +1,6 @@
-"""Look through a whole index, page by page or item by item; and make an index of a snapshot, once it is found whole."""
+"""Look through a whole index, page by page or item by item; and make an index of a snapshot, once
+it is found whole.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def check_store(store: Store) -> list[str]:
-    """Read everything that a store holds, wherever it lies; return what is damaged, a sentence each.
+    """Read everything that a store holds, wherever it lies; return what is damaged, a sentence
+    each.
 
-    Each bundle is compared with its generation, and every item is read with its arrays. What was written meanwhile is no damage.
+    Each bundle is compared with its generation, and every item is read with its arrays. What was
+    written meanwhile is no damage.
     """
     damaged: list[str] = []
     for generation in store.generations():
@@ -84,7 +88,8 @@ def _fits(item: Item, generation: Generation) -> bool:
 def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) -> list[str]:
     """Copy a snapshot to a new place, after looking through it.
 
-    A folder gets all of it. An address gets the items of the generation that is served, and the index's id.
+    A folder gets all of it. An address gets the items of the generation that is served, and the
+    index's id.
 
     Args:
         snapshot: its folder.
@@ -95,7 +100,8 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
         What was left behind, a sentence each.
 
     Raises:
-        StoreError: the snapshot is damaged, there is something at the place already, or it cannot be written.
+        StoreError: the snapshot is damaged, there is something at the place already, or it cannot
+            be written.
     """
     damaged, _ = check_index(snapshot)
     if damaged:

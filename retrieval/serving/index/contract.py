@@ -20,9 +20,9 @@ Rows = NDArray[np.int64]
 class IndexBackend(ABC):
     """Proposes the nearest of N vectors (N, P), float32, by Euclidean distance.
 
-    A plugin offers one through the hook `retrieval_indexes`; its parameters are its factory's signature. The store
-    calls `build` then `save`, once, in one thread; or `load`, once, and `search` from then on, from many threads at a
-    time. Row numbers are positions in `vectors`.
+    A plugin offers one through the hook `retrieval_indexes`; its parameters are its factory's
+    signature. The store calls `build` then `save`, once, in one thread; or `load`, once, and
+    `search` from then on, from many threads at a time. Row numbers are positions in `vectors`.
     """
 
     @abstractmethod
@@ -36,7 +36,9 @@ class IndexBackend(ABC):
 
     @abstractmethod
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        """Return the nearest vectors of each query, nearest first. Must be thread-safe and change nothing.
+        """Return the nearest vectors of each query, nearest first.
+
+        Must be thread-safe and change nothing.
 
         The store measures the distances again, so approximate ones are welcome.
 
@@ -50,12 +52,16 @@ class IndexBackend(ABC):
 
     @property
     def expand(self) -> int:
-        """How many times as many candidates an index asks for as it wants: coarse vectors come in another order."""
+        """How many times as many candidates an index asks for as it wants: coarse vectors come in
+        another order.
+        """
         return 1
 
     @property
     def selective(self) -> bool:
-        """Whether `search_selected` is there; if not, an index searches exactly among the items that match a filter."""
+        """Whether `search_selected` is there; if not, an index searches exactly among the items
+        that match a filter.
+        """
         return False
 
     def search_selected(
@@ -80,11 +86,13 @@ class IndexBackend(ABC):
     def load(self, path: Path) -> None:
         """Read what `save` wrote; its checksum has been verified. May move it to a GPU.
 
-        The path is of a private copy, which is gone when this returns; what was mapped from it stays.
+        The path is of a private copy, which is gone when this returns; what was mapped from it
+        stays.
         """
 
     def save_beside(self, path: Path) -> None:
-        """Write all that `load_beside` needs to one new file, without the vectors, which lie beside it.
+        """Write all that `load_beside` needs to one new file, without the vectors, which lie beside
+        it.
 
         By default it holds what `save` writes.
         """
@@ -95,13 +103,15 @@ class IndexBackend(ABC):
 
         Args:
             path: the file.
-            vectors: (N, P), those that it was built over: columns of an array that may be mapped from a
-                file, and stays as long as somebody holds it.
+            vectors: (N, P), those that it was built over: columns of an array that may be mapped
+                from a file, and stays as long as somebody holds it.
         """
         self.load(path)
 
     def check(self, count: int, width: int) -> None:  # noqa: B027 (a back end need not)
-        """Refuse what was loaded if it cannot be an index of `count` vectors of `width` numbers. Called once after `load`.
+        """Refuse what was loaded if it cannot be an index of `count` vectors of `width` numbers.
+
+        Called once after `load`.
 
         Raises:
             StoreError: the end of a sentence: "it holds 3 vectors instead of 5".
@@ -109,12 +119,15 @@ class IndexBackend(ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether `search` always finds the true nearest; if not, building measures how often it does."""
+        """Whether `search` always finds the true nearest; if not, building measures how often it
+        does.
+        """
         return False
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:
-    """Turn whatever a back end raises inside into one sentence that names it and what it was asked to do.
+    """Turn whatever a back end raises inside into one sentence that names it and what it was asked
+    to do.
 
     Raises:
         PluginError: the back end raised anything but an error of this package or an OSError.
@@ -134,7 +147,8 @@ def checked_search(
     count: int,
     keep: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Search and refuse an answer that breaks the contract, so that a plugin's fault is named as such.
+    """Search and refuse an answer that breaks the contract, so that a plugin's fault is named as
+    such.
 
     Args:
         backend: loaded over `count` vectors.

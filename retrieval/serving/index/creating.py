@@ -53,23 +53,29 @@ def build_index(
 ) -> Index:
     """Embed items, create an index of them, whole or not at all, and open it.
 
-    An interrupted run leaves `<output>.partial`; the same call goes on from there. At an address it leaves the
-    index with what was added until then, and `Index.add` goes on. A failed run leaves nothing.
+    An interrupted run leaves `<output>.partial`; the same call goes on from there. At an address it
+    leaves the index with what was added until then, and `Index.add` goes on. A failed run leaves
+    nothing.
 
     Args:
         bundle: a bundle, or its folder.
-        sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz` features; see
-            `retrieval.serving.index.sources.collect`. An empty list makes an empty index.
-        output: the folder to write, whose parent must exist; or the address of a store that a plugin brings, as text.
-        backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
+        sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz`
+            features; see `retrieval.serving.index.sources.collect`. An empty list makes an empty
+            index.
+        output: the folder to write, whose parent must exist; or the address of a store that a
+            plugin brings, as text.
+        backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's
+            `PLUGIN.name`.
         options: the back end's parameters.
         plugins: files or modules to load as plugins besides the installed ones.
         variant: encode with this variant of the encoder; queries will be, too.
         keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
-        keep_features: keep the backbone's features too, so that another head takes seconds (`Index.migrate`). The bundle is
-            split, or takes features.
-        skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
-        replace: put the new index in the place of one that is there; at an address that is deleted first.
+        keep_features: keep the backbone's features too, so that another head takes seconds
+            (`Index.migrate`). The bundle is split, or takes features.
+        skip_bad: leave out images that cannot be used, each reported on standard error, instead of
+            refusing all.
+        replace: put the new index in the place of one that is there; at an address that is deleted
+            first.
         batch: items that go through the encoder at once.
         workers: threads that decode; as many as there are cores by default.
         limits: the largest images that are decoded.
@@ -168,7 +174,9 @@ def refuse_existing(output: Path, replace: bool) -> None:
 def _free_address(
     address: Address, plugins: Sequence[str], replace: bool, structured: bool
 ) -> StorePlace:
-    """Return the place at an address; without `replace`, no index may be there, and no structure be asked for."""
+    """Return the place at an address; without `replace`, no index may be there, and no structure be
+    asked for.
+    """
     if structured:
         raise DataError(
             f"A back end and its parameters are of folders. What the store of {address} can be told stands in "
@@ -242,7 +250,9 @@ def _fill_folder(
     adding: Mapping[str, Any],
     device: Device,
 ) -> Summary:
-    """Add what sources name to a folder that nobody sees yet, and build what speeds its searches up."""
+    """Add what sources name to a folder that nobody sees yet, and build what speeds its searches
+    up.
+    """
     with Index(partial, store, device=device) as index:
         before = len(index)
         added = _added(index, named, {**adding, "sync": True})

@@ -1,7 +1,9 @@
-"""Folders of embeddings, as `retrieval embed` writes them: what their files hold, and how an index reads them.
+"""Folders of embeddings, as `retrieval embed` writes them: what their files hold, and how an index
+reads them.
 
-A folder has `embedding.json`, which says what was embedded with what, and one Parquet file for each part of the items.
-A part appears whole or not at all, and its name is its number: so no item is there twice, whoever embedded it how often.
+A folder has `embedding.json`, which says what was embedded with what, and one Parquet file for each
+part of the items. A part appears whole or not at all, and its name is its number: so no item is
+there twice, whoever embedded it how often.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Plan:
     Attributes:
         bundle: SHA-256 of the bundle's manifest.
         variant: of its encoder; None for the encoder itself.
-        sources: SHA-256 over all items: their keys, labels, metadata, and what changes when their files do.
+        sources: SHA-256 over all items: their keys, labels, metadata, and what changes when their
+            files do.
         items: how many there are.
         part: items of a part; the last one has the rest.
         batch: items that go through the encoder at once.
@@ -142,7 +145,8 @@ def _part_table(folder: Path, number: int) -> Table:
 def rows(
     folder: Path, plan: Plan, arrays: Sequence[str]
 ) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
-    """Yield the items of a complete folder, some hundred at a time, and their arrays (n, width) by name.
+    """Yield the items of a complete folder, some hundred at a time, and their arrays (n, width) by
+    name.
 
     Args:
         folder: what `retrieval embed` wrote.
@@ -226,8 +230,8 @@ class Vectors:
         keep: what the index keeps of originals.
 
     Raises:
-        DataError: another bundle's folder, one that is not complete or lacks an array that the index keeps;
-            other sources are named too, or originals are to be kept.
+        DataError: another bundle's folder, one that is not complete or lacks an array that the
+            index keeps; other sources are named too, or originals are to be kept.
 
     Attributes:
         sources: the items.
@@ -303,7 +307,8 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
     Args:
         folder: what `retrieval embed` wrote.
-        column: "vector", "code" or "features"; None: the features where there are any, else the vector.
+        column: "vector", "code" or "features"; None: the features where there are any, else the
+            vector.
 
     Raises:
         DataError: it is not complete, has no such column, or is damaged.
@@ -320,7 +325,8 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
 
 class VectorRows:
-    """The vectors of a complete folder of embeddings, read as they are needed: the folder may be larger than the memory.
+    """The vectors of a complete folder of embeddings, read as they are needed: the folder may be
+    larger than the memory.
 
     Args:
         folder: what `retrieval embed` wrote.

@@ -1,4 +1,6 @@
-"""Decode and encode items: the one pipeline of creating, adding, migrating and embedding into files."""
+"""Decode and encode items: the one pipeline of creating, adding, migrating and embedding into
+files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from retrieval.serving.threads import ahead
 
 T = TypeVar("T")
 Original: TypeAlias = "Path | Origin | bytes | Floats | DataError"
-"""An item's content, or where to read it: a file, an address, bytes, finite features (F,), or why there is none."""
+"""An item's content, or where to read it: a file, an address, bytes, finite features (F,), or why
+there is none.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Embedded:
         width: of the original image, in pixels.
         height: of the original image, in pixels.
         kept: what the index keeps of the original.
-        arrays: the vector (P,), with "code" and "features" where there are some, by the store's names.
+        arrays: the vector (P,), with "code" and "features" where there are some, by the store's
+            names.
     """
 
     fault: str | None = None
@@ -72,7 +77,8 @@ def embed(
     keep: Keep = "reference",
     strict: bool = False,
 ) -> Iterator[list[tuple[T, Embedded]]]:
-    """Yield items with their arrays, batch by batch in order; threads decode a few batches ahead of the encoder.
+    """Yield items with their arrays, batch by batch in order; threads decode a few batches ahead of
+    the encoder.
 
     Args:
         bundle: encodes.
@@ -80,8 +86,8 @@ def embed(
         settings: see `Settings`.
         stamp: returns what changes when an item's content does.
         keep: "copy" and "thumbnail" give `Embedded.kept`.
-        strict: after the first item that cannot be used, only decode the others, to find all faults: they
-            come without arrays.
+        strict: after the first item that cannot be used, only decode the others, to find all
+            faults: they come without arrays.
 
     Raises:
         DataError: the encoder gives NaN or infinity.
@@ -159,7 +165,9 @@ def _arrays_of(bundle: Bundle, inputs: NDArray[Any], settings: Settings) -> dict
 
 
 def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:
-    """Return encoded arrays (n, width), and perhaps the features (n, F) behind them, by the store's names."""
+    """Return encoded arrays (n, width), and perhaps the features (n, F) behind them, by the store's
+    names.
+    """
     arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
     return {name: array for name, array in arrays.items() if array is not None}
 

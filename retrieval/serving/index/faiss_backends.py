@@ -1,7 +1,7 @@
 """The built-in back ends: FAISS, on the CPU, or on a GPU where faiss-gpu finds one.
 
-Back ends of vectors in fewer bytes propose candidates, which the store measures again on the vectors
-themselves.
+Back ends of vectors in fewer bytes propose candidates, which the store measures again on the
+vectors themselves.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from retrieval.serving.index.contract import Floats, IndexBackend, Rows
 from retrieval.serving.index.on_gpu import MOST, REFUSALS, Gpus, OnGpu, device, gpus_found, refused
 from retrieval.serving.runtime import load_faiss
 
-# FAISS compares Q × P with its threshold. From eight queries on, one matrix product is faster than a loop over
-# queries (three-fold at 32); a single query through BLAS costs two to three times more than without.
+# FAISS compares Q × P with its threshold. From eight queries on, one matrix product is faster than
+# a loop over queries (three-fold at 32); a single query through BLAS costs two to three times more
+# than without.
 _BLAS_QUERIES = 8
 Lists = Annotated[int, Field(ge=0)]
 Expand = Annotated[int, Field(ge=1, le=1000)]
 _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
 _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
-"""Parts of a code and numbers of a part that FAISS's GPU kernels are compiled for (`GpuIndexIVFPQ.cu`)."""
+"""Parts of a code and numbers of a part that FAISS's GPU kernels are compiled for
+(`GpuIndexIVFPQ.cu`).
+"""
 _QUERY_BITS = 4
 """Bits of a query's number in RaBitQ. With 0, which rounds nothing, FAISS is many times as slow."""
 _ENTRIES = 32
-"""Random vectors at which a CPU begins in a graph without upper levels, as FAISS does by default."""
+"""Random vectors at which a CPU begins in a graph without upper levels, as FAISS does by default.
+"""
 _SAMPLE = 65_536
 """Vectors that a structure learns from; more where its clusters need more."""
 _PIECE = 8192
@@ -45,9 +49,13 @@ class FaissBackend(IndexBackend):
 
     on_gpu = True
     most_on_gpu = MOST
-    """Candidates that a search on a GPU finds at most; the CPU, which keeps the index too, searches for more."""
+    """Candidates that a search on a GPU finds at most; the CPU, which keeps the index too, searches
+    for more.
+    """
     room = 1 << 20
-    """Bytes that FAISS may take for one thing when it reads a small file; of a larger one, the file's size."""
+    """Bytes that FAISS may take for one thing when it reads a small file; of a larger one, the
+    file's size.
+    """
     kinds: tuple[str, ...] = ()
     """FAISS's classes that `save` writes."""
 
@@ -100,13 +108,16 @@ class FaissBackend(IndexBackend):
         return self._searched(queries, k, parameters)
 
     def _searched(self, queries: Floats, k: int, parameters: Any) -> tuple[Floats, Rows]:
-        # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one without `params`
+        # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one
+        # without `params`
         search = getattr(self._index, "search_numpy", self._index.search)
         squared, rows = search(queries, k, params=parameters)
         return np.sqrt(np.maximum(squared, 0)), rows
 
     def _parameters(self, k: int) -> Any:
-        """Return FAISS's search parameters for this call: setting them on the index would change it for others."""
+        """Return FAISS's search parameters for this call: setting them on the index would change it
+        for others.
+        """
         return None
 
     def save(self, path: Path) -> None:
@@ -114,7 +125,9 @@ class FaissBackend(IndexBackend):
         self._write(path)
 
     def _write(self, path: Path, flags: int = 0) -> None:
-        """Write the index through Python's file object: FAISS's own writer may miss a full disk on closing."""
+        """Write the index through Python's file object: FAISS's own writer may miss a full disk on
+        closing.
+        """
         faiss = load_faiss()
         failure: list[OSError] = []
         with path.open("xb") as file:
@@ -140,12 +153,13 @@ class FaissBackend(IndexBackend):
     def _read(self, path: Path) -> Any:
         """Return FAISS's index.
 
-        The file may be anyone's: FAISS gets its bytes, not its name, and the flag by which lists that lie in another file
-        could only be found beside a name, so that it opens no other.
+        The file may be anyone's: FAISS gets its bytes, not its name, and the flag by which lists
+        that lie in another file could only be found beside a name, so that it opens no other.
         """
         faiss = load_faiss()
         with _loading, path.open("rb") as file:
-            # A damaged length must not make FAISS ask for terabytes: no vector is longer than its file.
+            # A damaged length must not make FAISS ask for terabytes: no vector is longer than its
+            # file.
             faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, self.room))
             try:
                 reader = faiss.PyCallbackIOReader(file.read, _PIECE_BYTES)
@@ -176,7 +190,9 @@ class FaissBackend(IndexBackend):
         return OnGpu(index, self.gpus, self.float16, self._set_parameters())
 
     def _set_parameters(self) -> dict[str, float]:
-        """Return what is set on an index on a GPU, where several of them take no parameters with a call."""
+        """Return what is set on an index on a GPU, where several of them take no parameters with a
+        call.
+        """
         return {}
 
     def _refuse_foreign(self, index: Any) -> None:
@@ -195,10 +211,13 @@ class FaissBackend(IndexBackend):
 
 
 class Flat(FaissBackend):
-    """Exact search: compares the query with every vector. `auto` takes it while the gallery is small.
+    """Exact search: compares the query with every vector.
+
+    `auto` takes it while the gallery is small.
 
     Args:
-        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all vectors on each, more searches at once) or `shards` (a part on each, more vectors).
+        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all vectors on each, more
+            searches at once) or `shards` (a part on each, more vectors).
         float16: whether a GPU keeps the vectors in 16 bits: half the memory; distances are rounded.
     """
 
@@ -214,7 +233,8 @@ class Flat(FaissBackend):
 
 
 class Hnsw(FaissBackend):
-    """Approximate search in a graph (Malkov and Yashunin 2018): fast, memory for the vectors and the links.
+    """Approximate search in a graph (Malkov and Yashunin 2018): fast, memory for the vectors and
+    the links.
 
     Args:
         m: links of a vector; more find better and need more memory (8 × m bytes a vector).
@@ -244,7 +264,9 @@ class Hnsw(FaissBackend):
         self._write(path, load_faiss().IO_FLAG_SKIP_STORAGE)
 
     def load_beside(self, path: Path, vectors: Floats) -> None:
-        """Read the links, and follow them over the vectors where those lie; an older file holds its own."""
+        """Read the links, and follow them over the vectors where those lie; an older file holds its
+        own.
+        """
         index = self._read(path)
         if index.storage is None:
             faiss = load_faiss()
@@ -270,15 +292,21 @@ class Hnsw(FaissBackend):
 
 
 class Cagra(Hnsw):
-    """Approximate search in a graph that a GPU builds (CAGRA; Ootomo et al., ICDE 2024). Without one it is built as HNSW is.
+    """Approximate search in a graph that a GPU builds (CAGRA; Ootomo et al., ICDE 2024).
 
-    What a GPU has built a CPU searches too, from the same file: its one level as HNSW's lowest. FAISS keeps its vectors in 32 bits.
+    Without one it is built as HNSW is.
+
+    What a GPU has built a CPU searches too, from the same file: its one level as HNSW's lowest.
+    FAISS keeps its vectors in 32 bits.
 
     Args:
-        degree: links of a vector; more find better and need more memory (4 × degree bytes a vector).
-        ef_construction: candidates for each vector's links: on a GPU its twice as many links that are thinned out, at most so many; on a CPU as in `hnsw`.
+        degree: links of a vector; more find better and need more memory (4 × degree bytes a
+            vector).
+        ef_construction: candidates for each vector's links: on a GPU its twice as many links that
+            are thinned out, at most so many; on a CPU as in `hnsw`.
         ef_search: how many candidates a search follows; more find better and take longer.
-        gpus: where FAISS finds several GPUs: `one` of them, or `replicas` (all on each, more searches at once).
+        gpus: where FAISS finds several GPUs: `one` of them, or `replicas` (all on each, more
+            searches at once).
     """
 
     on_gpu = True
@@ -357,7 +385,9 @@ def _searched_cagra(width: int, index: Any, queries: Floats, k: int) -> tuple[Fl
 
 
 class ListsBackend(FaissBackend):
-    """What back ends of inverted lists have in common: how many lists, and how many of them a search looks at."""
+    """What back ends of inverted lists have in common: how many lists, and how many of them a
+    search looks at.
+    """
 
     def __init__(
         self, lists: int = 0, probes: int = 0, gpus: Gpus = "one", float16: bool = False
@@ -396,12 +426,15 @@ class ListsBackend(FaissBackend):
 
 
 class Ivf(ListsBackend):
-    """Approximate search in inverted lists: clusters the vectors and searches the lists nearest to the query.
+    """Approximate search in inverted lists: clusters the vectors and searches the lists nearest to
+    the query.
 
     Args:
-        lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster.
+        lists: number of clusters; 0 takes four times the square root of the number of vectors, at
+            least 39 a cluster.
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
-        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all vectors on each, more searches at once) or `shards` (a part on each, more vectors).
+        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all vectors on each, more
+            searches at once) or `shards` (a part on each, more vectors).
     """
 
     kinds = ("IndexIVFFlat",)
@@ -417,14 +450,20 @@ class Ivf(ListsBackend):
 
 
 class IvfPq(ListsBackend):
-    """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011): some bytes a vector.
+    """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011): some
+    bytes a vector.
 
     Args:
-        lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster; 1 makes a plain table of codes.
+        lists: number of clusters; 0 takes four times the square root of the number of vectors, at
+            least 39 a cluster; 1 makes a plain table of codes.
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
-        bytes: of a vector's code, at most its numbers; it divides them, or the next number that does is taken.
-        expand: how many times as many candidates as are wanted an index measures again on the vectors.
-        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all codes on each, more searches at once) or `shards` (a part on each, more vectors). A GPU takes codes of 8 bits in at most 64 parts; others stay on the CPU.
+        bytes: of a vector's code, at most its numbers; it divides them, or the next number that
+            does is taken.
+        expand: how many times as many candidates as are wanted an index measures again on the
+            vectors.
+        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all codes on each, more
+            searches at once) or `shards` (a part on each, more vectors). A GPU takes codes of 8
+            bits in at most 64 parts; others stay on the CPU.
         float16: whether a GPU computes with tables in 16 bits: faster; distances are rounded.
     """
 
@@ -464,16 +503,20 @@ class IvfPq(ListsBackend):
 
 
 class Rabitq(ListsBackend):
-    """Approximate search in inverted lists of a bit or a few a number (RaBitQ; Gao and Long, SIGMOD 2024), rotated at random first.
+    """Approximate search in inverted lists of a bit or a few a number (RaBitQ; Gao and Long, SIGMOD
+    2024), rotated at random first.
 
-    Codes are not learned, so building costs little more than the lists. A vector of P numbers takes P × bits / 8 bytes and 8 more, 20 more where bits is above 1 (Gao et al., SIGMOD
-    2025); FAISS computes them.
+    Codes are not learned, so building costs little more than the lists. A vector of P numbers takes
+    P × bits / 8 bytes and 8 more, 20 more where bits is above 1 (Gao et al., SIGMOD 2025); FAISS
+    computes them.
 
     Args:
-        lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster; 1 makes a plain table of codes.
+        lists: number of clusters; 0 takes four times the square root of the number of vectors, at
+            least 39 a cluster; 1 makes a plain table of codes.
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
         bits: of each number; more find better and need more memory.
-        expand: how many times as many candidates as are wanted an index measures again on the vectors.
+        expand: how many times as many candidates as are wanted an index measures again on the
+            vectors.
     """
 
     on_gpu = False
@@ -541,7 +584,8 @@ class Sq8(FaissBackend):
     """Search in a table of vectors of one byte a number: a quarter of the memory, and nearly exact.
 
     Args:
-        expand: how many times as many candidates as are wanted an index measures again on the vectors.
+        expand: how many times as many candidates as are wanted an index measures again on the
+            vectors.
     """
 
     on_gpu = False

@@ -80,7 +80,8 @@ class Hit:
         path: Path | None = None,
         keep: str = "reference",
     ) -> None:
-        # A batch makes thousands of hits, and the __init__ of a frozen dataclass takes three times as long.
+        # A batch makes thousands of hits, and the __init__ of a frozen dataclass takes three times
+        # as long.
         values = self.__dict__
         values["id"], values["label"], values["distance"] = id, label, distance
         values["metadata"], values["path"], values["keep"] = metadata, path, keep
@@ -183,7 +184,9 @@ class Index:
 
     @property
     def bundle(self) -> Bundle:
-        """The served generation's bundle: it encodes queries and, where it has a rescorer, orders candidates."""
+        """The served generation's bundle: it encodes queries and, where it has a rescorer, orders
+        candidates.
+        """
         assert self._served is not None
         return self._served[1]
 
@@ -223,7 +226,9 @@ class Index:
             )
 
     def changed(self) -> str | None:
-        """Return a sentence when the folder was replaced or removed; what changes within it is meant to."""
+        """Return a sentence when the folder was replaced or removed; what changes within it is
+        meant to.
+        """
         return self.store.changed()
 
     # Searching
@@ -253,32 +258,35 @@ class Index:
     def search(
         self, queries: Any, k: int = 10, *, candidates: int | None = None, where: Where = None
     ) -> list[Any]:
-        """Return the nearest items of a query, nearest first; equal distances by id. Of several queries, a list of such lists.
+        """Return the nearest items of a query, nearest first; equal distances by id.
 
-        Without a rescorer the distance is measured on the stored vectors, Euclidean unless the bundle
-        says otherwise (with sub-spaces, what the bundle's merge makes of them:
+        Of several queries, a list of such lists.
+
+        Without a rescorer the distance is measured on the stored vectors, Euclidean unless the
+        bundle says otherwise (with sub-spaces, what the bundle's merge makes of them:
         `retrieval.serving.merging`). With one, it is the rescorer's.
 
         Args:
             queries: one query, which gives one list of hits:
 
-                - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels,
-                  uint8 (H, W) or (H, W, 3);
+                - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its
+                  pixels, uint8 (H, W) or (H, W, 3);
                 - a vector: (F,) features where the bundle takes features, otherwise (P,) as its
                   encoder gives.
 
-                Or several, which give one list of hits each: a list of images or of vectors, an array
+                Or several, which give one list of hits each: a list of images or of vectors, an
+                    array
                 (N, F) or (N, P), or `Encoded`, which the bundle's `encode` gave.
             k: how many; all items when there are fewer.
-            candidates: how many the rescorer is given, in each sub-space; the bundle's own number by
-                default.
+            candidates: how many the rescorer is given, in each sub-space; the bundle's own number
+                by default.
             where: only items that match, as text (`price < 20 and label in ('shoe', 'boot')`) or as
                 JSON; see `retrieval.serving.filters`.
 
         Raises:
-            DataError: an image cannot be decoded, a vector has another width or holds NaN, a list mixes
-                images and vectors, k is below 1, or encoded vectors come alone where a rescorer needs
-                codes. In a list, the message names the item.
+            DataError: an image cannot be decoded, a vector has another width or holds NaN, a list
+                mixes images and vectors, k is below 1, or encoded vectors come alone where a
+                rescorer needs codes. In a list, the message names the item.
             StoreError: the index was closed.
         """
         k = at_least_one("k", k)
@@ -298,7 +306,8 @@ class Index:
                     hits += self._nearest(query[rows], part_code, bundle, k, candidates, where)
                 return hits[0] if alone else hits
             except Superseded:
-                # Another generation is served since. Queries that came encoded cannot be encoded again.
+                # Another generation is served since. Queries that came encoded cannot be encoded
+                # again.
                 if isinstance(queries, Encoded) or attempt == _TRIES - 1:
                     raise
         raise AssertionError
@@ -336,7 +345,8 @@ class Index:
     def duplicates(
         self, within: float, *, where: Where = None, progress: Progress = True
     ) -> list[Alike]:
-        """Return groups of items within a distance of one another, directly or through others; the largest group first.
+        """Return groups of items within a distance of one another, directly or through others; the
+        largest group first.
 
         Args:
             within: the distance, as searches give it.
@@ -381,12 +391,12 @@ class Index:
         What was added is on the disk from second to second: after a kill the same call goes on.
 
         Args:
-            sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz`
-                features; see `retrieval.serving.index.sources.collect`.
+            sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or
+                `.npz` features; see `retrieval.serving.index.sources.collect`.
             keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
             sync: make the index equal to the sources: items that they do not name are deleted.
-            skip_bad: pass over images that cannot be used; without it they are all named in the error,
-                and the others are added.
+            skip_bad: pass over images that cannot be used; without it they are all named in the
+                error, and the others are added.
             batch: items that go through the encoder at once.
             workers: threads that decode; as many as there are cores by default.
             limits: the largest images that are decoded.
@@ -409,7 +419,8 @@ class Index:
         )
 
     def upsert(self, items: Sequence[Item]) -> int:
-        """Add items that are embedded already, or put them in the place of others; return how many took another's place.
+        """Add items that are embedded already, or put them in the place of others; return how many
+        took another's place.
 
         Raises:
             DataError: an item that cannot be kept; all are named, and none is kept.
@@ -419,7 +430,9 @@ class Index:
             return self.store.upsert(items, self.bundle.sha256)
 
     def delete(self, ids: str | Iterable[str] = (), *, where: Where = None) -> int:
-        """Delete items by id, or all that match; return how many there were. Unknown ids are passed over.
+        """Delete items by id, or all that match; return how many there were.
+
+        Unknown ids are passed over.
 
         Raises:
             DataError: the filter cannot be read, or names what no item has.
@@ -477,13 +490,14 @@ class Index:
     def migrate(
         self, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
     ) -> Migrated:
-        """Embed all items with another bundle, then serve that; searches and writes go on meanwhile.
+        """Embed all items with another bundle, then serve that; searches and writes go on
+        meanwhile.
 
-        Where the index keeps features and the bundle's backbone is theirs (`Bundle.backbone_sha256`),
-        its head is applied to them: no original is opened. So is a bundle of features of their width:
-        then it is served behind the index's own backbone, and images are queries as before; that these
-        features are the ones it was learned on is for you to know. Otherwise originals are embedded
-        again.
+        Where the index keeps features and the bundle's backbone is theirs
+        (`Bundle.backbone_sha256`), its head is applied to them: no original is opened. So is a
+        bundle of features of their width: then it is served behind the index's own backbone, and
+        images are queries as before; that these features are the ones it was learned on is for you
+        to know. Otherwise originals are embedded again.
 
         An answer is of one bundle, always. The old generation is kept for `rollback` until it is
         dropped. After a kill the same call goes on.
@@ -530,15 +544,18 @@ class Index:
         apply: bool = True,
         progress: Progress = True,
     ) -> Tuned:
-        """Measure which structure finds fastest what it must, on this index's own vectors, and take it; the index keeps the table.
+        """Measure which structure finds fastest what it must, on this index's own vectors, and take
+        it; the index keeps the table.
 
-        200 vectors are held out as queries; structures are built over the others, at most `most` of them.
+        200 vectors are held out as queries; structures are built over the others, at most `most` of
+        them.
 
         Args:
             recall: share of the ten nearest that must be found.
             memory: bytes of the vectors and the structure together; None for no limit.
             most: vectors that structures are built over, taken at random where there are more.
-            apply: whether to keep the table, and build the chosen structure for the index's segments, now.
+            apply: whether to keep the table, and build the chosen structure for the index's
+                segments, now.
             progress: True shows a bar, False nothing; a function is told (what, done, total).
 
         Raises:
@@ -602,7 +619,9 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
 
 
 def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
-    """Return query vectors (Q, P), and codes where the bundle rescores; the store refuses NaN and infinity."""
+    """Return query vectors (Q, P), and codes where the bundle rescores; the store refuses NaN and
+    infinity.
+    """
     rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
     if isinstance(queries, Encoded):
         if queries.bundle not in ("", bundle.sha256):

@@ -1,4 +1,6 @@
-"""Items to index and where their content lies: in a file, at an address that fsspec opens, or inside a container."""
+"""Items to index and where their content lies: in a file, at an address that fsspec opens, or
+inside a container.
+"""
 
 from __future__ import annotations
 
@@ -242,7 +244,9 @@ class Location:
 
 
 def stamp_of(info: dict[str, Any]) -> str:
-    """Return what changes when a file does, from its file system's entry: the size, and tags or times where it has some."""
+    """Return what changes when a file does, from its file system's entry: the size, and tags or
+    times where it has some.
+    """
     marks = [f"{name} {info[name]}" for name in (*_TAGS, *_TIMES) if info.get(name) is not None]
     return f"{info.get('size', info.get('file_size'))} {' '.join(marks[:2])}".rstrip()
 
@@ -268,7 +272,9 @@ def _sentences(address: str, error: type[Exception] = DataError) -> Iterator[Non
 
 
 def _split(address: str) -> tuple[str, str, str]:
-    """Return the link of a chain of addresses that has the path, with what stands before and behind it around it."""
+    """Return the link of a chain of addresses that has the path, with what stands before and behind
+    it around it.
+    """
     links = address.split("::")
     at = next((at for at, link in enumerate(links) if "://" in link), 0)
     before, behind = links[:at], links[at + 1 :]
@@ -355,7 +361,9 @@ class Origin:
 
     @property
     def address(self) -> str:
-        """The location and the part as one text, which `recorded` reads: the last '#' is what they are divided by."""
+        """The location and the part as one text, which `recorded` reads: the last '#' is what they
+        are divided by.
+        """
         if self.part is None:
             return f"{self.location.text}#" if "#" in self.location.text else self.location.text
         return f"{self.location.text}#{quote(self.part, safe='/@+ ', errors='surrogateescape')}"

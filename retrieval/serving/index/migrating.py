@@ -1,5 +1,6 @@
-"""Another bundle for an index, while it is searched: all items are embedded again, or another head is applied to the
-features that are kept of them, beside the old generation; then one switch."""
+"""Another bundle for an index, while it is searched: all items are embedded again, or another head
+is applied to the features that are kept of them, beside the old generation; then one switch.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Migrated:
         generation: which is served now.
         embedded: items that were embedded for it by this call.
         skipped: why an item could not be embedded, a sentence each; the generation does without it.
-        from_features: how many of the embedded ones took the features that the index keeps, instead of their originals.
+        from_features: how many of the embedded ones took the features that the index keeps, instead
+            of their originals.
     """
 
     generation: Generation
@@ -78,7 +80,8 @@ def rollback(index: Index, *, progress: Progress = True) -> Migrated:
 
 
 def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
-    """Return the bundle that serves an index with a bundle of features: where the index is of images, behind the backbone of its own.
+    """Return the bundle that serves an index with a bundle of features: where the index is of
+    images, behind the backbone of its own.
 
     Raises:
         BundleError: the index keeps no features, or of another width.
@@ -179,9 +182,11 @@ def _by_originals(
 def _originals(
     index: Index, items: Sequence[Item], most: int
 ) -> Iterator[tuple[Item, str, Original]]:
-    """Yield items with their ids and originals, of `most` bytes: kept bytes, a file, an address, or why there is none.
+    """Yield items with their ids and originals, of `most` bytes: kept bytes, a file, an address, or
+    why there is none.
 
-    What is neither kept nor a file of its own is read where it was found, if that has not changed since.
+    What is neither kept nor a file of its own is read where it was found, if that has not changed
+    since.
     """
 
     def origin(item: Item) -> Origin | None:
@@ -237,17 +242,20 @@ def gives_features(bundle: Bundle) -> bool:
 
 
 def applies(head: Bundle, kept: Bundle) -> bool:
-    """Return whether a bundle's head may be applied to features that were kept under another: their backbone is one, or both take features."""
+    """Return whether a bundle's head may be applied to features that were kept under another: their
+    backbone is one, or both take features.
+    """
     if kept.manifest.input.kind == "features":
         return head.manifest.input == kept.manifest.input
     return head.backbone_sha256 is not None and head.backbone_sha256 == kept.backbone_sha256
 
 
 def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
-    """Write a bundle that is the backbone of one and, as its head, a bundle of features as a whole; return its folder.
+    """Write a bundle that is the backbone of one and, as its head, a bundle of features as a whole;
+    return its folder.
 
-    What it is depends on the two alone: the same two give the same bundle. Its manifest is the head's but for the input and the split;
-    `verified` is the head's comparison with torch.
+    What it is depends on the two alone: the same two give the same bundle. Its manifest is the
+    head's but for the input and the split; `verified` is the head's comparison with torch.
 
     Args:
         backbone: split, of images.

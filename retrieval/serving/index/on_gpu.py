@@ -1,4 +1,6 @@
-"""FAISS's indexes on one GPU or several: put there, within its memory, and searched by one thread at a time."""
+"""FAISS's indexes on one GPU or several: put there, within its memory, and searched by one thread
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class OnGpu:
         spread: "one", "replicas" or "shards".
         float16: whether vectors are kept in 16 bits.
         parameters: of the index, by FAISS's names, such as `nprobe`.
-        search: of the index that lies there, in place of FAISS's own call; `parameters` are then not set on it.
+        search: of the index that lies there, in place of FAISS's own call; `parameters` are then
+            not set on it.
 
     Raises:
         StoreError: a GPU has too little memory, or FAISS refuses: the end of a sentence.
@@ -84,7 +87,9 @@ class OnGpu:
         self._lock = devices[0].lock  # stands for all devices: nothing else takes the others'
 
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        """Return squared distances and rows (Q, k), k at most `MOST`. Threads take turns: a GPU serves one at a time.
+        """Return squared distances and rows (Q, k), k at most `MOST`.
+
+        Threads take turns: a GPU serves one at a time.
 
         Raises:
             StoreError: the GPU has too little memory for it.
@@ -107,7 +112,9 @@ def _cloned(faiss: Any, index: Any, devices: list[_Device], spread: Gpus, float1
 
 
 def refused(count: int, width: int, fault: RuntimeError | MemoryError) -> str:
-    """Return why a GPU refuses an index of `count` vectors, as the end of a sentence: FAISS's text names its source files."""
+    """Return why a GPU refuses an index of `count` vectors, as the end of a sentence: FAISS's text
+    names its source files.
+    """
     text = str(fault)
     if isinstance(fault, MemoryError) or any(words in text for words in _SHORT_OF_MEMORY):
         return (

@@ -1,4 +1,6 @@
-"""How often an approximate back end finds the true neighbours, measured on the gallery's own vectors."""
+"""How often an approximate back end finds the true neighbours, measured on the gallery's own
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ _QUERIES = 200
 
 
 def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
-    """Return the share of the exact ten nearest that `backend` finds, with items as queries, themselves left out.
+    """Return the share of the exact ten nearest that `backend` finds, with items as queries,
+    themselves left out.
 
     Args:
         backend: built over `vectors`.
@@ -24,7 +27,8 @@ def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
         return 1.0
     sample = np.sort(np.random.default_rng(0).choice(count, min(_QUERIES, count), replace=False))
     queries = vectors[sample]
-    # The item itself is the nearest. Whatever is as near as the last counts: duplicates would otherwise look like misses.
+    # The item itself is the nearest. Whatever is as near as the last counts: duplicates would
+    # otherwise look like misses.
     limits = nearest(queries, vectors, k + 1)[0][:, k] + 2e-6 * np.square(queries).sum(axis=1).max()
     hits = 0
     for row, query, limit, rows in zip(

@@ -1,4 +1,7 @@
-"""Tar shards in the layout of WebDataset: files of one name make one item. Read as a stream; nothing is extracted."""
+"""Tar shards in the layout of WebDataset: files of one name make one item.
+
+Read as a stream; nothing is extracted.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,17 @@ _TEXT_BYTES = 1_000_000
 _MEMBERS = 10_000_000
 _PIECE = 1 << 20
 _RATIO, _FREE = 100, 100_000_000
-"""A compressed shard may grow to so many times its size, and so many bytes; images are compressed already, and grow by little."""
+"""A compressed shard may grow to so many times its size, and so many bytes; images are compressed
+already, and grow by little.
+"""
 _TEXTS = ("json", "cls", "txt")
 _PROBLEMS = 1000
 _PART = re.compile(r"(.*)@(\d{1,18})\+(\d{1,18})", re.DOTALL)
 
 
 class _Stream(io.RawIOBase):
-    """A shard's bytes, compressed or not, that go forward only and refuse what no sound archive asks for.
+    """A shard's bytes, compressed or not, that go forward only and refuse what no sound archive
+    asks for.
 
     Attributes:
         block: what was read last.
@@ -114,7 +120,8 @@ def _sentences(location: Location) -> Iterator[None]:
 def _files(
     location: Location, stream: _Stream, left_out: Counter[str]
 ) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of an archive, at whose content the stream then stands; count what else there is.
+    """Yield the regular files of an archive, at whose content the stream then stands; count what
+    else there is.
 
     Raises:
         DataError: the archive is damaged, cut off or larger than may be read.
@@ -128,7 +135,8 @@ def _files(
             member = archive.next()
             cast(Any, archive).members.clear()  # a list of all that was read, which nobody needs
             if member is None:
-                # tarfile takes a damaged header, and the end of the file, for the end of the archive
+                # tarfile takes a damaged header, and the end of the file, for the end of the
+                # archive
                 if len(stream.block) < tarfile.BLOCKSIZE or any(stream.block[: tarfile.BLOCKSIZE]):
                     raise tarfile.ReadError("it is cut off, or has a damaged header")
                 return
@@ -144,7 +152,9 @@ def _files(
 
 
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
-    """Return a member's path up to the first dot of the file's name, and what follows that dot, in lower case."""
+    """Return a member's path up to the first dot of the file's name, and what follows that dot, in
+    lower case.
+    """
     folder, slash, file = member.name.rpartition("/")
     stem, _, ending = file.partition(".")
     return f"{folder}{slash}{stem}", ending.lower()
@@ -153,13 +163,13 @@ def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
 def read_shard(location: Location) -> tuple[list[Source], list[str]]:
     """Return the items of a tar shard, and notes on what is left out.
 
-    Consecutive members whose paths are equal up to the first dot of the file's name make one item: an image,
-    `.json` (metadata, an object), `.cls` or `.txt` (the label; with both, the text is metadata). Its id is the
-    shard's name and that path.
+    Consecutive members whose paths are equal up to the first dot of the file's name make one item:
+    an image, `.json` (metadata, an object), `.cls` or `.txt` (the label; with both, the text is
+    metadata). Its id is the shard's name and that path.
 
     Raises:
-        DataError: the archive is damaged, cut off or larger than may be read, holds no image, or has items that
-            cannot be used.
+        DataError: the archive is damaged, cut off or larger than may be read, holds no image, or
+            has items that cannot be used.
     """
     stamp = location.stamp()
     items: list[Source] = []

@@ -1,4 +1,6 @@
-"""Find what is to be indexed, or searched with, and read it: files, folders, CSV manifests, Parquet tables, tar shards, `.npz` features."""
+"""Find what is to be indexed, or searched with, and read it: files, folders, CSV manifests, Parquet
+tables, tar shards, `.npz` features.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,17 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
 
     - A folder is searched for images; an item's label is the first folder below it, or the given
       folder's own name for images directly in it.
-    - A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key` or `id`, and
-      any others, kept as metadata (see `retrieval.serving.files.csv_table`).
-    - A Parquet table has a column `path`, or `image` with the bytes of each (or a struct of `bytes` and
-      `path`), or for features a list `features` or `vector`; optionally `label` and `key` or `id`, and
-      any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text.
+    - A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key` or `id`,
+      and any others, kept as metadata (see `retrieval.serving.files.csv_table`).
+    - A Parquet table has a column `path`, or `image` with the bytes of each (or a struct of `bytes`
+      and `path`), or for features a list `features` or `vector`; optionally `label` and `key` or
+      `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as
+      text.
     - A `.tar`, `.tar.gz` or `.tgz` has the layout of WebDataset
       (see `retrieval.serving.index.shards.read_shard`).
     - An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
-    - An address that fsspec opens (`s3://bucket/photos`) stands for any of these but `.npz`; a manifest
-      at an address names files below its own folder only.
+    - An address that fsspec opens (`s3://bucket/photos`) stands for any of these but `.npz`; a
+      manifest at an address names files below its own folder only.
 
     Args:
         sources: what the user named: paths, and addresses as text.
@@ -166,8 +169,8 @@ def _csv(manifest: Location) -> list[Source]:
     """Return the items of a CSV manifest.
 
     Raises:
-        DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its header,
-            all of them named.
+        DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its
+            header, all of them named.
     """
     table = CsvTable(manifest.name, ("path",), manifest.open)
     table.files(None if manifest.remote else manifest.path.parent)
@@ -298,7 +301,9 @@ def _npz(place: Location, spool: _Spool) -> list[Source]:
 
 
 def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]]:
-    """Return features (N, F), labels and keys (empty when there are none) of an `.npz` file. Nothing is unpickled.
+    """Return features (N, F), labels and keys (empty when there are none) of an `.npz` file.
+
+    Nothing is unpickled.
 
     Raises:
         DataError: it cannot be read, or its arrays have other shapes or types.
@@ -342,7 +347,9 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
 
 
 class Readers:
-    """Reads originals, one after another, fastest in the order of the file that holds them: it stays open for the next. Not for several threads."""
+    """Reads originals, one after another, fastest in the order of the file that holds them: it
+    stays open for the next. Not for several threads.
+    """
 
     def __init__(self) -> None:
         self._open: tuple[Location, TableImages | ShardImages] | None = None
@@ -351,7 +358,8 @@ class Readers:
         """Return an original of `most` bytes at most.
 
         Raises:
-            DataError: its file has changed since it was found, cannot be read or is damaged; or the original is too large.
+            DataError: its file has changed since it was found, cannot be read or is damaged; or the
+                original is too large.
         """
         if origin.part is None:
             return origin.read(most)
@@ -382,7 +390,8 @@ def _container(location: Location) -> TableImages | ShardImages:
 def contents(
     items: Iterable[tuple[T, Origin | None]], most: int
 ) -> Iterator[tuple[T, bytes | DataError | None]]:
-    """Yield items with their originals, or why there is none; None for what is a file of its own, which others read.
+    """Yield items with their originals, or why there is none; None for what is a file of its own,
+    which others read.
 
     Args:
         items: each with its origin; those of one file one after another.
@@ -402,7 +411,8 @@ def contents(
 def originals(
     items: Iterable[Source], features: NDArray[np.float32] | None, most: int
 ) -> Iterator[tuple[Source, str, Original]]:
-    """Yield items with their names and originals, as `retrieval.serving.index.encoding.embed` takes them.
+    """Yield items with their names and originals, as `retrieval.serving.index.encoding.embed` takes
+    them.
 
     Args:
         items: in the order of the files that hold them, which is the fastest.

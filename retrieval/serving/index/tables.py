@@ -1,4 +1,6 @@
-"""Parquet tables, read row group by row group: their rows as items, the images in them, and their vectors."""
+"""Parquet tables, read row group by row group: their rows as items, the images in them, and their
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -382,7 +384,9 @@ class TableImages:
             return bytes(content)
 
     def _from_group(self, first: int) -> Iterator[Any]:
-        """Yield the images of a row group, and of those behind it, as pyarrow's scalars; a few are in memory at a time."""
+        """Yield the images of a row group, and of those behind it, as pyarrow's scalars; a few are
+        in memory at a time.
+        """
         content = self._table.content
         assert content is not None
         for group in range(first, len(self._starts) - 1):
@@ -435,7 +439,9 @@ def _holds_binary(kind: Any) -> bool:
 
 
 def _portable(kind: Any) -> Any:
-    """Return the type whose values Python has: times in microseconds, and in UTC where they have a zone."""
+    """Return the type whose values Python has: times in microseconds, and in UTC where they have a
+    zone.
+    """
     arrow, types = pyarrow(), pyarrow().types
     if types.is_timestamp(kind):
         return arrow.timestamp("us", "UTC" if kind.tz else None)

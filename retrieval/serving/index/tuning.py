@@ -1,4 +1,6 @@
-"""Which structure suits an index: several are built over its own vectors and measured on vectors that are held out."""
+"""Which structure suits an index: several are built over its own vectors and measured on vectors
+that are held out.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Tuned:
     when: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, as an index keeps it; `chosen` is a place among the trials."""
+        """Return all of it as plain values, as an index keeps it; `chosen` is a place among the
+        trials.
+        """
         chosen = None if self.chosen is None else self.trials.index(self.chosen)
         values = asdict(self)
         return {
@@ -117,7 +121,8 @@ class _Sample:
 
     Attributes:
         vectors: (N, P).
-        spans: half-open column range `(start, stop)` of each sub-space; one of all columns without any.
+        spans: half-open column range `(start, stop)` of each sub-space; one of all columns without
+            any.
         manifest: of the bundle.
         total: how many items the index has.
     """
@@ -206,7 +211,9 @@ def _drawn(index: Index, total: int, most: int) -> Floats:
 
 
 def _grid(count: int, width: int) -> Iterator[tuple[str, dict[str, Any], Sequence[dict[str, Any]]]]:
-    """Give what is tried: a back end, what it is built with, and what its search may be given afterwards."""
+    """Give what is tried: a back end, what it is built with, and what its search may be given
+    afterwards.
+    """
     yield "flat", {}, [{}]
     yield "sq8", {}, [{}]
     for links in (16, 32):
@@ -230,7 +237,9 @@ def _tried(
     queries: Floats,
     exact: Sequence[Rows],
 ) -> Iterator[Trial]:
-    """Build one structure, in each sub-space, and measure it with each of the parameters of its search."""
+    """Build one structure, in each sub-space, and measure it with each of the parameters of its
+    search.
+    """
     vectors = sample.vectors
     began = time.perf_counter()
     if name == "flat":
@@ -263,7 +272,9 @@ def _tried(
 
 
 def _milliseconds(search: Callable[[Floats], object], queries: Floats) -> float:
-    """Return the milliseconds of one query: the median, each query at its best of some rounds, on one thread."""
+    """Return the milliseconds of one query: the median, each query at its best of some rounds, on
+    one thread.
+    """
     load_faiss().omp_set_num_threads(1)
     best = np.full(len(queries[:_TIMED_QUERIES]), np.inf)
     for _ in range(_ROUNDS):

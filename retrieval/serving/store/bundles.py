@@ -23,7 +23,8 @@ _IN_MEMORY = 64 << 20
 
 
 def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
-    """Give a bundle's files as pieces of bytes, which a store keeps in this order for `kept_bundle`.
+    """Give a bundle's files as pieces of bytes, which a store keeps in this order for
+    `kept_bundle`.
 
     Args:
         bundle: opened.
@@ -45,7 +46,8 @@ def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
 
 
 def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
-    """Return the folder of a bundle in the user's cache, fetched from the store where it is missing.
+    """Return the folder of a bundle in the user's cache, fetched from the store where it is
+    missing.
 
     Every file is compared with its checksum; what was altered in the cache is fetched again.
 

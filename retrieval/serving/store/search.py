@@ -66,7 +66,9 @@ _PAIR_NUMBERS = 1 << 16
 _PAIRS = 1 << 19
 """Pairs in doubt that are measured and entered at a time: bounds their memory."""
 _SPARSE_ONE, _SPARSE = 0.13, 0.7
-"""Share of rows kept up to which they are gathered first: times the root of the number of queries, at most."""
+"""Share of rows kept up to which they are gathered first: times the root of the number of queries,
+at most.
+"""
 _DOUBT_ONE, _DOUBT = 1 / 16, 1 / 64
 """Share of pairs in doubt, of one query and of several, from which sums are the faster way."""
 _DOUBT_LEAST = 64
@@ -404,7 +406,8 @@ class _Scan:
             start = end
 
     def _values(self, block: Floats, kept: Mask | None) -> Floats:
-        """Return squared distances (Q, G, B / G) in float32, infinity of rows that may not be found.
+        """Return squared distances (Q, G, B / G) in float32, infinity of rows that may not be
+        found.
 
         Row g of the block is in column g modulo B / G: the least value of each column, a few
         passes of one vector instruction, rules out most rows G at a time. Places behind the

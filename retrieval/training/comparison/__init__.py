@@ -1,1 +1,3 @@
-"""Recipes compared fairly: one budget, one tuning, the same seeds, and what the figures allow to be said."""
+"""Recipes compared fairly: one budget, one tuning, the same seeds, and what the figures allow to be
+said.
+"""

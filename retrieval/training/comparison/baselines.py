@@ -1,4 +1,6 @@
-"""What every table of a comparison holds besides recipes: raw items, the net untrained, and pretrained features as they are."""
+"""What every table of a comparison holds besides recipes: raw items, the net untrained, and
+pretrained features as they are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from retrieval.training.comparison import space
 from retrieval.training.comparison.jobs import Job
 
 INSTALLED = "core.efficientnet_lite0"
-"""A backbone whose weights come as a package: the baseline for images where the recipes' own has none."""
+"""A backbone whose weights come as a package: the baseline for images where the recipes' own has
+none.
+"""
 
 
 def pretrained_backbone(recipe: Recipe, wanted: str | None) -> tuple[dict[str, Any] | None, str]:
@@ -19,7 +23,8 @@ def pretrained_backbone(recipe: Recipe, wanted: str | None) -> tuple[dict[str, A
 
     Args:
         recipe: the first recipe that is compared.
-        wanted: a backbone with weights of its own, by name; "none" for none; None: the recipe's own, if it has weights.
+        wanted: a backbone with weights of its own, by name; "none" for none; None: the recipe's
+            own, if it has weights.
 
     Raises:
         RecipeError: there is no such backbone.

@@ -46,28 +46,33 @@ def compare(
     progress: Progress = True,
     report: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Compare recipes under one budget, and write the tables into a folder. The same call goes on where one was stopped.
+    """Compare recipes under one budget, and write the tables into a folder.
 
-    Settings are searched for on the training side alone, its classes divided into folds (Musgrave, Belongie & Lim, "A Metric Learning
-    Reality Check", ECCV 2020, §4): no item of the test side is within reach. With the best of them each recipe is then trained once for
-    each seed as it says itself, and measured on the test side.
+    The same call goes on where one was stopped.
+
+    Settings are searched for on the training side alone, its classes divided into folds (Musgrave,
+    Belongie & Lim, "A Metric Learning Reality Check", ECCV 2020, §4): no item of the test side is
+    within reach. With the best of them each recipe is then trained once for each seed as it says
+    itself, and measured on the test side.
 
     Args:
         recipes: TOML files, two at least.
         output: the comparison's folder.
         seeds: runs of each recipe, 2 at least.
         search: settings to try for each recipe, of its `[search]`; 0: it is taken as it is.
-        folds: into how many parts the training classes are divided to judge a setting; each is held out once.
+        folds: into how many parts the training classes are divided to judge a setting; each is held
+            out once.
         workers: processes that train at the same time.
-        ray: a Ray cluster that trains, HOST:PORT of its head, or "auto" on one of its nodes; `output` and the data lie where all
-            of its nodes see them.
+        ray: a Ray cluster that trains, HOST:PORT of its head, or "auto" on one of its nodes;
+            `output` and the data lie where all of its nodes see them.
         cpus: with `ray`, cores of each training; None for 4, or as many as the smallest node has.
-        pretrained: the backbone of the row "pretrained, frozen"; "none" for none; None: the recipes' own if it has weights, else one
-            that is installed.
+        pretrained: the backbone of the row "pretrained, frozen"; "none" for none; None: the
+            recipes' own if it has weights, else one that is installed.
         allow_different: compare also what differs in data, backbone or budget, and say so.
         overrides: changes to each recipe, as `"train.epochs=5"`.
         plugins: further plugin files or modules.
-        track: trackers that are told of the comparison and of each training with a seed: "wandb", "mlflow", or a plugin's.
+        track: trackers that are told of the comparison and of each training with a seed: "wandb",
+            "mlflow", or a plugin's.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
         report: is told what trackers say; by default it is printed where bars are shown.
 
@@ -75,7 +80,8 @@ def compare(
         The figures and what can be said of them.
 
     Raises:
-        DataError: with every problem of the recipes; they differ; the folder holds another comparison; a training failed.
+        DataError: with every problem of the recipes; they differ; the folder holds another
+            comparison; a training failed.
         PluginError: there is no such tracker.
         MissingDependency: the search needs Optuna, or a cluster Ray.
         Interrupted: Ctrl-C or SIGTERM; the same call goes on.
@@ -202,7 +208,9 @@ def _refuse_numbers(seeds: int, trials: int, folds: int, workers: int) -> None:
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return a recipe's table with a seed; a learner that draws random numbers has one of its own, which is 0 unless it is set."""
+    """Return a recipe's table with a seed; a learner that draws random numbers has one of its own,
+    which is 0 unless it is set.
+    """
     made = {**table, "seed": seed}
     if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
         factory = recipe.loaded.find("learners", recipe.learner.name)

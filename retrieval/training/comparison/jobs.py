@@ -1,4 +1,6 @@
-"""One piece of a comparison's work, in this process or another: a training and its figures, kept in a file once they are known."""
+"""One piece of a comparison's work, in this process or another: a training and its figures, kept in
+a file once they are known.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ class Job:
     """A piece of work.
 
     Attributes:
-        kind: "fold": train on some training classes, judge on the others; "seed": train, measure on the test side; "untrained": measure the
-            net as it begins; "frozen": measure the backbone's features.
+        kind: "fold": train on some training classes, judge on the others; "seed": train, measure on
+            the test side; "untrained": measure the net as it begins; "frozen": measure the
+            backbone's features.
         table: the recipe's.
         folder: where it runs; of a fold nothing stays there.
         result: the file that its figures are written to.
@@ -128,9 +131,11 @@ def fold_classes(splits: Splits, seed: int, folds: int) -> list[list[str]]:
 
 
 def fold_recipe(job: Job) -> tuple[Recipe, Dataset]:
-    """Return the recipe of a fold, and its dataset: the training side alone, with one part of its classes as the test side.
+    """Return the recipe of a fold, and its dataset: the training side alone, with one part of its
+    classes as the test side.
 
-    Where fewer classes are left than a batch takes, it takes those, and so many more items of each that it is about as large.
+    Where fewer classes are left than a batch takes, it takes those, and so many more items of each
+    that it is about as large.
     """
     inner, splits, split = _training_items(job.table)
     part, folds = job.fold
@@ -156,7 +161,9 @@ def _fitting(sampler: Sampler, classes: int) -> Sampler:
 
 
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
-"""The training side of the data that this process opened last: a search asks for the same one again and again."""
+"""The training side of the data that this process opened last: a search asks for the same one again
+and again.
+"""
 
 
 def _training_items(table: Mapping[str, Any]) -> tuple[Subset, Splits, Split]:
@@ -209,7 +216,9 @@ def _seed(job: Job) -> Figures:
 
 
 def _untrained(job: Job) -> Figures:
-    """Measure a net as it begins; with the first seed also the raw items, which are the same for all."""
+    """Measure a net as it begins; with the first seed also the raw items, which are the same for
+    all.
+    """
     recipe = check_recipe(job.table)
     return _measured(
         recipe,
@@ -244,7 +253,9 @@ def _measured(recipe: Recipe, folder: Path, *, with_head: bool, raw: bool, calle
 
 
 def perform_elsewhere(job: Job) -> tuple[Figures, str, int]:
-    """Do a job in a worker process: its figures, or a sentence that refuses and the exit code, since not every error can be sent."""
+    """Do a job in a worker process: its figures, or a sentence that refuses and the exit code,
+    since not every error can be sent.
+    """
     if _asked_to_stop:
         return {}, _asked_to_stop[0], Interrupted.exit_code
     try:
@@ -256,11 +267,15 @@ def perform_elsewhere(job: Job) -> tuple[Figures, str, int]:
 
 
 _asked_to_stop: list[str] = []
-"""What a worker that was asked to stop said: the pool has handed it the next job already, which it does not begin."""
+"""What a worker that was asked to stop said: the pool has handed it the next job already, which it
+does not begin.
+"""
 
 
 def begin_worker(threads: int) -> None:
-    """Prepare a worker process: its share of the cores; signals come from the process that started it, and with that it ends."""
+    """Prepare a worker process: its share of the cores; signals come from the process that started
+    it, and with that it ends.
+    """
     import multiprocessing
     import threading
 

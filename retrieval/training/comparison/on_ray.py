@@ -1,4 +1,7 @@
-"""The jobs of a comparison as tasks of a Ray cluster. Runs lie in the comparison's folder, which all nodes see."""
+"""The jobs of a comparison as tasks of a Ray cluster.
+
+Runs lie in the comparison's folder, which all nodes see.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,9 @@ class RayWorkers:
         )
 
     def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
-        """Do jobs and return their figures in order; those that are done already are not done again."""
+        """Do jobs and return their figures in order; those that are done already are not done
+        again.
+        """
         waiting: list[Any] = []
         for job in jobs:
             before = known(job)
@@ -123,7 +128,10 @@ class RayWorkers:
                 raise
 
     def _stop(self) -> None:
-        """Ask the trainings to stop: each writes its checkpoint first. Those that do not end with this process."""
+        """Ask the trainings to stop: each writes its checkpoint first.
+
+        Those that do not end with this process.
+        """
         with self._counted:
             self._stopped.set()
             running = list(self._running)
@@ -144,7 +152,9 @@ def _sum(file: Path) -> str:
 def _perform_there(
     job: Job, version: str, plan: Path, plan_sum: str, cpus: int
 ) -> tuple[Figures, str, int]:
-    """Do a job on a node: its figures, or a sentence that refuses and the exit code, since not every error can be sent."""
+    """Do a job on a node: its figures, or a sentence that refuses and the exit code, since not
+    every error can be sent.
+    """
     import torch
 
     from retrieval.serving.runtime import quiet_threads

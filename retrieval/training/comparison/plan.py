@@ -1,4 +1,6 @@
-"""What is compared: recipes read, all their problems told at once, and held to the same data, net and budget."""
+"""What is compared: recipes read, all their problems told at once, and held to the same data, net
+and budget.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from retrieval.serving.files.places import StrPath
 from retrieval.training.comparison import space
 
 PRIMARY = "map_at_r"
-"""The figure that is tuned for, and that sentences are about: MAP@R (Musgrave et al., ECCV 2020)."""
+"""The figure that is tuned for, and that sentences are about: MAP@R (Musgrave et al., ECCV 2020).
+"""
 FREE = ("real_weight", "loss_weight", "mine", "coupling", "clip_norm")
 """Keys of `[train]` that belong to a method, not to its budget."""
 
@@ -108,7 +111,9 @@ def same(recipe: Recipe) -> dict[str, Any]:
 
 
 def differences(recipes: Sequence[Recipe]) -> list[str]:
-    """Return in what recipes differ from the first one that should be the same for all, a sentence each."""
+    """Return in what recipes differ from the first one that should be the same for all, a sentence
+    each.
+    """
     first, *others = recipes
     ours, found = same(first), []
     for other in others:
@@ -159,10 +164,12 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
 
 
 def settle(folder: Path, plan: Plan) -> None:
-    """Write `plan.json`, or go on with the one that is there: recipes may be added, and seeds be more or fewer.
+    """Write `plan.json`, or go on with the one that is there: recipes may be added, and seeds be
+    more or fewer.
 
     Raises:
-        DataError: the folder holds something else, or a comparison that this one does not go on with.
+        DataError: the folder holds something else, or a comparison that this one does not go on
+            with.
     """
     file = folder / "plan.json"
     if not file.exists():

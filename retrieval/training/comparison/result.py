@@ -39,7 +39,8 @@ class Contestant:
 
     @property
     def edges(self) -> list[str]:
-        """A sentence for each number whose best value is the smallest or the largest that was tried.
+        """A sentence for each number whose best value is the smallest or the largest that was
+        tried.
 
         Of two trials one is always the smallest: from three on, it says something.
         """

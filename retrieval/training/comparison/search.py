@@ -1,8 +1,10 @@
-"""The search for a recipe's settings: Optuna proposes, folds over the training classes judge, each trial is kept in a file.
+"""The search for a recipe's settings: Optuna proposes, folds over the training classes judge, each
+trial is kept in a file.
 
-One sampler serves all trials of a recipe, and its state goes on from one to the next: with a new sampler for each
-trial, every search would draw the same points. A search that was killed asks its sampler for the known trials again,
-tells it their scores, and so goes on as if it had not been killed; any number of workers gets the same trials.
+One sampler serves all trials of a recipe, and its state goes on from one to the next: with a new
+sampler for each trial, every search would draw the same points. A search that was killed asks its
+sampler for the known trials again, tells it their scores, and so goes on as if it had not been
+killed; any number of workers gets the same trials.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class Proposals:
         if self._values == self._asked.params:
             self._study.tell(self._asked, score, state)
             return
-        # Another version of Optuna proposed what is known: its values count, not what this one would have tried.
+        # Another version of Optuna proposed what is known: its values count, not what this one
+        # would have tried.
         self._study.tell(self._asked, state=TrialState.FAIL)
         self._study.add_trial(
             create_trial(state=state, params=self._values, distributions=self._spaces, value=score)

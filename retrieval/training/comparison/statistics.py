@@ -1,4 +1,6 @@
-"""Means with intervals, paired differences, and what can be said: Student's t over seeds, corrected for many comparisons by Holm."""
+"""Means with intervals, paired differences, and what can be said: Student's t over seeds, corrected
+for many comparisons by Holm.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Difference:
         one: the contestant.
         other: what is taken from it.
         mean: the mean difference and its interval.
-        p: of the paired t test, two-sided; None where every seed gives the same difference, so that there is no chance to test.
+        p: of the paired t test, two-sided; None where every seed gives the same difference, so that
+            there is no chance to test.
         corrected: the same after Holm's correction.
     """
 
@@ -59,7 +62,9 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Return p values after Holm's step-down correction (Scandinavian Journal of Statistics 6, 1979)."""
+    """Return p values after Holm's step-down correction (Scandinavian Journal of Statistics 6,
+    1979).
+    """
     corrected = [0.0] * len(values)
     running = 0.0
     for rank, place in enumerate(np.argsort(values, kind="stable")):

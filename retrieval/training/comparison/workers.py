@@ -1,4 +1,6 @@
-"""Who does the jobs of a comparison: this process, one after another, or several worker processes at once."""
+"""Who does the jobs of a comparison: this process, one after another, or several worker processes
+at once.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
-        """Do jobs and return their figures in order; those that are done already are not done again."""
+        """Do jobs and return their figures in order; those that are done already are not done
+        again.
+        """
         if self._pool is None:
             return [self._one(job) for job in jobs]
         waiting: list[Figures | Future[Any]] = []
@@ -70,7 +74,8 @@ class Workers:
             self.meter.update()
 
     def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
-        """Do tasks, each of which asks for jobs as it goes: one after another, or side by side where there are workers.
+        """Do tasks, each of which asks for jobs as it goes: one after another, or side by side
+        where there are workers.
 
         Raises:
             RetrievalError: what refused the first job that was refused.

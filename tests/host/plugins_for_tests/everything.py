@@ -1,4 +1,6 @@
-"""One small, working thing for every factory hook, and the nesting of parts: what the tests of recipes name."""
+"""One small, working thing for every factory hook, and the nesting of parts: what the tests of
+recipes name.
+"""
 
 from __future__ import annotations
 

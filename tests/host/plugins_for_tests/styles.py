@@ -1,4 +1,6 @@
-"""Losses and miners as public projects write them: no types, no docstrings, `**kwargs`, zeros of their own for an empty batch."""
+"""Losses and miners as public projects write them: no types, no docstrings, `**kwargs`, zeros of
+their own for an empty batch.
+"""
 
 # ruff: noqa: C408, UP004, UP008, UP032  (the styles are the point)
 

@@ -1,4 +1,6 @@
-"""What a filter is true of: by table, the same in Python and in SQLite; and what is written is read as the same filter."""
+"""What a filter is true of: by table, the same in Python and in SQLite; and what is written is read
+as the same filter.
+"""
 
 from __future__ import annotations
 

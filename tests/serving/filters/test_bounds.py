@@ -1,4 +1,7 @@
-"""Filters of strangers: as large, deep and odd as can be. Each is answered or refused with a sentence."""
+"""Filters of strangers: as large, deep and odd as can be.
+
+Each is answered or refused with a sentence.
+"""
 
 from __future__ import annotations
 
@@ -299,7 +302,9 @@ def shapes() -> dict[str, Filter]:
 
 @pytest.mark.parametrize("shape", shapes())
 def test_sqlite_takes_the_largest_filters(database: Any, shape: str) -> None:
-    """Its parser's stack, the depth of its expressions and the number of its parameters are bounded, too."""
+    """Its parser's stack, the depth of its expressions and the number of its parameters are
+    bounded, too.
+    """
     filter = shapes()[shape]
     rows = [(str(n), str(n), {"a": n, "b": [n / 7]}) for n in range(5)]
     database.fill(rows)

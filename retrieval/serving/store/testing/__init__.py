@@ -21,4 +21,7 @@ __all__ = ["StoreSuite", "make_bundle"]
 
 
 class StoreSuite(ItemCases, SearchCases, GenerationCases, WholeCases):
-    """Every case of the contract of a store. A subclass, whose name pytest collects, overrides `at`."""
+    """Every case of the contract of a store.
+
+    A subclass, whose name pytest collects, overrides `at`.
+    """

@@ -166,7 +166,9 @@ class ItemCases(Bench):
         self.check(store, state, where="price >= 5")
 
     def test_an_item_is_kept_as_it_was_given(self) -> None:
-        """Every attribute comes back, arrays as float32; nothing stays of an item that was replaced."""
+        """Every attribute comes back, arrays as float32; nothing stays of an item that was
+        replaced.
+        """
         full = item(
             "full",
             label="a label",
@@ -313,7 +315,9 @@ class ItemCases(Bench):
     # What is refused
 
     def test_what_cannot_be_kept(self) -> None:
-        """A bad item among good ones is refused and named; nothing changes, and the next call works."""
+        """A bad item among good ones is refused and named; nothing changes, and the next call
+        works.
+        """
         store, state = self.store(), State()
         self.put(store, state, some(5))
         untyped: Any = Item

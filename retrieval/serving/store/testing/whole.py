@@ -53,7 +53,9 @@ class WholeCases(Bench):
         assert store.identity() != first, "two indexes have one identity"
 
     def test_bundles_come_from_the_store(self) -> None:
-        """Who has nothing but the place gets every bundle; one altered in the cache is fetched again."""
+        """Who has nothing but the place gets every bundle; one altered in the cache is fetched
+        again.
+        """
         store, other = self.store(), opened(seed=1, width=WIDTH + 5)
         store.upsert(some(3), opened().sha256)
         store.begin(other, widths_of(other))
