@@ -94,12 +94,21 @@ def render(rows: list[dict[str, Any]]) -> str:
         [
             "# Algorithm 1 of Adversarial Metric Learning",
             "",
-            f"`python benchmarks/aml_algorithm1.py`: projected gradient with the paper's step of {STEP}, from M = I, α = β = 1; D(M) as a share of D(I).",
+            (
+                "`python benchmarks/aml_algorithm1.py`: projected gradient with the paper's step"
+                f" of {STEP}, from M = I, α = β = 1; D(M) as a share of D(I)."
+            ),
             "",
             markdown(head, lines),
             "",
-            f"On sums over pairs it diverges on {sum('diverged' in row for row in sums)} of {len(sums)} sets, in {min((r['diverged'] for r in sums if 'diverged' in r), default=0)} to "
-            f"{max((r['diverged'] for r in sums if 'diverged' in r), default=0)} steps. On means it is still {min(gaps):.4%} to {max(gaps):.2%} above the least value after {STEPS:,} steps.",
+            (
+                f"On sums over pairs it diverges on {sum('diverged' in row for row in sums)} of"
+                f" {len(sums)} sets, in"
+                f" {min((r['diverged'] for r in sums if 'diverged' in r), default=0)} to"
+                f" {max((r['diverged'] for r in sums if 'diverged' in r), default=0)} steps. On"
+                f" means it is still {min(gaps):.4%} to {max(gaps):.2%} above the least value after"
+                f" {STEPS:,} steps."
+            ),
             "",
         ]
     )

@@ -165,8 +165,14 @@ def chosen(tables: Tables) -> str:
 def lines(arms: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the report."""
     yield "# Adversarial negatives for deep losses (AML)\n"
-    yield "Made by `python benchmarks/aml_deep.py`, which says what is trained and how parameters were chosen. Fashion-MNIST, classes 0–4"
-    yield "train and 5–9 are searched. Figures in %, mean ± standard deviation of three seeds; differences are of the same seed.\n"
+    yield (
+        "Made by `python benchmarks/aml_deep.py`, which says what is trained and how parameters"
+        " were chosen. Fashion-MNIST, classes 0–4"
+    )
+    yield (
+        "train and 5–9 are searched. Figures in %, mean ± standard deviation of three seeds;"
+        " differences are of the same seed.\n"
+    )
     yield f"| loss | parameters chosen | {' | '.join(SHOWN)} | training, CPU s |"
     yield "| --- " * 6 + "|"
     for name, arm in arms.items():

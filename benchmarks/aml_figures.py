@@ -156,7 +156,8 @@ def sensitivity(path: Path) -> None:
         axes[0, column].set_ylim(0, 1.2 * max(errors.mean(2).max(), plain.mean(0).max()))
         spread = errors[..., 1].mean(2)
         print(
-            f"{name}: test error of GMML {plain[:, 1].mean():.4f}, of AML {spread.min():.4f} to {spread.max():.4f}"
+            f"{name}: test error of GMML {plain[:, 1].mean():.4f}, of AML {spread.min():.4f} to"
+            f" {spread.max():.4f}"
         )
     axes[0, 0].legend(fontsize=7)
     axes[0, 0].set_ylabel("5-NN error", fontsize=9)

@@ -159,8 +159,15 @@ def render(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# AML, GMML and LANML⁺ on held-out sets",
         "",
-        f"`python benchmarks/aml_heldout.py` states the protocol. 5-nearest-neighbour error in %, mean of {len(whole)} random splits; {len(sets)} sets chosen by rule before anything was measured",
-        f"({', '.join(SEEN)} had been seen in Table 1). Differences are paired by split, averaged over splits, and ± is Student's 95 % interval over sets.",
+        (
+            "`python benchmarks/aml_heldout.py` states the protocol. 5-nearest-neighbour error in"
+            f" %, mean of {len(whole)} random splits; {len(sets)} sets chosen by rule before"
+            " anything was measured"
+        ),
+        (
+            f"({', '.join(SEEN)} had been seen in Table 1). Differences are paired by split,"
+            " averaged over splits, and ± is Student's 95 % interval over sets."
+        ),
         "",
     ]
     for size, title in (

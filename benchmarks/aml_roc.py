@@ -144,7 +144,11 @@ def render(rows: list[dict[str, Any]]) -> str:
         [
             "# Verification of pairs (Figure 4 of AML)",
             "",
-            "`python benchmarks/aml_roc.py` says what is measured: AUC over pairs of five classes that were not learned from; mean ± Student's 95 % interval over five choices of classes.",
+            (
+                "`python benchmarks/aml_roc.py` says what is measured: AUC over pairs of five"
+                " classes that were not learned from; mean ± Student's 95 % interval over five"
+                " choices of classes."
+            ),
             "",
             markdown(["", *methods], body),
             "",

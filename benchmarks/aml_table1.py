@@ -184,8 +184,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Table 1 of Adversarial Metric Learning, measured",
         "",
-        "Error of 5-nearest-neighbour classification, mean ± standard deviation over random 80/20 splits: 20 (letter 5; LMNN 5; ITML",
-        "on letter 2). Every choice is made on the training part. `benchmarks/aml_table1.py` states the protocol.",
+        (
+            "Error of 5-nearest-neighbour classification, mean ± standard deviation over random"
+            " 80/20 splits: 20 (letter 5; LMNN 5; ITML"
+        ),
+        (
+            "on letter 2). Every choice is made on the training part. `benchmarks/aml_table1.py`"
+            " states the protocol."
+        ),
         "",
         "| | " + " | ".join(METHODS.values()) + " |",
         "| --- " * (len(METHODS) + 1) + "|",
@@ -196,7 +202,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     lines += [
         "",
-        "The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same splits:",
+        (
+            "The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same"
+            " splits:"
+        ),
         "",
     ]
     head = (
@@ -222,11 +231,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines += [
         "## Does any α, β help?",
         "",
-        "The whole grid {10⁻³, …, 10³}² judged on the *test* part, on the first 5 splits (letter 1), under other readings of the paper.",
-        "`best pair` is the least mean error that one α, β for all splits reaches; `best in each split` takes another one for every split.",
+        (
+            "The whole grid {10⁻³, …, 10³}² judged on the *test* part, on the first 5 splits"
+            " (letter 1), under other readings of the paper."
+        ),
+        (
+            "`best pair` is the least mean error that one α, β for all splits reaches; `best in"
+            " each split` takes another one for every split."
+        ),
         "Both are too good by construction, more so the second.",
         "",
-        "| | reading | Euclid | GMML(.5) | AML, α = β = 1 | best pair | best in each split | paper's GMML | paper's AML |",
+        (
+            "| | reading | Euclid | GMML(.5) | AML, α = β = 1 | best pair | best in each split |"
+            " paper's GMML | paper's AML |"
+        ),
         "| --- " * 9 + "|",
     ]
     fits = converged = 0
@@ -246,7 +264,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(
                 f"| {name} | {reading} | "
                 + " | ".join(map(short, values))
-                + f" | {short(grid[:, best].mean())} (α = {alpha:g}, β = {beta:g}) | {short(grid.min(1).mean())} | "
+                + f" | {short(grid[:, best].mean())} (α = {alpha:g}, β = {beta:g}) |"
+                f" {short(grid.min(1).mean())} | "
                 + " | ".join(short(published(PAPER, name, title)) for title in ("GMML", "AML"))
                 + " |"
             )

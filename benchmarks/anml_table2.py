@@ -134,9 +134,11 @@ def candidates(method: str, large: bool) -> list[Any]:
         return [Euclid()]
     if method == "nca":  # scikit-learn's holds several N × N matrices
         return [
-            PNCA(1.0)
-            if large
-            else NeighborhoodComponentsAnalysis(init="identity", max_iter=100, random_state=0)
+            (
+                PNCA(1.0)
+                if large
+                else NeighborhoodComponentsAnalysis(init="identity", max_iter=100, random_state=0)
+            )
         ]
     if method == "lmnn":
         return [LargeClasses(LMNN(4), 5)]
@@ -312,10 +314,22 @@ def table(rows: list[dict[str, Any]], fresh: bool = False) -> str:
     lines = [
         "# Table 2 of the ANML paper, measured",
         "",
-        "Accuracy of k-nearest-neighbour classification in %, mean ± standard deviation over random 70/30 splits (10; 3 for letter and",
-        "penbased). `benchmarks/anml_table2.py` states the protocol. ITML, SCML and GMML were measured later than the others, on other machines: do",
-        f'not compare their seconds with the rest. "> {BUDGET // 60} min": a split had not ended after so much CPU time; "fails": metric-learn could not be fitted on',
-        "those splits, and a mean of the rest would be of other splits than its neighbours; –: not measured.",
+        (
+            "Accuracy of k-nearest-neighbour classification in %, mean ± standard deviation over"
+            " random 70/30 splits (10; 3 for letter and"
+        ),
+        (
+            "penbased). `benchmarks/anml_table2.py` states the protocol. ITML, SCML and GMML were"
+            " measured later than the others, on other machines: do"
+        ),
+        (
+            f'not compare their seconds with the rest. "> {BUDGET // 60} min": a split had not'
+            ' ended after so much CPU time; "fails": metric-learn could not be fitted on'
+        ),
+        (
+            "those splits, and a mean of the rest would be of other splits than its neighbours; –:"
+            " not measured."
+        ),
         "",
         "## Parameters and k chosen on the training part",
         "",
@@ -326,7 +340,10 @@ def table(rows: list[dict[str, Any]], fresh: bool = False) -> str:
     lines += [f"| {name} | " + " | ".join(cells(name, "honest")) + " |" for name in names]
     lines += [
         "",
-        "## The paper's protocol: the best k of 1 … 40 on the test part (too good by construction), and the paper's figures",
+        (
+            "## The paper's protocol: the best k of 1 … 40 on the test part (too good by"
+            " construction), and the paper's figures"
+        ),
         "",
         "| | " + " | ".join(TITLES) + " |",
         "| --- " * (len(TITLES) + 1) + "|",

@@ -137,9 +137,9 @@ def recipe(work: Path, data: str, loss: dict[str, Any], seed: int, choose: bool)
         "name": "table3",
         "seed": seed,
         "loss": loss,
-        "optimizer": {"lr": 1e-3, "lr_factor": {"loss": 10.0}}
-        if "proxy" in loss["name"]
-        else {"lr": 1e-3},
+        "optimizer": (
+            {"lr": 1e-3, "lr_factor": {"loss": 10.0}} if "proxy" in loss["name"] else {"lr": 1e-3}
+        ),
         "evaluate": {"metrics": METRICS},
     }
     if loss["name"] == "pml.multi_similarity":
@@ -191,8 +191,14 @@ def measure(runs: Runs, sets: list[str]) -> dict[str, dict[str, dict[str, Any]]]
 def lines(table: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
     """Yield the lines of the report."""
     yield "# Original against improved losses (Table 3 of the ANML paper)\n"
-    yield "Made by `python benchmarks/anml_table3.py`, which says what is trained and how parameters were chosen. Figures in %, mean ±"
-    yield "standard deviation of three seeds; differences are of the same seed. Test classes were never trained on.\n"
+    yield (
+        "Made by `python benchmarks/anml_table3.py`, which says what is trained and how parameters"
+        " were chosen. Figures in %, mean ±"
+    )
+    yield (
+        "standard deviation of three seeds; differences are of the same seed. Test classes were"
+        " never trained on.\n"
+    )
     for data, methods in table.items():
         yield f"## {'Fashion-MNIST, classes 5–9' if data == 'fashion' else 'letter, N–Z'}\n"
         yield "| loss | parameters chosen | R@1 | R@2 | R@4 | R@8 | MAP@R | training, CPU s |"

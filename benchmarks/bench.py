@@ -172,7 +172,8 @@ class Kept:
         if not self.fresh:
             write(RESULTS / f"{self.name}.md", page)
         print(
-            f"{len(self.rows) - self.found} rows were measured now; {self.found} are kept ones of {self.file.name}."
+            f"{len(self.rows) - self.found} rows were measured now; {self.found} are kept ones of"
+            f" {self.file.name}."
             + ("" if self.fresh or not self.found else " --fresh measures all of them again.")
         )
 

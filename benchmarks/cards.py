@@ -183,7 +183,8 @@ def run_missing(name: str, seeds: int) -> None:
             with KEPT.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(done[wanted], ensure_ascii=False) + "\n")
             print(
-                f"{name} seed {seed}, {row.title}: {done[wanted]['figures']['trained']} {done[wanted]['cpu_seconds']}",
+                f"{name} seed {seed}, {row.title}: {done[wanted]['figures']['trained']}"
+                f" {done[wanted]['cpu_seconds']}",
                 flush=True,
             )
 
@@ -227,8 +228,12 @@ def block(name: str) -> str:
     seconds = sum(sum(entry["cpu_seconds"].values()) for entry in entries)
     lines += [
         "",
-        f"Mean ± Student's 95 % interval of the mean over seeds (not the spread of single runs); {own and found[0][1][0]['queries']:,} queries. "
-        f"`python benchmarks/cards.py {name}`, {seconds:.0f} seconds of one CPU thread; torch {', '.join(sorted({e['torch'] for e in entries}))}.",
+        (
+            "Mean ± Student's 95 % interval of the mean over seeds (not the spread of single"
+            f" runs); {own and found[0][1][0]['queries']:,} queries. `python benchmarks/cards.py"
+            f" {name}`, {seconds:.0f} seconds of one CPU thread; torch"
+            f" {', '.join(sorted({e['torch'] for e in entries}))}."
+        ),
     ]
     return "\n" + "\n".join(lines) + "\n\n"
 
@@ -239,7 +244,8 @@ def write(name: str) -> None:
     text = card.read_text(encoding="utf-8")
     if not BLOCK.search(text):
         raise SystemExit(
-            f"{card} lacks the lines <!-- results: benchmarks/cards.py --> and <!-- end of results -->."
+            f"{card} lacks the lines <!-- results: benchmarks/cards.py --> and <!-- end of results"
+            " -->."
         )
     temporary = card.with_suffix(".tmp")
     temporary.write_text(BLOCK.sub(lambda _: block(name), text), encoding="utf-8")

@@ -210,7 +210,9 @@ def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         "cases": len(rows),
         "wrong": [row for row in rows if row["how"] in ("silent", "crash")],
         "cells": [[*key, count] for key, count in sorted(cells.items())],
-        "machine": f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}",
+        "machine": (
+            f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}"
+        ),
     }
 
 
@@ -225,11 +227,20 @@ def render(raw: dict[str, Any]) -> str:
     )
     lines = [
         "# Damaged files\n",
-        f"`python benchmarks/damage.py --count {raw['cases']} --seed {raw['seed']}`; {raw['machine']}.\n",
-        f"{raw['cases']:,} times one file of a living index, whose writer had been killed, was altered or cut off. Then an opened index was compared with a "
-        "model in memory: ids, labels, metadata, arrays, originals, counts, generations, filters and neighbours.\n",
-        f"**Wrong answers without a word: {totals['silent']}. Crashes: {totals['crash']}.** Refused with a sentence: {totals['refused']:,}. "
-        f"All answers right, since what was altered is not used, or is made again: {totals['right']:,}.\n",
+        (
+            f"`python benchmarks/damage.py --count {raw['cases']} --seed {raw['seed']}`;"
+            f" {raw['machine']}.\n"
+        ),
+        (
+            f"{raw['cases']:,} times one file of a living index, whose writer had been killed, was"
+            " altered or cut off. Then an opened index was compared with a model in memory: ids,"
+            " labels, metadata, arrays, originals, counts, generations, filters and neighbours.\n"
+        ),
+        (
+            f"**Wrong answers without a word: {totals['silent']}. Crashes: {totals['crash']}.**"
+            f" Refused with a sentence: {totals['refused']:,}. All answers right, since what was"
+            f" altered is not used, or is made again: {totals['right']:,}.\n"
+        ),
         "| file | damage | refused | right | silent | crash |",
         "|---|---|--:|--:|--:|--:|",
     ]

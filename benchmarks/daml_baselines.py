@@ -321,13 +321,25 @@ def lines(
 ) -> Iterator[str]:
     """Yield the lines of the report."""
     yield "# Generated hard negatives against mined ones (DAML)\n"
-    yield "Made by `python benchmarks/daml_baselines.py`, which says what is trained and how parameters were chosen. Figures in %, mean ±"
-    yield "standard deviation of three seeds; gains are over the loss alone, of the same seed. Test classes were never trained on.\n"
-    yield "Choices that were made while looking at validation classes, what is left out, and why, are in the script's first lines. Missing rows were not"
+    yield (
+        "Made by `python benchmarks/daml_baselines.py`, which says what is trained and how"
+        " parameters were chosen. Figures in %, mean ±"
+    )
+    yield (
+        "standard deviation of three seeds; gains are over the loss alone, of the same seed. Test"
+        " classes were never trained on.\n"
+    )
+    yield (
+        "Choices that were made while looking at validation classes, what is left out, and why, are"
+        " in the script's first lines. Missing rows were not"
+    )
     yield "measured.\n"
     for data, rows in table.items():
         yield f"## {HEADINGS[data]}\n"
-        yield "| loss | method | chosen | R@1 | gain | paper's gain | R@2 | R@4 | R@8 | NMI | F1 | training, CPU s |"
+        yield (
+            "| loss | method | chosen | R@1 | gain | paper's gain | R@2 | R@4 | R@8 | NMI | F1 |"
+            " training, CPU s |"
+        )
         yield "| --- " * 12 + "|"
         for row in sorted(rows.values(), key=lambda row: list(LOSSES).index(row["loss"])):
             figures = {
@@ -346,14 +358,16 @@ def lines(
             ]
             seconds = np.mean([run["seconds"] for run in row["runs"]])
             yield (
-                f"| {row['loss']} | {row['method']} | {own} | {spread(figures['recall_at_1'])} | {gain} | "
-                f"{paper} | {' | '.join(cells)} | {seconds:.1f} |"
+                f"| {row['loss']} | {row['method']} | {own} | {spread(figures['recall_at_1'])} |"
+                f" {gain} | {paper} | {' | '.join(cells)} | {seconds:.1f} |"
             )
         yield ""
     if as_they_come:
         yield "## Glyphs, parameters as they come\n"
         yield "The paper sets every margin to 1.\n"
-        yield "| negatives, batches | loss | parameter | plain R@1 | DAML R@1 | gain | paper's gain |"
+        yield (
+            "| negatives, batches | loss | parameter | plain R@1 | DAML R@1 | gain | paper's gain |"
+        )
         yield "| --- " * 7 + "|"
         for row in as_they_come:
             own = ", ".join(f"{k} {v:g}" for k, v in row["choice"].items() if k != "name")
@@ -362,8 +376,8 @@ def lines(
             )
             given = "one, 1600" if row["data"] == "random" else "three, 400"
             yield (
-                f"| {given} | {row['loss']} | {own} | {without} | {made} | {gained(row['DAML'], row['plain'])} | "
-                f"{papers_gain(row['loss'])} |"
+                f"| {given} | {row['loss']} | {own} | {without} | {made} |"
+                f" {gained(row['DAML'], row['plain'])} | {papers_gain(row['loss'])} |"
             )
         yield ""
 

@@ -289,8 +289,16 @@ def render(rows: list[dict[str, Any]]) -> str:
         [
             "# Several metrics against one on real data (DAMML)",
             "",
-            "`python benchmarks/daml_real.py` says what is trained, and how margin and learning rate were chosen, on items that are not searched here. Figures in %, mean ± standard deviation of",
-            f"{len(SEEDS)} splits; gains over one metric are paired by split, with Student's 95 % interval of the mean. The splits share items, so that the intervals are somewhat too narrow, and there",
+            (
+                "`python benchmarks/daml_real.py` says what is trained, and how margin and learning"
+                " rate were chosen, on items that are not searched here. Figures in %, mean ±"
+                " standard deviation of"
+            ),
+            (
+                f"{len(SEEDS)} splits; gains over one metric are paired by split, with Student's 95"
+                " % interval of the mean. The splits share items, so that the intervals are"
+                " somewhat too narrow, and there"
+            ),
             "are several of them: read one that just leaves out 0 as none.",
             "",
             markdown(
@@ -308,7 +316,10 @@ def render(rows: list[dict[str, Any]]) -> str:
             "",
             markdown(["set", "Recall@1", "MAP@R"], weighed),
             "",
-            f"Items searched in the first split: {searched}. The rate that was chosen lies at an end of those tried in {'; '.join(ends) or 'no row'}.",
+            (
+                f"Items searched in the first split: {searched}. The rate that was chosen lies at"
+                f" an end of those tried in {'; '.join(ends) or 'no row'}."
+            ),
             "",
         ]
     )

@@ -151,8 +151,14 @@ def render() -> str:
     lines = [
         "# Weights of DAML: λ₁, λ₂, λ and μ",
         "",
-        "`python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's classes N–Z, mean ± standard deviation over seeds;",
-        f"the loss alone, without generator and combiner: {said(found['alone'][None])}. The paper's figures are of Cars196.",
+        (
+            "`python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's"
+            " classes N–Z, mean ± standard deviation over seeds;"
+        ),
+        (
+            f"the loss alone, without generator and combiner: {said(found['alone'][None])}. The"
+            " paper's figures are of Cars196."
+        ),
         "",
     ]
     for sweep, (title, grid) in SWEEPS.items():

@@ -125,7 +125,10 @@ def render(raw: dict[str, Any]) -> str:
     """Return the page."""
     head = ["images", "the same by", "have another", *(f"found: {name}" for name in CHANGES)]
     said = (__doc__ or "").partition("Run by hand")[0].strip()
-    return f"# Copies by picture\n\n`python benchmarks/data_check.py`, {raw['date']}. {said}\n\n{markdown(head, raw['rows'])}\n"
+    return (
+        f"# Copies by picture\n\n`python benchmarks/data_check.py`, {raw['date']}."
+        f" {said}\n\n{markdown(head, raw['rows'])}\n"
+    )
 
 
 if __name__ == "__main__":

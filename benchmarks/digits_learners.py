@@ -105,7 +105,8 @@ def main() -> None:
     print("\n| | " + " | ".join(METRICS) + " |\n| --- |" + " --- |" * len(METRICS))
     for title, runs in rows.items():
         cells = [
-            f"{statistics.mean(r[m] for r in runs):.3f} ± {statistics.stdev(r[m] for r in runs):.3f}"
+            f"{statistics.mean(r[m] for r in runs):.3f} ±"
+            f" {statistics.stdev(r[m] for r in runs):.3f}"
             for m in METRICS
         ]
         print(f"| {title} | {' | '.join(cells)} |")

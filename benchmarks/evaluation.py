@@ -126,18 +126,25 @@ def render(raw: dict[str, Any]) -> str:
         if row is not ours:
             memory = row["added"] / ours["added"]
             sentences.append(
-                f"- {row['contestant']} on {row['items']:,} {row['set']}: {ratio:.1f} × our CPU seconds, "
-                f"{memory:.1f} × the memory that we add."
+                f"- {row['contestant']} on {row['items']:,} {row['set']}: {ratio:.1f} × our CPU"
+                f" seconds, {memory:.1f} × the memory that we add."
             )
     head = ["set", "items", "contestant", "CPU s", "÷ ours", "added MB", "Recall@1", "MAP@R"]
     said = [
         "# Evaluation: Recall@1 and MAP@R",
         "",
-        "`python benchmarks/evaluation.py`. Each item is searched for among all others. *Images* are Fashion-MNIST's as 128 principal components of unit length, 10 classes; "
-        "*small classes* have 15 items each. `retrieval` measures in double precision and orders ties by row.",
+        (
+            "`python benchmarks/evaluation.py`. Each item is searched for among all others."
+            " *Images* are Fashion-MNIST's as 128 principal components of unit length, 10 classes;"
+            " *small classes* have 15 items each. `retrieval` measures in double precision and"
+            " orders ties by row."
+        ),
         "",
-        f"{raw['machine']}, one thread, each contestant in a process of its own; {raw['versions']}; load average {raw['load']} at the start. "
-        f"CPU seconds are the median of up to {CALLS} calls; memory is how far the process's peak rose.",
+        (
+            f"{raw['machine']}, one thread, each contestant in a process of its own;"
+            f" {raw['versions']}; load average {raw['load']} at the start. CPU seconds are the"
+            f" median of up to {CALLS} calls; memory is how far the process's peak rose."
+        ),
         "",
         markdown(head, lines),
         "",

@@ -104,7 +104,11 @@ def render(kept: list[dict[str, Any]]) -> str:
         [
             "# Fashion-MNIST, disjoint classes: how many epochs",
             "",
-            "`python benchmarks/fashion.py` says what is trained. MAP@R on two of the five training classes, kept for validation, after each epoch; means over seeds. The cards in",
+            (
+                "`python benchmarks/fashion.py` says what is trained. MAP@R on two of the five"
+                " training classes, kept for validation, after each epoch; means over seeds. The"
+                " cards in"
+            ),
             "`models/` say what the recipes reach on the classes to search.",
             "",
             *printed,

@@ -317,19 +317,28 @@ def render(kept: list[dict[str, Any]]) -> str:
     lines = [
         "# Answers while an index changes",
         "",
-        f"`python benchmarks/histories.py`. One thread writes, {kept[0]['threads']} threads and {kept[0]['processes']} processes read. Each answer (the ids, distances and "
-        "metadata of the ten nearest, with a filter or without; counts; items by id) is compared with the exact one of every state that the index had "
-        f"between question and answer. Segments are made of {SMALL} items, so that merges go on all the while.",
+        (
+            f"`python benchmarks/histories.py`. One thread writes, {kept[0]['threads']} threads and"
+            f" {kept[0]['processes']} processes read. Each answer (the ids, distances and metadata"
+            " of the ten nearest, with a filter or without; counts; items by id) is compared with"
+            " the exact one of every state that the index had between question and answer."
+            f" Segments are made of {SMALL} items, so that merges go on all the while."
+        ),
         "",
         f"**{total:,} answers, {wrong_ones} of them wrong.**",
         "",
-        "| seed | seconds | operations | transactions of upkeep and of generations | answers to threads | to processes | with an operation under way | wrong |",
+        (
+            "| seed | seconds | operations | transactions of upkeep and of generations | answers to"
+            " threads | to processes | with an operation under way | wrong |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in kept:
         said = ", ".join(f"{count} {kind}" for kind, count in sorted(one["operations"].items()))
         lines.append(
-            f"| {one['seed']} | {one['seconds']:g} | {said} | {one['upkeep']:,} | {one['from threads']:,} | {one['from processes']:,} | {one['several']:,} | {len(one['wrong'])} |"
+            f"| {one['seed']} | {one['seconds']:g} | {said} | {one['upkeep']:,} |"
+            f" {one['from threads']:,} | {one['from processes']:,} | {one['several']:,} |"
+            f" {len(one['wrong'])} |"
         )
     return "\n".join(lines) + "\n"
 

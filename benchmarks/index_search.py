@@ -136,11 +136,10 @@ def render(raw: dict[str, Any]) -> str:
     names = [name for name in raw["rows"][0] if name != "queries"]
     lines = [[str(row["queries"]), *(f"{row[name]:.2f}" for name in names)] for row in raw["rows"]]
     return (
-        "# The whole path of a search\n\n"
-        "`python benchmarks/index_search.py`: CPU milliseconds of a call on one thread, ten nearest of "
-        f"Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search` gives ids, labels and exact distances, the libraries "
-        f"row numbers. The recall of our `hnsw` is {raw['recall of hnsw']:.4f}.\n\n"
-        f"{markdown(['queries', *names], lines)}\n"
+        "# The whole path of a search\n\n`python benchmarks/index_search.py`: CPU milliseconds of"
+        f" a call on one thread, ten nearest of Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search`"
+        " gives ids, labels and exact distances, the libraries row numbers. The recall of our"
+        f" `hnsw` is {raw['recall of hnsw']:.4f}.\n\n{markdown(['queries', *names], lines)}\n"
     )
 
 

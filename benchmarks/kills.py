@@ -232,7 +232,9 @@ def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         "acknowledged": sum(row["acknowledged"] for row in rows),
         "wrong": [one for row in rows for one in row["wrong"]],
         "cells": [[*key, count] for key, count in sorted(cells.items())],
-        "machine": f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}",
+        "machine": (
+            f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}"
+        ),
     }
 
 
@@ -240,13 +242,23 @@ def render(raw: dict[str, Any]) -> str:
     """Return the page of a run that was kept."""
     lines = [
         "# Writers that are killed\n",
-        f"`python benchmarks/kills.py --count {raw['kills']} --seed {raw['seed']}`; {raw['machine']}.\n",
-        f"{raw['kills']:,} writers of a living index were killed by SIGKILL after {raw['acknowledged']:,} acknowledged calls. After each kill "
-        "another process opened the index and compared ids, labels, metadata, arrays, originals, counts, generations, filters and "
-        "neighbours with a model in memory, and the files with what the record names; snapshots that were there were compared too.\n",
+        (
+            f"`python benchmarks/kills.py --count {raw['kills']} --seed {raw['seed']}`;"
+            f" {raw['machine']}.\n"
+        ),
+        (
+            f"{raw['kills']:,} writers of a living index were killed by SIGKILL after"
+            f" {raw['acknowledged']:,} acknowledged calls. After each kill another process opened"
+            " the index and compared ids, labels, metadata, arrays, originals, counts,"
+            " generations, filters and neighbours with a model in memory, and the files with what"
+            " the record names; snapshots that were there were compared too.\n"
+        ),
         f"**Differences: {len(raw['wrong'])}.**\n",
-        "How: at a drawn time (within SQLite, NumPy or the system), or at a drawn line of Python of the store. The call that ran was wholly there "
-        "afterwards, or not at all; or it changes nothing that can be seen.\n",
+        (
+            "How: at a drawn time (within SQLite, NumPy or the system), or at a drawn line of"
+            " Python of the store. The call that ran was wholly there afterwards, or not at all; or"
+            " it changes nothing that can be seen.\n"
+        ),
         "| call that ran | how | there | not there | same either way |",
         "|---|---|--:|--:|--:|",
     ]

@@ -43,9 +43,13 @@ OURS = {"GMML": "GMML()", "AML": "AML()", "Warm": "Warm()", "OAHU": "OAHU()", "L
 PEERS = {
     "metric-learn RCA": "adapted('RCA_Supervised')(random_state=0)",
     "scikit-learn LDA": "LinearDiscriminantAnalysis()",
-    "metric-learn ITML, 10,000 pairs": "adapted('ITML_Supervised')(n_constraints=10_000, random_state=0)",
+    "metric-learn ITML, 10,000 pairs": (
+        "adapted('ITML_Supervised')(n_constraints=10_000, random_state=0)"
+    ),
     "metric-learn ITML": "adapted('ITML_Supervised')(random_state=0)",
-    "metric-learn MMC, 10,000 pairs": "adapted('MMC_Supervised')(n_constraints=10_000, random_state=0)",
+    "metric-learn MMC, 10,000 pairs": (
+        "adapted('MMC_Supervised')(n_constraints=10_000, random_state=0)"
+    ),
     "metric-learn LFDA": "adapted('LFDA')()",
     "metric-learn LMNN": "adapted('LMNN')(random_state=0)",
     "scikit-learn NCA": "NeighborhoodComponentsAnalysis(random_state=0)",
@@ -176,12 +180,23 @@ def render(kept: list[dict[str, Any]]) -> str:
     lines = [
         "# Learners at many classes: time, memory, growth",
         "",
-        f"`python benchmarks/learners.py`. One fit, as the learner comes unless the row says otherwise: CPU seconds on one thread, and what the fit added to its process's peak resident size. {WIDTH} features, "
-        f"Gaussian classes of {OF_A_CLASS} items each, so {sizes[-1]:,} items are {sizes[-1] // OF_A_CLASS:,} classes. Each fit is in a process of its own, stopped after {LIMIT} CPU seconds ({', '.join(f'{title} {most}' for title, most in LONGER.items())}, to see its growth) or at {MEMORY} GB of addresses, "
-        "and then not tried at larger sizes. Growth is p of time ∝ itemsᵖ, fitted where three sizes or more were done. The last column, Recall@1 of 2,000 items of other classes at the largest size done, says that the fit did something: "
-        f"without any learner it is {kept_recall(kept)}.",
+        (
+            "`python benchmarks/learners.py`. One fit, as the learner comes unless the row says"
+            " otherwise: CPU seconds on one thread, and what the fit added to its process's peak"
+            f" resident size. {WIDTH} features, Gaussian classes of {OF_A_CLASS} items each, so"
+            f" {sizes[-1]:,} items are {sizes[-1] // OF_A_CLASS:,} classes. Each fit is in a"
+            f" process of its own, stopped after {LIMIT} CPU seconds"
+            f" ({', '.join(f'{title} {most}' for title, most in LONGER.items())}, to see its"
+            f" growth) or at {MEMORY} GB of addresses, and then not tried at larger sizes. Growth"
+            " is p of time ∝ itemsᵖ, fitted where three sizes or more were done. The last column,"
+            " Recall@1 of 2,000 items of other classes at the largest size done, says that the fit"
+            f" did something: without any learner it is {kept_recall(kept)}."
+        ),
         "",
-        f"Machine: {kept[0]['machine']}. Load {min(loads):.0f} to {max(loads):.0f}: other work shared the cores.",
+        (
+            f"Machine: {kept[0]['machine']}. Load {min(loads):.0f} to {max(loads):.0f}: other work"
+            " shared the cores."
+        ),
         "",
     ]
     table = []
@@ -200,8 +215,10 @@ def render(kept: list[dict[str, Any]]) -> str:
     lines += [f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed]
     lines += [""] if failed else []
     lines += [
-        "*Not tried*: stopped at a smaller size, or this table has not got so far yet. OAHU and Warm learn from triplets, 10,000 at most whatever the number of items, so their time hardly grows; LANML asks 5,000 items at most, each "
-        "among all. scikit-learn's LDA is at its best here: the classes are Gaussian, as it takes them to be."
+        "*Not tried*: stopped at a smaller size, or this table has not got so far yet. OAHU and"
+        " Warm learn from triplets, 10,000 at most whatever the number of items, so their time"
+        " hardly grows; LANML asks 5,000 items at most, each among all. scikit-learn's LDA is at"
+        " its best here: the classes are Gaussian, as it takes them to be."
     ]
     if missing := [title for title in [*OURS, *PEERS] if title not in rows]:
         lines += ["", f"Not measured yet: {', '.join(missing)}."]

@@ -173,14 +173,33 @@ def render(raw: dict[str, Any]) -> str:
     lines = [
         "# Several levels of a frozen net",
         "",
-        f"`python benchmarks/levels.py`. {raw['machine']}, torch {raw['torch']}, one thread. A recipe without training: `core.efficientnet_lite0` with `levels`, its ImageNet weights frozen, and a",
-        "learner in closed form. Nothing in it is random, so there are no seeds and no intervals; queries of five classes are all that stands behind a figure.",
+        (
+            f"`python benchmarks/levels.py`. {raw['machine']}, torch {raw['torch']}, one thread. A"
+            " recipe without training: `core.efficientnet_lite0` with `levels`, its ImageNet"
+            " weights frozen, and a"
+        ),
+        (
+            "learner in closed form. Nothing in it is random, so there are no seeds and no"
+            " intervals; queries of five classes are all that stands behind a figure."
+        ),
         "",
-        f"Chosen among {len(next(iter(raw['sets'].values()))['tried'])} candidates ({' or '.join(map(str, SIZES))} pixels; {len(LEVELS)} sets of levels; {len(LEARNERS)} learners) by the mean MAP@R of all ten pairs of training classes that a candidate",
+        (
+            f"Chosen among {len(next(iter(raw['sets'].values()))['tried'])} candidates"
+            f" ({' or '.join(map(str, SIZES))} pixels; {len(LEVELS)} sets of levels;"
+            f" {len(LEARNERS)} learners) by the mean MAP@R of all ten pairs of training classes"
+            " that a candidate"
+        ),
         "was not fitted to. Candidates were thought of while looking at training classes only.",
         "",
-        "**The classes to search were seen once before.** A first run measured by angle, while a learner's recipe is searched by distance; its held-out MAP@R (.683 on digits, .451 on Fashion-MNIST) was read before",
-        "that was mended. The choice was then made anew by the same rule, from training classes alone.",
+        (
+            "**The classes to search were seen once before.** A first run measured by angle, while"
+            " a learner's recipe is searched by distance; its held-out MAP@R (.683 on digits, .451"
+            " on Fashion-MNIST) was read before"
+        ),
+        (
+            "that was mended. The choice was then made anew by the same rule, from training classes"
+            " alone."
+        ),
         "",
     ]
     for name, kept in raw["sets"].items():
@@ -194,11 +213,19 @@ def render(raw: dict[str, Any]) -> str:
         lines += [
             f"## {TITLES[name][0].upper()}{TITLES[name][1:]}",
             "",
-            f"{found['fitted']:,} images of classes 0–4 fit the learner, {found['queries']:,} of classes 5–9 are searched. Chosen (`models/{name}-levels`): {best['backbone']['size']} pixels, {shown(best['backbone']['levels'])}, {learner(best['learner'])}.",
+            (
+                f"{found['fitted']:,} images of classes 0–4 fit the learner, {found['queries']:,}"
+                f" of classes 5–9 are searched. Chosen (`models/{name}-levels`):"
+                f" {best['backbone']['size']} pixels, {shown(best['backbone']['levels'])},"
+                f" {learner(best['learner'])}."
+            ),
             "",
             markdown(["", "MAP@R", "Recall@1", "R-precision"], rows),
             "",
-            f"In MAP@R this recipe {beaten(found, 'map_at_r')}. In Recall@1 it {beaten(found, 'recall_at_1')}.",
+            (
+                f"In MAP@R this recipe {beaten(found, 'map_at_r')}. In Recall@1 it"
+                f" {beaten(found, 'recall_at_1')}."
+            ),
             "",
             "What the choice went by, the best with each set of levels:",
             "",

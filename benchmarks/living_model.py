@@ -291,7 +291,8 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
         after = page[-1].id
     if [one.id for one in scanned] != sorted(expected):
         wrong.append(
-            f"scan: {len(set(expected) - {one.id for one in scanned})} lost, {len({one.id for one in scanned} - set(expected))} too many"
+            f"scan: {len(set(expected) - {one.id for one in scanned})} lost,"
+            f" {len({one.id for one in scanned} - set(expected))} too many"
         )
         return wrong
     got = store.get(expected, arrays=True)
@@ -339,7 +340,8 @@ def _searches(
             nearest = {chosen[at].id for at in np.argsort(distances)[:10]}
             if {one.id for one in answer} != nearest:
                 wrong.append(
-                    f"neighbours with price {price}: {len({one.id for one in answer} ^ nearest)} differ"
+                    f"neighbours with price {price}: {len({one.id for one in answer} ^ nearest)}"
+                    " differ"
                 )
     return wrong
 

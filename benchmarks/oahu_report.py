@@ -28,19 +28,30 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
     lines = [
         "# OAHU and its baselines on Fashion-MNIST",
         "",
-        "5-nearest-neighbour classification of 4,000 unseen images among 35,000, after 5,000 random triplets and 5,000 that follow",
-        "from them; mean ± standard deviation of three repeats. In brackets what the paper's Table 3 prints. `benchmarks/oahu_table3.py` states the protocol.",
+        (
+            "5-nearest-neighbour classification of 4,000 unseen images among 35,000, after 5,000"
+            " random triplets and 5,000 that follow"
+        ),
+        (
+            "from them; mean ± standard deviation of three repeats. In brackets what the paper's"
+            " Table 3 prints. `benchmarks/oahu_table3.py` states the protocol."
+        ),
         "",
-        "| | error | macro-F1 | utilisation | error, 1,000 references | error, 100 references | AUC of pairs | seconds to learn |",
+        (
+            "| | error | macro-F1 | utilisation | error, 1,000 references | error, 100 references |"
+            " AUC of pairs | seconds to learn |"
+        ),
         "| --- " * 8 + "|",
     ]
     for name in names:
         mine = of("table", name)
         columns = ("error", "macro-F1", "utilisation")
         printed = [
-            f" [{published(PAPER, name, column):.2f}]".replace("0.", ".")
-            if has(PAPER, name, column)
-            else ""
+            (
+                f" [{published(PAPER, name, column):.2f}]".replace("0.", ".")
+                if has(PAPER, name, column)
+                else ""
+            )
             for column in columns
         ]
         cells = [
@@ -58,14 +69,27 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "**The paper's ranking reverses.** Its OAHU beats every baseline; here plain Euclidean distance beats OAHU, the trained network is worse than",
-        "the same network before training, and the linear baselines but OASIS stay near Euclid. OAHU does help to tell pairs apart and to classify from",
-        "few references, against Euclid; LEGO, which is linear, does too. LEGO's and RDML's pairs are both pairs of each triplet; OPML makes its own triplets in one pass over the 35,000.",
+        (
+            "**The paper's ranking reverses.** Its OAHU beats every baseline; here plain Euclidean"
+            " distance beats OAHU, the trained network is worse than"
+        ),
+        (
+            "the same network before training, and the linear baselines but OASIS stay near Euclid."
+            " OAHU does help to tell pairs apart and to classify from"
+        ),
+        (
+            "few references, against Euclid; LEGO, which is linear, does too. LEGO's and RDML's"
+            " pairs are both pairs of each triplet; OPML makes its own triplets in one pass over"
+            " the 35,000."
+        ),
     ]
     few = [r for r in rows if r["part"] == "few"]
     lines += [
         "",
-        "The column of 100 references is of one draw of them a repeat. Ten draws in each of the three repeats:",
+        (
+            "The column of 100 references is of one draw of them a repeat. Ten draws in each of the"
+            " three repeats:"
+        ),
         "",
         "| | error, 100 references | mean of each repeat |",
         "| --- | --- | --- |",
@@ -80,7 +104,10 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         "",
         "## Error against the number of triplets",
         "",
-        f"`{figure}` beside this page draws it, with the weights along the stream; so does the page of OAHU.",
+        (
+            f"`{figure}` beside this page draws it, with the weights along the stream; so does the"
+            " page of OAHU."
+        ),
         "",
     ]
     curves = list(dict.fromkeys(r["method"] for r in rows if r["part"] == "curve"))
@@ -103,7 +130,10 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         "",
         "## Retrieval, class-disjoint",
         "",
-        "Learned on five classes, searched in 5,000 images of the other five, each asking for the others. The two ways to search an OAHU model:",
+        (
+            "Learned on five classes, searched in 5,000 images of the other five, each asking for"
+            " the others. The two ways to search an OAHU model:"
+        ),
         "",
         "| | Recall@1 | Recall@5 | Recall@10 | Precision@10 |",
         "| --- " * 5 + "|",
@@ -117,7 +147,8 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
             + " |"
         )
     agreement = ", ".join(
-        f"{mean_std([r['overlap'] for r in found if 'overlap' in r and r['method'] == name], 2)} ({name})"
+        f"{mean_std([r['overlap'] for r in found if 'overlap' in r and r['method'] == name], 2)}"
+        f" ({name})"
         for name in dict.fromkeys(r["method"] for r in found if "overlap" in r)
     )
     lines += [
@@ -126,7 +157,10 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
     ]
     lines += [
         "",
-        f"Measured in {sum(r.get('cpu', 0) for r in rows) / 60:.0f} minutes of CPU time, one thread, with two cores shared by other work.",
+        (
+            f"Measured in {sum(r.get('cpu', 0) for r in rows) / 60:.0f} minutes of CPU time, one"
+            " thread, with two cores shared by other work."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

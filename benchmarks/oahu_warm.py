@@ -196,8 +196,14 @@ def render(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# `oahu.warm` along its stream",
         "",
-        "Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no triplet. `python benchmarks/oahu_warm.py` says how, and what",
-        "*below beyond noise* means; `benchmarks/warm_sets.py` names the sets, by a rule that was fixed first.",
+        (
+            "Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that"
+            " gave no triplet. `python benchmarks/oahu_warm.py` says how, and what"
+        ),
+        (
+            "*below beyond noise* means; `benchmarks/warm_sets.py` names the sets, by a rule that"
+            " was fixed first."
+        ),
         "",
     ]
     sets = [row for row in rows if row["stream"][0] != "fashion"]
@@ -295,7 +301,10 @@ def _of_fashion(rows: list[dict[str, Any]]) -> list[str]:
         ]
         lines.append([f"{point:,}", *shown, f"{np.mean([r['seconds'] for r in own]):.1f}"])
     head = ["triplets", "gain of accuracy", "Recall@1", "MAP@R", "seconds"]
-    said = "Fashion-MNIST's pixels, 35,000 references, 4,000 queries; each repeat, and CPU seconds to learn the 10,000 triplets after `prepare`:"
+    said = (
+        "Fashion-MNIST's pixels, 35,000 references, 4,000 queries; each repeat, and CPU seconds to"
+        " learn the 10,000 triplets after `prepare`:"
+    )
     return [said, "", markdown(head, lines), ""]
 
 

@@ -9,7 +9,10 @@ from published import published
 RESULT = "daml_baselines"
 LOSSES = ("contrastive", "triplet", "lifted", "N-pair")
 DRAWN, GLYPHS, STARVED = "Glyphs, a small net", "Glyphs, 600 classes", "Glyphs, one random"
-SEEDS = "Recall@1 in %, means of three seeds, and in brackets the gain over the loss alone; `benchmarks/results/daml_baselines.md` has the spreads."
+SEEDS = (
+    "Recall@1 in %, means of three seeds, and in brackets the gain over the loss alone;"
+    " `benchmarks/results/daml_baselines.md` has the spreads."
+)
 
 
 def cell(heading: str, loss: str, method: str, column: str = "R@1") -> str:
@@ -181,7 +184,8 @@ def several() -> str:
         for loss in ("triplet", "N-pair")
     }
     others = ", ".join(
-        f"{mean(cell(GLYPHS, loss, 'DAMML discriminator K = 4')):.1f} against {mean(cell(GLYPHS, loss, 'DAML')):.1f} ({loss})"
+        f"{mean(cell(GLYPHS, loss, 'DAMML discriminator K = 4')):.1f} against"
+        f" {mean(cell(GLYPHS, loss, 'DAML')):.1f} ({loss})"
         for loss in ("contrastive", "lifted")
     )
     return f"""{markdown(["", *(title for _, title in kinds)], lines)}
@@ -208,11 +212,15 @@ def real() -> str:
             behind += [name] if middle + half < 0 else []
         level = len(trained) - len(ahead) - len(behind)
         gaining, losing = ("; ".join(names) or "none" for names in (ahead, behind))
-        return f"those that gain are {gaining}; those that lose: {losing}; of {level} the interval holds 0"
+        return (
+            f"those that gain are {gaining}; those that lose: {losing}; of {level} the interval"
+            " holds 0"
+        )
 
     better = [entry["set"] for entry in raw if float(entry["gain"].split(" ± ")[0]) > 0]
     untrained = (
-        f" Features that are not trained have the higher mean Recall@1 than one metric on {', '.join(better)}."
+        " Features that are not trained have the higher mean Recall@1 than one metric on"
+        f" {', '.join(better)}."
         if better
         else ""
     )

@@ -37,15 +37,17 @@ def warm() -> str:
 def lost() -> str:
     """Where another figure than accuracy is lost."""
     found = [
-        f"{entry['set']} ({entry['features']}: accuracy {entry['gain']}, Recall@1 {entry['Recall@1']}, MAP@R {entry['MAP@R']})"
+        f"{entry['set']} ({entry['features']}: accuracy {entry['gain']}, Recall@1"
+        f" {entry['Recall@1']}, MAP@R {entry['MAP@R']})"
         for entry in rows(RESULT, HEADING, SETS)
         if min(float(entry["Recall@1"]), float(entry["MAP@R"])) < -0.005
     ]
     if not found:
         return "No set loses Recall@1 or MAP@R by more than .005 on average."
     return (
-        "**It is judged by what several neighbours say, and promises nothing of Recall@1 or MAP@R.** After 10,000 triplets, the means of the seeds, these lose one of the two: "
-        f"{'; '.join(found)}."
+        "**It is judged by what several neighbours say, and promises nothing of Recall@1 or"
+        " MAP@R.** After 10,000 triplets, the means of the seeds, these lose one of the two:"
+        f" {'; '.join(found)}."
     )
 
 
@@ -53,8 +55,8 @@ def fashion() -> str:
     """The gain on pixels."""
     found = row(rows(RESULT, HEADING, FASHION), triplets="10,000")["gain of accuracy"]
     return (
-        "Fashion-MNIST's pixels, 35,000 references, gain of 5-nearest-neighbour accuracy after 10,000 triplets "
-        f"in each repeat: {found}."
+        "Fashion-MNIST's pixels, 35,000 references, gain of 5-nearest-neighbour accuracy after"
+        f" 10,000 triplets in each repeat: {found}."
     )
 
 
@@ -87,7 +89,10 @@ def searches() -> str:
         if min(lead) > 0
         else "which is the more precise one depends"
     )
-    return f"**Neither approximates the other**: their first ten agree by {said[1]} (defaults) or {said[2]} (tuned), and {better}."
+    return (
+        f"**Neither approximates the other**: their first ten agree by {said[1]} (defaults) or"
+        f" {said[2]} (tuned), and {better}."
+    )
 
 
 def itself() -> str:

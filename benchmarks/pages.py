@@ -40,7 +40,8 @@ def written(name: str) -> str:
         )
     return MARK.sub(
         lambda found: (
-            f"<!-- figures: {found[1]} -->\n\n{blocks[found[1]]().strip()}\n\n<!-- end of figures -->"
+            f"<!-- figures: {found[1]} -->\n\n{blocks[found[1]]().strip()}\n\n<!-- end of"
+            " figures -->"
         ),
         text,
     )

@@ -91,11 +91,12 @@ def main() -> None:
 def render(raw: dict[str, Any]) -> str:
     """Return the page."""
     return (
-        "# Photos without labels\n\n"
-        f"`python benchmarks/photos_without_labels.py`, {raw['date']}. {GALLERY:,} images of Fashion-MNIST indexed without labels by `retrieval {raw['command']}`, "
-        f"nothing trained. Of the first {QUERIES} test images the nearest is of the same class for {raw['nearest']}; of all {NEAREST * QUERIES} answers "
-        f"({NEAREST} each), {raw['all']} are, and at random {raw['random']:.0f} would be. EfficientNet-Lite0 was trained on photographs, which small grey "
-        "pictures of clothes are not.\n"
+        f"# Photos without labels\n\n`python benchmarks/photos_without_labels.py`, {raw['date']}."
+        f" {GALLERY:,} images of Fashion-MNIST indexed without labels by `retrieval"
+        f" {raw['command']}`, nothing trained. Of the first {QUERIES} test images the nearest is of"
+        f" the same class for {raw['nearest']}; of all {NEAREST * QUERIES} answers ({NEAREST}"
+        f" each), {raw['all']} are, and at random {raw['random']:.0f} would be. EfficientNet-Lite0"
+        " was trained on photographs, which small grey pictures of clothes are not.\n"
     )
 
 

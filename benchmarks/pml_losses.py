@@ -48,7 +48,9 @@ RECIPES = {
 UPSTREAM_NAMES = {"p2s_grad": {"embedding_size": "descriptors_dim"}}
 LEFT_OUT = {
     "multiple": "a sum of other losses",
-    "embeddings_already_packaged_as_triplets": "counts rows, and takes no batch that is not of triplets",
+    "embeddings_already_packaged_as_triplets": (
+        "counts rows, and takes no batch that is not of triplets"
+    ),
 }
 
 
@@ -228,13 +230,18 @@ def render(raw: dict[str, Any]) -> str:
 def _page(kept: list[dict[str, Any]], machine: dict[str, str]) -> Iterator[str]:
     yield "# Losses and miners of `pml` beside pytorch-metric-learning's own\n"
     yield (
-        f"`python benchmarks/pml_losses.py`: a loss forward and backward, a miner's call, one thread; median CPU time, both sides in turn; "
-        f"peak memory of a call. {EACH} items a class, {CLASSES:,} classes of proxies. N × N: our memory in float32 matrices of the batch's pairs.\n"
+        "`python benchmarks/pml_losses.py`: a loss forward and backward, a miner's call, one"
+        f" thread; median CPU time, both sides in turn; peak memory of a call. {EACH} items a"
+        f" class, {CLASSES:,} classes of proxies. N × N: our memory in float32 matrices of the"
+        " batch's pairs.\n"
     )
     loads = sorted(row["load"] for row in kept)
     yield f"{machine['cpu']}; {machine['versions']}. Load average {loads[0]} to {loads[-1]}.\n"
     yield from _headline(kept)
-    yield "| loss or miner | batch | dim | pytorch-metric-learning: ms | MB | ours: ms | MB | N × N | times faster |"
+    yield (
+        "| loss or miner | batch | dim | pytorch-metric-learning: ms | MB | ours: ms | MB | N × N |"
+        " times faster |"
+    )
     yield "| --- | --: | --: | --: | --: | --: | --: | --: | --: |"
     order = {"loss": "", "miner": " (miner)", "recipe": " (loss + miner)"}
     for kind, title in order.items():
@@ -262,15 +269,28 @@ def _headline(kept: list[dict[str, Any]]) -> Iterator[str]:
         f"`{r['name']}` ({r['kind']}) {r['items']:,} × {r['width']}: {1 / _ratio(r):.2f} ×"
         for r in slower
     ]  # type: ignore[operator]
-    yield f"{len(kept)} of {len(SIZES) * len(cases())} cases are measured; a further run measures the others. Slower than 1.05 times the peer: {'; '.join(lines) or 'none'}.\n"
     yield (
-        "What bounds the rest, by profile: with 512 numbers the two or three products of matrices, which run at the processor's full rate: 19 of the 25 ms of `multi_similarity` at 1,024, nine tenths of the losses of class weights; "
-        "at 256 items some forty small operations of a few microseconds each. `instance` sums over all items of a label, where the peer picks one. Triplets that a miner lists are 24 bytes each: they are its memory, and the angular miner's do not fit in 3 GB at 4,096 items.\n"
+        f"{len(kept)} of {len(SIZES) * len(cases())} cases are measured; a further run measures the"
+        f" others. Slower than 1.05 times the peer: {'; '.join(lines) or 'none'}.\n"
+    )
+    yield (
+        "What bounds the rest, by profile: with 512 numbers the two or three products of matrices,"
+        " which run at the processor's full rate: 19 of the 25 ms of `multi_similarity` at 1,024,"
+        " nine tenths of the losses of class weights; at 256 items some forty small operations of a"
+        " few microseconds each. `instance` sums over all items of a label, where the peer picks"
+        " one. Triplets that a miner lists are 24 bytes each: they are its memory, and the angular"
+        " miner's do not fit in 3 GB at 4,096 items.\n"
     )
     gone = [row for row in kept if "failed" in row["theirs"]]
-    yield f"The peer gives nothing within 3 GB and a minute in {len(gone)} cases; ours gives nothing in {sum('failed' in row['ours'] for row in kept)}.\n"
+    yield (
+        f"The peer gives nothing within 3 GB and a minute in {len(gone)} cases; ours gives nothing"
+        f" in {sum('failed' in row['ours'] for row in kept)}.\n"
+    )
     apart = {row["name"] for row in kept if _apart(row)}
-    yield f"Values differ, by random weights of the loss itself or where its docstring says how: {', '.join(f'`{name}`' for name in sorted(apart)) or 'none'}.\n"
+    yield (
+        "Values differ, by random weights of the loss itself or where its docstring says how:"
+        f" {', '.join(f'`{name}`' for name in sorted(apart)) or 'none'}.\n"
+    )
 
 
 def _apart(row: dict[str, Any]) -> bool:

@@ -335,7 +335,9 @@ def summary(rows: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
             [*key, count]
             for key, count in sorted(Counter((row["names"], row["data"]) for row in rows).items())
         ],
-        "machine": f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}",
+        "machine": (
+            f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}"
+        ),
     }
 
 
@@ -346,14 +348,26 @@ def render(raw: dict[str, Any]) -> str:
     modes = {(names, data): count for names, data, count in raw["modes"]}
     lines = [
         "# Power cuts\n",
-        f"`python benchmarks/power_cuts.py --count {raw['cuts']} --seed {raw['seed']}`; {raw['machine']}.\n",
-        f"Processes made a living index and did random calls; some were killed, at a drawn line of Python or as they entered a sync, and others went on. `strace` recorded each "
-        f"system call that changed a file or a name. {raw['cuts']:,} times a disk was built from the record as a power cut at a drawn moment may leave it: "
-        "of what was not synced by then, any part is missing. An index was then opened and compared with a model in memory: ids, labels, metadata, arrays, originals, counts, "
-        "generations, filters, neighbours, snapshots, and the files with what the record names. Then it was written to and opened again.\n",
-        f"**Differences: {len(raw['wrong'])}.** Everything that was acknowledged was there; the call that ran was wholly there, or not at all; no index was refused.\n"
-        if not raw["wrong"]
-        else f"**Differences: {len(raw['wrong'])}.**\n",
+        (
+            f"`python benchmarks/power_cuts.py --count {raw['cuts']} --seed {raw['seed']}`;"
+            f" {raw['machine']}.\n"
+        ),
+        (
+            "Processes made a living index and did random calls; some were killed, at a drawn line"
+            " of Python or as they entered a sync, and others went on. `strace` recorded each"
+            f" system call that changed a file or a name. {raw['cuts']:,} times a disk was built"
+            " from the record as a power cut at a drawn moment may leave it: of what was not"
+            " synced by then, any part is missing. An index was then opened and compared with a"
+            " model in memory: ids, labels, metadata, arrays, originals, counts, generations,"
+            " filters, neighbours, snapshots, and the files with what the record names. Then it"
+            " was written to and opened again.\n"
+        ),
+        (
+            f"**Differences: {len(raw['wrong'])}.** Everything that was acknowledged was there; the"
+            " call that ran was wholly there, or not at all; no index was refused.\n"
+            if not raw["wrong"]
+            else f"**Differences: {len(raw['wrong'])}.**\n"
+        ),
         "| call that ran | " + " | ".join(outcomes) + " |",
         "|---" + "|--:" * len(outcomes) + "|",
     ]
@@ -362,8 +376,11 @@ def render(raw: dict[str, Any]) -> str:
             f"| {call} | " + " | ".join(str(cells.get((call, one), 0)) for one in outcomes) + " |"
         )
     lines += [
-        "\nWhat had become of changes that were not synced, and how often it was drawn. Prefix: those before a drawn moment are there, the next one in part. Any: each change of a "
-        "name, and each sector of 512 or 4,096 bytes, is there or not.\n",
+        (
+            "\nWhat had become of changes that were not synced, and how often it was drawn. Prefix:"
+            " those before a drawn moment are there, the next one in part. Any: each change of a"
+            " name, and each sector of 512 or 4,096 bytes, is there or not.\n"
+        ),
         "| names | " + " | ".join(f"bytes: {one}" for one in MODES) + " |",
         "|---" + "|--:" * len(MODES) + "|",
         *(

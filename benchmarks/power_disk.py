@@ -19,7 +19,9 @@ CALLS = (
     "open,openat,creat,close,lseek,write,pwrite64,writev,pwritev,pwritev2,fallocate,truncate,ftruncate,rename,renameat,renameat2,"
     "link,linkat,symlink,symlinkat,unlink,unlinkat,rmdir,mkdir,mkdirat,fsync,fdatasync,sync_file_range,msync"
 )
-_COPIES = "sendfile,copy_file_range"  # whose bytes a trace does not show: refused, so that Python reads and writes
+_COPIES = (  # whose bytes a trace does not show: refused, so that Python reads and writes
+    "sendfile,copy_file_range"
+)
 _PLAIN = re.compile(r"^(\d+)\s+(\w+)\((.*)$", re.DOTALL)
 _RESUMED = re.compile(r"^(\d+)\s+<\.\.\. (\w+) resumed>(.*)$", re.DOTALL)
 _TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"(\.\.\.)?')
@@ -194,7 +196,16 @@ class Disk:
         texts, handles = _texts(name, said), _handles(said)
         if (
             name
-            in ("write", "pwrite64", "writev", "lseek", "fsync", "fdatasync", "ftruncate", "close")
+            in (
+                "write",
+                "pwrite64",
+                "writev",
+                "lseek",
+                "fsync",
+                "fdatasync",
+                "ftruncate",
+                "close",
+            )
             or not texts
         ):
             handle, path = (int(handles[0][0]), handles[0][1]) if handles else (-1, "")

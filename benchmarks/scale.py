@@ -81,8 +81,13 @@ def render(raw: dict[str, Any]) -> str:
         [
             "# What an index costs as it grows",
             "",
-            f"`python benchmarks/scale.py`. {raw['what']}, one thread, each structure as it comes; its candidates are measured again. Bytes are those of the structure's file; an index keeps the vectors ({4 * raw['width']} bytes each) beside it. "
-            f"{QUERIES} queries, one at a time. {raw['machine']}, {raw['versions']}; load average {raw['load']} at the start.",
+            (
+                f"`python benchmarks/scale.py`. {raw['what']}, one thread, each structure as it"
+                " comes; its candidates are measured again. Bytes are those of the structure's"
+                f" file; an index keeps the vectors ({4 * raw['width']} bytes each) beside it."
+                f" {QUERIES} queries, one at a time. {raw['machine']}, {raw['versions']}; load"
+                f" average {raw['load']} at the start."
+            ),
             "",
             markdown(head, lines),
             "",

@@ -113,9 +113,8 @@ def render(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return (
-        "# Exact search\n\n"
-        "`python benchmarks/search.py`: median CPU milliseconds of a call on one thread, ten nearest.\n\n"
-        f"{markdown(['vectors', 'queries', *names], lines)}\n"
+        "# Exact search\n\n`python benchmarks/search.py`: median CPU milliseconds of a call on one"
+        f" thread, ten nearest.\n\n{markdown(['vectors', 'queries', *names], lines)}\n"
     )
 
 

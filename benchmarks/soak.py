@@ -212,7 +212,8 @@ class Worker:
                 one = Value(hit.metadata["made"], hit.label or "")
                 if one not in self.record.may_be(str(hit.id)):
                     self.wrong.append(
-                        f"a search found {hit.id} as {one}, and it may be {self.record.may_be(str(hit.id))}"
+                        f"a search found {hit.id} as {one}, and it may be"
+                        f" {self.record.may_be(str(hit.id))}"
                     )
 
 

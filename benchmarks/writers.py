@@ -205,7 +205,9 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     if checked.returncode or "is whole" not in checked.stdout:
         wrong.append(f"check: {checked.stdout}{checked.stderr}")
     return {
-        "system": f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores",
+        "system": (
+            f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
+        ),
         "seconds": seconds,
         "seed": seed,
         "writes": int(board.states[ACKNOWLEDGED].sum()),

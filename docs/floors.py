@@ -81,25 +81,40 @@ def draw(package: Path, floors: Sequence[set[str]]) -> str:
     middle = {name: TOP + i * (HEIGHT + GAP) + HEIGHT / 2 for i, name in enumerate(rows)}
     height = TOP + len(rows) * (HEIGHT + GAP) + 6
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+            ' font-family="sans-serif">'
+        ),
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="21" font-size="13" fill="#444">Each floor imports from lower floors only. '
-        "An arc leads to the nearest that it imports.</text>",
+        (
+            f'<text x="{LEFT}" y="21" font-size="13" fill="#444">Each floor imports from lower'
+            " floors only. An arc leads to the nearest that it imports.</text>"
+        ),
     ]
     for upper, lower in sorted(nearest(imports(package))):
         y, z = middle[upper], middle[lower]
         reach = RIGHT + 18 + 0.42 * abs(z - y)
         lines.append(
-            f'<path d="M{RIGHT} {y:g} C{reach:g} {y:g} {reach:g} {z:g} {RIGHT + 6} {z:g}" fill="none" stroke="#2a6fb0" '
-            f'stroke-opacity=".5" stroke-width="1.3"><title>{label(upper)} imports {lower}</title></path>'
+            f'<path d="M{RIGHT} {y:g} C{reach:g} {y:g} {reach:g} {z:g} {RIGHT + 6} {z:g}"'
+            ' fill="none" stroke="#2a6fb0" stroke-opacity=".5"'
+            f' stroke-width="1.3"><title>{label(upper)} imports {lower}</title></path>'
         )
         lines.append(f'<path d="M{RIGHT} {z:g} l8 -4 v8 z" fill="#2a6fb0"/>')
     for name in rows:
         y = middle[name] - HEIGHT / 2
         lines += [
-            f'<rect x="{LEFT}" y="{y:g}" width="{RIGHT - LEFT}" height="{HEIGHT}" rx="5" fill="#eef4fa" stroke="#9db8d2"/>',
-            f'<text x="{LEFT + 12}" y="{y + 17:g}" font-size="14" font-weight="bold" fill="#123">{label(name)}</text>',
-            f'<text x="{LEFT + 12}" y="{y + 32:g}" font-size="11" fill="#345">{html.escape(short(purpose(package, name)))}</text>',
+            (
+                f'<rect x="{LEFT}" y="{y:g}" width="{RIGHT - LEFT}" height="{HEIGHT}" rx="5"'
+                ' fill="#eef4fa" stroke="#9db8d2"/>'
+            ),
+            (
+                f'<text x="{LEFT + 12}" y="{y + 17:g}" font-size="14" font-weight="bold"'
+                f' fill="#123">{label(name)}</text>'
+            ),
+            (
+                f'<text x="{LEFT + 12}" y="{y + 32:g}" font-size="11"'
+                f' fill="#345">{html.escape(short(purpose(package, name)))}</text>'
+            ),
         ]
     return "\n".join([*lines, "</svg>", ""])
 

@@ -35,8 +35,14 @@ def hooks() -> str:
     lines = [
         "# Hooks\n",
         f"{inspect.cleandoc(hookspecs.__doc__ or '')}\n",
-        "Mark a hook with `retrieval.hookimpl`. It may leave out arguments that it has no use for.\n",
-        "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is a `retrieval.Run`, `app` a `click.Group`.\n",
+        (
+            "Mark a hook with `retrieval.hookimpl`. It may leave out arguments that it has no use"
+            " for.\n"
+        ),
+        (
+            "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is a `retrieval.Run`, `app` a"
+            " `click.Group`.\n"
+        ),
         "What the host gives to a factory that names it, and a recipe cannot set:\n",
         *(f"- `{name}`: {meaning}" for name, meaning in GIVEN.items()),
         "",
@@ -56,8 +62,11 @@ def recipe() -> str:
     """Every table and key of a recipe."""
     lines = [
         "# Recipes\n",
-        "A recipe is a TOML file. `retrieval check` reports everything that is wrong in it at once. Any value can be changed "
-        "on the command line: `--set head.embedding_size=128`, `--set phase.0.epochs=3`.\n",
+        (
+            "A recipe is a TOML file. `retrieval check` reports everything that is wrong in it at"
+            " once. Any value can be changed on the command line: `--set head.embedding_size=128`,"
+            " `--set phase.0.epochs=3`.\n"
+        ),
         "## Top level\n",
         *_keys(
             {
@@ -71,7 +80,8 @@ def recipe() -> str:
         if name in COMPONENTS:
             lines += [f"## `[{name}]`\n", f"{field.description}\n"]
             lines += [
-                f'`name = "PLUGIN.NAME"`, one of {_link(COMPONENTS[name])}, and that {KINDS[COMPONENTS[name]]}\'s parameters.\n'
+                f'`name = "PLUGIN.NAME"`, one of {_link(COMPONENTS[name])}, and that'
+                f" {KINDS[COMPONENTS[name]]}'s parameters.\n"
             ]
             lines += [] if field.is_required() else ["Optional.\n"]
         elif section := _section(field):
@@ -157,7 +167,10 @@ def _keys(fields: dict[str, Any]) -> Iterator[str]:
             if default is None
             else f"`{toml_value(default)}`"
         )
-        yield f"| `{name}` | {_cell(type_text(annotation))} | {_cell(shown)} | {_cell(field.description or '')} |"
+        yield (
+            f"| `{name}` | {_cell(type_text(annotation))} | {_cell(shown)} |"
+            f" {_cell(field.description or '')} |"
+        )
     yield ""
 
 

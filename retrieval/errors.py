@@ -36,7 +36,10 @@ class RecipeError(RetrievalError):
 
     def __init__(self, problems: Iterable[str], where: str | None = None) -> None:
         self.problems, self.where = tuple(problems), where
-        head = f"{where or 'The recipe'} has {len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}:"
+        head = (
+            f"{where or 'The recipe'} has {len(self.problems)}"
+            f" problem{'s' if len(self.problems) > 1 else ''}:"
+        )
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
 
 
@@ -87,11 +90,13 @@ def printable(text: str) -> str:
     writing, as their escapes; line breaks and tabs as they are.
     """
     return "".join(
-        c
-        if c.isprintable() or c in "\n\t"
-        else f"\\x{ord(c):02x}"
-        if ord(c) < 256
-        else f"\\u{ord(c):04x}"
+        (
+            c
+            if c.isprintable() or c in "\n\t"
+            else f"\\x{ord(c):02x}"
+            if ord(c) < 256
+            else f"\\u{ord(c):04x}"
+        )
         for c in text
     )
 

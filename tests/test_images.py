@@ -65,12 +65,10 @@ def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(side, tmp_pa
     path = tmp_path / "bomb.png"
     path.write_bytes(png_bomb(side))
     code = (
-        "import resource, sys\n"
-        "from retrieval.serving.images import decode\n"
-        "from retrieval.errors import DataError\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "try:\n    decode(sys.argv[1])\nexcept DataError as error:\n    print(error)\n"
-        "assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, 'memory was used'\n"
+        "import resource, sys\nfrom retrieval.serving.images import decode\nfrom retrieval.errors"
+        " import DataError\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\ntry:\n   "
+        " decode(sys.argv[1])\nexcept DataError as error:\n    print(error)\nassert"
+        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, 'memory was used'\n"
     )
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, str(path)], capture_output=True, text=True

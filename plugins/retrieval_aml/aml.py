@@ -128,8 +128,9 @@ class AML(PairLearner):
         self.converged_ = found.slope <= self.tol
         if not self.converged_:
             warnings.warn(
-                f"AML stopped at a relative slope of {found.slope:.1g} after {found.iterations} iterations, above tol = "
-                f"{self.tol:g}. Raise max_iter or tol, standardize the features, or raise regularization.",
+                f"AML stopped at a relative slope of {found.slope:.1g} after {found.iterations}"
+                f" iterations, above tol = {self.tol:g}. Raise max_iter or tol, standardize the"
+                " features, or raise regularization.",
                 ConvergenceWarning,
                 stacklevel=4,
             )

@@ -66,12 +66,13 @@ class Confusion(Generator):
         """
         if anchor.ndim != 2 or anchor.shape != negative.shape:
             raise ValueError(
-                f"anchors and negatives must have one shape, a row of features for each triplet, and have the shapes {tuple(anchor.shape)} and "
-                f"{tuple(negative.shape)}"
+                "anchors and negatives must have one shape, a row of features for each triplet,"
+                f" and have the shapes {tuple(anchor.shape)} and {tuple(negative.shape)}"
             )
         if not self._head:
             raise ValueError(
-                "aml.confusion misleads the metric of a head, and no head is known: call bind(head) first"
+                "aml.confusion misleads the metric of a head, and no head is known: call bind(head)"
+                " first"
             )
         # the dissimilar pair's Eq 9, by the share that the anchor has in it
         share = anchor.new_full((len(anchor), 1), 2 / (2 + self.beta))

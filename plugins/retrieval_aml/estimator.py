@@ -145,7 +145,8 @@ class PairLearner(LinearMap):
             b = symmetric(b + self.regularization * prior)
         if not (np.trace(a) > 0 or np.trace(b) > 0):
             raise ValueError(
-                "No pair's two points differ, so there is nothing to learn a distance from. Are all features constant?"
+                "No pair's two points differ, so there is nothing to learn a distance from. Are all"
+                " features constant?"
             )
         return a, b
 
@@ -163,7 +164,8 @@ class PairLearner(LinearMap):
         prior = np.asarray(self.prior, dtype=np.float64)
         if prior.shape != (features, features):
             raise ValueError(
-                f"prior has the shape {prior.shape}; for {features} features it must be ({features}, {features})."
+                f"prior has the shape {prior.shape}; for {features} features it must be"
+                f" ({features}, {features})."
             )
         if (
             not np.isfinite(prior).all()
@@ -180,7 +182,8 @@ class PairLearner(LinearMap):
         self._chosen_seed()
         if not (np.isfinite(self.t) and 0 <= self.t <= 1):
             raise ValueError(
-                f"t is {self.t}; it must lie between 0 (similar pairs only) and 1 (dissimilar pairs only)."
+                f"t is {self.t}; it must lie between 0 (similar pairs only) and 1 (dissimilar pairs"
+                " only)."
             )
         if not (np.isfinite(self.regularization) and self.regularization >= 0):
             raise ValueError(
@@ -207,8 +210,8 @@ class PairLearner(LinearMap):
         both, alike = _checked_pairs(pairs, similar)
         if both.shape[2] != self.n_features_in_:
             raise ValueError(
-                f"The pairs' points have {both.shape[2]} features, and {type(self).__name__} was fitted on "
-                f"{self.n_features_in_}."
+                f"The pairs' points have {both.shape[2]} features, and {type(self).__name__} was"
+                f" fitted on {self.n_features_in_}."
             )
         return both, alike
 
@@ -224,7 +227,8 @@ def _checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArra
         known = set(np.unique(flags).tolist()) if flags.dtype.kind in "iuf" else {None}
         if not (known <= {0, 1} or known <= {-1, 1}):
             raise ValueError(
-                "similar must hold true and false, 1 and 0, or 1 and -1: 1 for pairs that are similar."
+                "similar must hold true and false, 1 and 0, or 1 and -1: 1 for pairs that are"
+                " similar."
             )
     return both, flags > 0
 
@@ -243,5 +247,6 @@ def _refuse_missing(moments: Moments) -> None:
     ):
         if not count:
             raise ValueError(
-                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds; draw more of them, or give some."
+                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds; draw"
+                " more of them, or give some."
             )

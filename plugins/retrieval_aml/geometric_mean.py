@@ -65,7 +65,8 @@ class GeometricMeanLoss(CheckedLoss):
         ):
             if not (least and value < float("inf")):
                 raise ValueError(
-                    f"{name} is {value:g} and must be {'above' if name == 'beta' else 'at least'} 0, and finite"
+                    f"{name} is {value:g} and must be {'above' if name == 'beta' else 'at least'}"
+                    " 0, and finite"
                 )
         if scale not in ("free", "fixed"):
             raise ValueError(f'scale is "{scale}" and must be "free" or "fixed"')
@@ -166,6 +167,7 @@ def _check_regular(eigenvalues: Tensor, items: int, ridge: float) -> None:
     size = len(eigenvalues)
     if float(eigenvalues[0]) <= size * torch.finfo(eigenvalues.dtype).eps * float(eigenvalues[-1]):
         raise DataError(
-            f"The covariance of {items} embeddings of {size} dimensions cannot be inverted with ridge = {ridge:g}: set ridge above "
-            f"0 (its default is 0.01), or give it more items than dimensions."
+            f"The covariance of {items} embeddings of {size} dimensions cannot be inverted with"
+            f" ridge = {ridge:g}: set ridge above 0 (its default is 0.01), or give it more items"
+            " than dimensions."
         )

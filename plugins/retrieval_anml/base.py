@@ -63,12 +63,13 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
     """
     if gamma1 != gamma1:
         raise ValueError(
-            "gamma1 is NaN; it must be a number: 0 averages the positives, infinity takes the least similar"
+            "gamma1 is NaN; it must be a number: 0 averages the positives, infinity takes the least"
+            " similar"
         )
     if not gamma2 > 0:
         raise ValueError(
-            f"gamma2 is {gamma2:g} and must be above 0: the larger it is, the more the most similar negatives count. Only "
-            f"gamma1 may be written with a minus, as in the paper"
+            f"gamma2 is {gamma2:g} and must be above 0: the larger it is, the more the most similar"
+            " negatives count. Only gamma1 may be written with a minus, as in the paper"
         )
 
 
@@ -83,9 +84,9 @@ def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | 
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
         raise ValueError(
-            f"positive_threshold {p:g} is below negative_threshold {q:g} by more than {OVERLAP}: between the two, positives "
-            f"would count as near enough and negatives as far enough. Both are similarities; if yours are distances "
-            f"1 − cosine, write 1 − λ for each"
+            f"positive_threshold {p:g} is below negative_threshold {q:g} by more than {OVERLAP}:"
+            " between the two, positives would count as near enough and negatives as far enough."
+            " Both are similarities; if yours are distances 1 − cosine, write 1 − λ for each"
         )
     return p, q
 

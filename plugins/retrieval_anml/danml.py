@@ -149,6 +149,7 @@ class MinedDANMLoss(DANMLoss):
         """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
         if indices_tuple is not None:
             raise ValueError(
-                "anml.danml_mined mines its own pairs and takes no indices: remove the miner, or use anml.danml"
+                "anml.danml_mined mines its own pairs and takes no indices: remove the miner, or"
+                " use anml.danml"
             )
         return super().compute_loss(embeddings, labels, None, ref_emb, ref_labels)

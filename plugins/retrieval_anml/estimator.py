@@ -87,7 +87,8 @@ class NeighborhoodLearner(LinearMap):
         self.n_queries_ = loss.queries
         if np.abs(learned).max() < 1e-6 * np.abs(start).max():
             warnings.warn(
-                f"{type(self).__name__} learned the zero map: every distance is 0. Make regularization smaller.",
+                f"{type(self).__name__} learned the zero map: every distance is 0. Make"
+                " regularization smaller.",
                 stacklevel=2,
             )
         return self

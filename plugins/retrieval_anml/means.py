@@ -127,8 +127,9 @@ def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) ->
     target, spread = values[:k].mean(), values[-1] - values[0]
     if not values[0] < target < values.mean():
         raise ValueError(
-            f"The numbers have ties: the mean of the {k} smallest equals the {'smallest' if target <= values[0] else 'mean of all'}, "
-            "which no finite γ above 0 gives."
+            f"The numbers have ties: the mean of the {k} smallest equals the"
+            f" {'smallest' if target <= values[0] else 'mean of all'}, which no finite γ above 0"
+            " gives."
         )
     low, high = 0.0, 1.0 / spread
     while _array_mean(values, high, 0) > target:  # b decreases in γ

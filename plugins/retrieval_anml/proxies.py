@@ -88,7 +88,8 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         """Return the items' losses, as pytorch-metric-learning's reducers read them."""
         if indices_tuple is not None:
             raise ValueError(
-                "anml.improved_proxy_nca compares items with proxies and takes no indices: remove the miner"
+                "anml.improved_proxy_nca compares items with proxies and takes no indices: remove"
+                " the miner"
             )
         if ref_emb is not embeddings:
             raise ValueError(
@@ -97,8 +98,8 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         assert labels is not None
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.proxies):
             raise ValueError(
-                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are proxies for 0 to "
-                f"{len(self.proxies) - 1}"
+                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are proxies"
+                f" for 0 to {len(self.proxies) - 1}"
             )
         proxies = self.proxies.to(embeddings.dtype)
         numbers = torch.arange(len(proxies), device=labels.device, dtype=labels.dtype)

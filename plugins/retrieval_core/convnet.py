@@ -54,7 +54,8 @@ class ConvNet(Backbone):
                 (f" after a stem of {stem}", "depth or stem") if stem > 1 else ("", "depth")
             )
             raise ValueError(
-                f"size {size} cannot be halved {depth - 1} times{after}; make {smaller} smaller or size larger"
+                f"size {size} cannot be halved {depth - 1} times{after}; make {smaller} smaller or"
+                " size larger"
             )
         self.preprocessing = Preprocessing(
             (size, size), channels, (mean,) * channels, (std,) * channels

@@ -103,7 +103,8 @@ def torchvision_dataset(
     known = [name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name))]
     if dataset in _PICKLED:
         raise DataError(
-            f"[data] dataset: torchvision unpickles a file for {dataset}, which may run any code. {_PICKLED[dataset]}."
+            f"[data] dataset: torchvision unpickles a file for {dataset}, which may run any code."
+            f" {_PICKLED[dataset]}."
         )
     if dataset not in known:
         raise DataError(
@@ -114,7 +115,8 @@ def torchvision_dataset(
     given = dict(options or {})
     if wrong := sorted({*given} - {*takes}):
         raise DataError(
-            f"[data] options: torchvision's {dataset} takes no {', '.join(wrong)} (it takes {', '.join(takes)})."
+            f"[data] options: torchvision's {dataset} takes no {', '.join(wrong)} (it takes"
+            f" {', '.join(takes)})."
         )
     if "download" in takes:
         given["download"] = download
@@ -222,7 +224,8 @@ def huggingface(
         import datasets
     except ImportError as error:
         raise MissingDependency(
-            "core.huggingface needs Hugging Face's datasets: pip install 'embedding-retrieval[huggingface]'"
+            "core.huggingface needs Hugging Face's datasets: pip install"
+            " 'embedding-retrieval[huggingface]'"
         ) from error
     try:
         if Path(source).is_dir():
@@ -245,7 +248,8 @@ def huggingface(
             if side in whole and column not in whole[side].column_names:
                 there = whole[side].column_names
                 problems.append(
-                    f"split '{side}' has no column '{column}' (it has: {', '.join(there)}).{did_you_mean(column, there)}"
+                    f"split '{side}' has no column '{column}' (it has:"
+                    f" {', '.join(there)}).{did_you_mean(column, there)}"
                 )
     if problems:
         refuse(source, problems)
@@ -333,20 +337,29 @@ def shards(path: Path) -> Dataset:
         raise DataError(f"{path} holds no .tar file.")
     if packed := [file.name for file in files if file.suffix.lower() != ".tar"]:
         raise DataError(
-            f"{some(packed)} is no .tar file: training reads items in any order, which needs shards that are not compressed. Unpack it."
+            f"{some(packed)} is no .tar file: training reads items in any order, which needs shards"
+            " that are not compressed. Unpack it."
         )
     items = [
-        item
-        if item.label is not None
-        else Source(item.key, str(item.metadata["label"]), None, item.metadata, origin=item.origin)
-        if item.metadata.get("label") is not None
-        else item
+        (
+            item
+            if item.label is not None
+            else (
+                Source(
+                    item.key, str(item.metadata["label"]), None, item.metadata, origin=item.origin
+                )
+                if item.metadata.get("label") is not None
+                else item
+            )
+        )
         for item in collect(files, "image").items
     ]
     column = {
-        name: [str(item.metadata[name] or "") for item in items]
-        if all(name in item.metadata for item in items)
-        else None
+        name: (
+            [str(item.metadata[name] or "") for item in items]
+            if all(name in item.metadata for item in items)
+            else None
+        )
         for name in ("split", "role")
     }
     return usable(_Shards(items, column), str(path))

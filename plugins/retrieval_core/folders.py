@@ -45,8 +45,8 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
     if stray:
         several = len(stray) > 1
         raise DataError(
-            f"{folder}: {len(stray):,} image{'s lie' if several else ' lies'} in no class's folder, so there is no label: "
-            f"{some(stray)}. Move {'them' if several else 'it'}."
+            f"{folder}: {len(stray):,} image{'s lie' if several else ' lies'} in no class's folder,"
+            f" so there is no label: {some(stray)}. Move {'them' if several else 'it'}."
         )
     classes = [inner for place in top for inner in _folders(place)] if split else top
     filled = {folder.joinpath(*key.parts[:depth]) for key in keys}

@@ -60,7 +60,8 @@ class Levels(nn.Module):
             maps = self._maps(torch.zeros(1, *preprocessing.shape))
         network.train(training)
         too_fine = [
-            f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} cells, its grid would have {grid} × {grid}"
+            f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} cells, its grid would have"
+            f" {grid} × {grid}"
             for level, grid in self.grids.items()
             if grid > min(maps[level].shape[2:])
         ]

@@ -100,7 +100,8 @@ def _name_problems(keys: list[str]) -> list[str]:
     problems = []
     if strange:
         problems.append(
-            f"{len(strange):,} image{'s are' if len(strange) > 1 else ' is'} not called NAME/NAME_0001.jpg: {some(strange)}."
+            f"{len(strange):,} image{'s are' if len(strange) > 1 else ' is'} not called"
+            f" NAME/NAME_0001.jpg: {some(strange)}."
         )
     stems = Counter(key.rpartition(".")[0] for key in keys)
     twice = sorted(one for one, count in stems.items() if count > 1)
@@ -132,8 +133,9 @@ def _sides(
     missing = [name for name, path in found.items() if path is None]
     if missing:
         problems.append(
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} in none of {some(places)}: view = '{view}' needs "
-            f"{'them' if len(missing) > 1 else 'it'}. Set lists to {'their' if len(missing) > 1 else 'its'} folder."
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} in none of"
+            f" {some(places)}: view = '{view}' needs {'them' if len(missing) > 1 else 'it'}. Set"
+            f" lists to {'their' if len(missing) > 1 else 'its'} folder."
         )
         return {}
     groups: list[set[int]] = []
@@ -194,7 +196,8 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
             lacking = [stem(name, n) for n, place in enumerate(numbers, 1) if place is None]
             if lacking:
                 problems.append(
-                    f"line {line}: of {name}'s {images:,} images {len(lacking):,} are missing: {some(lacking)}."
+                    f"line {line}: of {name}'s {images:,} images {len(lacking):,} are missing:"
+                    f" {some(lacking)}."
                 )
             group.update(place for place in numbers if place is not None)
         groups.append(group)

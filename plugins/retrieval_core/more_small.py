@@ -71,7 +71,8 @@ def emnist(
         labels = read_idx(_file(folder, f"emnist-{variant}-{split}-labels-idx1-ubyte"), 1)
         if len(pixels) != len(labels):
             raise DataError(
-                f"EMNIST's {split} files in {folder} hold {len(pixels):,} images and {len(labels):,} labels; they do not belong together."
+                f"EMNIST's {split} files in {folder} hold {len(pixels):,} images and"
+                f" {len(labels):,} labels; they do not belong together."
             )
         images.append(pixels.transpose(0, 2, 1))
         numbers += labels.tolist()
@@ -125,8 +126,9 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
     for name in names:
         if not (folder / name).is_file():
             raise DataError(
-                f"{folder / name} is not there. CIFAR-10's binary version has data_batch_1.bin to data_batch_5.bin and test_batch.bin; the version "
-                "for Python (pickles) is not read."
+                f"{folder / name} is not there. CIFAR-10's binary version has data_batch_1.bin to"
+                " data_batch_5.bin and test_batch.bin; the version for Python (pickles) is not"
+                " read."
             )
         pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10", grey)
         labels = codes[:, 0].tolist()

@@ -66,7 +66,8 @@ class Matryoshka(nn.Module):
         """
         if embeddings.shape[1] != self.widths[-1]:
             raise ValueError(
-                f"embeddings have {embeddings.shape[1]} numbers, and the widths end at {self.widths[-1]}"
+                f"embeddings have {embeddings.shape[1]} numbers, and the widths end at"
+                f" {self.widths[-1]}"
             )
         total = embeddings.sum() * 0
         for loss, width, weight in zip(self.losses, self.widths, self.weights, strict=True):
@@ -115,11 +116,13 @@ def matryoshka(
     losses: Any = loss  # one for each width and one for the whole, see `Part`
     if widths and not widths[-1] < embedding_size:
         raise ValueError(
-            f"widths end at {widths[-1]}, and the embedding has {embedding_size} numbers: prefixes are shorter, and the whole is trained anyway"
+            f"widths end at {widths[-1]}, and the embedding has {embedding_size} numbers: prefixes"
+            " are shorter, and the whole is trained anyway"
         )
     if weights is not None and len(weights) != len(widths) + 1:
         raise ValueError(
-            f"there are {len(weights)} weights for {len(widths)} widths and the whole embedding: give {len(widths) + 1}"
+            f"there are {len(weights)} weights for {len(widths)} widths and the whole embedding:"
+            f" give {len(widths) + 1}"
         )
     return Matryoshka(
         losses, [*widths, embedding_size], weights or [1.0] * (len(widths) + 1), normalize

@@ -101,11 +101,13 @@ class PartialFC(nn.Module):
         """
         if indices_tuple is not None or ref_emb is not None or ref_labels is not None:
             raise ValueError(
-                "partial_fc compares items with classes: it takes no miner's indices and no reference set"
+                "partial_fc compares items with classes: it takes no miner's indices and no"
+                " reference set"
             )
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
             raise ValueError(
-                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {self.classes} classes, from 0"
+                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are"
+                f" {self.classes} classes, from 0"
             )
         codes = F.normalize(full_precision(embeddings), dim=1)
         with torch.autocast(device_type=embeddings.device.type, enabled=False):

@@ -125,6 +125,6 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
     except Exception as error:  # each hub has errors of its own, down to those of its HTTP library
         reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
         raise DataError(
-            f"{what} could not be loaded ({reason}). They are downloaded once, then read from the user's cache: "
-            f"connect to the network, or {instead}."
+            f"{what} could not be loaded ({reason}). They are downloaded once, then read from the"
+            f" user's cache: connect to the network, or {instead}."
         ) from error

@@ -107,8 +107,8 @@ def _fashion_folder(folder: Path | None, download: bool) -> Path:
             return place
     if not download:
         raise DataError(
-            "Fashion-MNIST is not on this machine. Set [data] download = true, or folder to where its four idx files "
-            "are; on Debian: apt install dataset-fashion-mnist."
+            "Fashion-MNIST is not on this machine. Set [data] download = true, or folder to where"
+            " its four idx files are; on Debian: apt install dataset-fashion-mnist."
         )
     from torchvision.datasets import FashionMNIST
 

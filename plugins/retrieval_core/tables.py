@@ -36,7 +36,8 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
         )
     if path.is_dir() and not is_embedding(path):
         raise DataError(
-            f"{path} is no folder of embeddings. Write one with 'retrieval embed', or name a Parquet table."
+            f"{path} is no folder of embeddings. Write one with 'retrieval embed', or name a"
+            " Parquet table."
         )
     if path.is_dir():
         items, arrays = in_memory(path, column)
@@ -48,9 +49,11 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
         items, arrays = found.items, found.features
     metadata = [dict(item.metadata) for item in items]
     taken = {
-        name: [str(row.pop(name) or "") for row in metadata]
-        if all(name in row for row in metadata)
-        else None
+        name: (
+            [str(row.pop(name) or "") for row in metadata]
+            if all(name in row for row in metadata)
+            else None
+        )
         for name in ("split", "role")
     }
     dataset = ArrayDataset(

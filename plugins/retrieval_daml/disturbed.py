@@ -94,8 +94,8 @@ class DisturbedNegative(Generator):
     def _codes(self, features: Tensor) -> Tensor:
         if not self._head:
             raise ValueError(
-                "daml.disturbed_negative compares its copies by a head, and no head is known: call bind(head) first, or set "
-                "tries = 1"
+                "daml.disturbed_negative compares its copies by a head, and no head is known: call"
+                " bind(head) first, or set tries = 1"
             )
         head = self._head[0]
         modes = [(each, each.training) for each in head.modules()]

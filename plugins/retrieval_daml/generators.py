@@ -47,8 +47,8 @@ class TripletGenerator(Generator):
         for name, value in (("lambda_reg", self.lambda_reg), ("lambda_adv", self.lambda_adv)):
             if not 0 <= value < float("inf"):
                 raise ValueError(
-                    f"{name} is {value:g} and must be a finite number of at least 0: below 0 the generator would be paid for "
-                    f"what the term forbids"
+                    f"{name} is {value:g} and must be a finite number of at least 0: below 0 the"
+                    " generator would be paid for what the term forbids"
                 )
         if not abs(margin) < float("inf"):
             raise ValueError(f"margin is {margin:g} and must be a finite squared distance")
@@ -181,8 +181,8 @@ class HardPositiveGenerator(TripletGenerator):
         super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalize)
         if not normalize and self.lambda_reg <= 1:
             raise ValueError(
-                f"lambda_reg is {self.lambda_reg:g}, and without normalize it must be above 1: otherwise the objective falls "
-                f"for ever as the positives move away"
+                f"lambda_reg is {self.lambda_reg:g}, and without normalize it must be above 1:"
+                " otherwise the objective falls for ever as the positives move away"
             )
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

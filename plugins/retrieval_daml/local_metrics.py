@@ -74,9 +74,9 @@ class LocalMetrics(Combiner):
             divisors = [k for k in range(1, 33) if embedding_size % k == 0]
             raise RecipeError(
                 [
-                    f"[combiner] {name} metrics: {metrics} local metrics cannot share an embedding of {embedding_size} "
-                    f"columns evenly. Set [head] embedding_size to a multiple of {metrics}, or metrics to one of "
-                    f"{', '.join(map(str, divisors))}."
+                    f"[combiner] {name} metrics: {metrics} local metrics cannot share an embedding"
+                    f" of {embedding_size} columns evenly. Set [head] embedding_size to a multiple"
+                    f" of {metrics}, or metrics to one of {', '.join(map(str, divisors))}."
                 ]
             )
         self.embedding_size, self.metrics = embedding_size, metrics
@@ -95,8 +95,9 @@ class LocalMetrics(Combiner):
         if features % self.metrics:
             raise RecipeError(
                 [
-                    f"[combiner] {self.name} views: {features} features are not {self.metrics} views of one width side "
-                    "by side. Set metrics to the number of views, or leave views out: then every metric sees all."
+                    f"[combiner] {self.name} views: {features} features are not {self.metrics}"
+                    " views of one width side by side. Set metrics to the number of views, or"
+                    " leave views out: then every metric sees all."
                 ]
             )
         return nn.Sequential(ViewMaps(features, self.embedding_size, self.metrics), last)

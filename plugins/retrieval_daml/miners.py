@@ -106,7 +106,8 @@ class SemiHard(nn.Module):
         self.pick = pick
         if not 0 < margin < float("inf"):
             raise ValueError(
-                f"margin is {margin:g} and must be a number above 0: below it no negative is semi-hard"
+                f"margin is {margin:g} and must be a number above 0: below it no negative is"
+                " semi-hard"
             )
         self.margin = margin
         self.distance = default_distance() if distance is None else distance

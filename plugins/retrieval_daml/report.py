@@ -133,7 +133,8 @@ def read_log(run: Run) -> list[dict[str, Any]]:
             epochs.append(json.loads(line))
     if not epochs:
         raise DataError(
-            f"{run.metrics_file} has no epoch yet: there is nothing to draw. Train on, with --resume where the run was stopped."
+            f"{run.metrics_file} has no epoch yet: there is nothing to draw. Train on, with"
+            " --resume where the run was stopped."
         )
     return epochs
 
@@ -167,7 +168,8 @@ def look(run: Run) -> Samples:
             generator.load_state_dict(state["modules"].get("generator", {}))
         except RuntimeError as error:
             raise DataError(
-                f"{run.last} holds another generator than the recipe beside it names, or the plugin was changed."
+                f"{run.last} holds another generator than the recipe beside it names, or the plugin"
+                " was changed."
             ) from error
         generator.eval()
         number = torch.from_numpy(labels)

@@ -34,7 +34,8 @@ def adapted(name: str) -> type:
         import metric_learn
     except ImportError as error:
         raise MissingDependency(
-            f"{name} comes from metric-learn, which is not installed. Install it: pip install 'embedding-retrieval[metric-learn]'."
+            f"{name} comes from metric-learn, which is not installed. Install it: pip install"
+            " 'embedding-retrieval[metric-learn]'."
         ) from error
 
     def hand_back(
@@ -94,7 +95,8 @@ class MetricLearnLearner(LinearMap):
         names, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         if len(names) < 2:
             raise ValueError(
-                f"All {len(x)} items are of one class, {names[0]!r}: {type(self).__name__} needs at least two."
+                f"All {len(x)} items are of one class, {names[0]!r}: {type(self).__name__} needs at"
+                " least two."
             )
         self._refuse(counts, x.shape[1])
         fitted, options = adapted(self.estimator)(**self._settings()), self._fit_options()
@@ -119,12 +121,13 @@ class MetricLearnLearner(LinearMap):
             # LinAlgError is a ValueError: who catches either of metric-learn's finds it here too
             kind = np.linalg.LinAlgError if isinstance(error, np.linalg.LinAlgError) else ValueError
             raise kind(
-                f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items: {reason}."
+                f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items:"
+                f" {reason}."
             ) from error
         if not np.isfinite(components).all():
             raise ValueError(
-                f"metric-learn's {self.estimator} ended in numbers that are not finite. Scale the features, leave constant "
-                "ones out, or give it more items."
+                f"metric-learn's {self.estimator} ended in numbers that are not finite. Scale the"
+                " features, leave constant ones out, or give it more items."
             )
         self.components_ = np.ascontiguousarray(components, dtype=np.float64)
         self.mean_ = x.mean(axis=0)

@@ -68,8 +68,9 @@ class LMNN(MetricLearnLearner):
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() <= self.n_neighbors:
             raise ValueError(
-                f"n_neighbors is {self.n_neighbors}, so each class needs {self.n_neighbors + 1} members; the smallest has "
-                f"{counts.min()}. Lower n_neighbors, or leave such classes out."
+                f"n_neighbors is {self.n_neighbors}, so each class needs {self.n_neighbors + 1}"
+                f" members; the smallest has {counts.min()}. Lower n_neighbors, or leave such"
+                " classes out."
             )
 
 
@@ -290,7 +291,8 @@ class LFDA(MetricLearnLearner):
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if self.n_components is not None and not 1 <= self.n_components <= features:
             raise ValueError(
-                f"n_components is {self.n_components}; it must lie between 1 and the {features} features."
+                f"n_components is {self.n_components}; it must lie between 1 and the {features}"
+                " features."
             )
 
     def _settings(self) -> dict[str, Any]:
@@ -340,12 +342,13 @@ class RCA(MetricLearnLearner):
         self._chunks = min(100, most) if self.n_chunks is None else self.n_chunks
         if self._chunks > most:
             raise ValueError(
-                f"n_chunks is {self.n_chunks}; classes of these sizes hold {most} chunks of {self.chunk_size}. Lower it."
+                f"n_chunks is {self.n_chunks}; classes of these sizes hold {most} chunks of"
+                f" {self.chunk_size}. Lower it."
             )
         if self._chunks * (self.chunk_size - 1) < features:
             raise ValueError(
-                f"{self._chunks} chunks of {self.chunk_size} cannot span {features} features. Raise n_chunks or chunk_size, or "
-                "give it more items."
+                f"{self._chunks} chunks of {self.chunk_size} cannot span {features} features. Raise"
+                " n_chunks or chunk_size, or give it more items."
             )
 
 

@@ -54,7 +54,10 @@ def sentence(fault: Exception) -> str:
         return f"{_line(getattr(fault, 'message', None) or fault) or type(fault).__name__}."
     text = _line(rpc.details()) or type(fault).__name__
     if rpc.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return f"{text}. The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password, or an API key."
+        return (
+            f"{text}. The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password, or"
+            " an API key."
+        )
     return f"{text}."
 
 

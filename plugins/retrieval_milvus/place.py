@@ -41,7 +41,8 @@ class MilvusPlace(stores.RemotePlace):
         super().__init__(address)
         if not _NAME.fullmatch(address.name) or len(address.name) > _LONGEST:
             raise StoreError(
-                f"{address} names no index: a name has letters, digits and single '_', {_LONGEST} at most, such as {address.scheme}://HOST/photos."
+                f"{address} names no index: a name has letters, digits and single '_', {_LONGEST}"
+                f" at most, such as {address.scheme}://HOST/photos."
             )
         if ca and not tls:
             raise StoreError(
@@ -88,11 +89,14 @@ class MilvusPlace(stores.RemotePlace):
                 context.wrap_socket(plain, server_hostname=host).close()
         except ssl.SSLCertVerificationError as fault:
             raise StoreError(
-                f"{self.address}: the certificate of {host}:{port} is not trusted: {fault.verify_message}. Name the file of the certificate that vouches for it: ?tls=true&ca=FILE."
+                f"{self.address}: the certificate of {host}:{port} is not trusted:"
+                f" {fault.verify_message}. Name the file of the certificate that vouches for it:"
+                " ?tls=true&ca=FILE."
             ) from None
         except ssl.SSLError as fault:
             raise StoreError(
-                f"{self.address}: {host}:{port} does not speak TLS as it should ({_reason(fault)}). Leave '?tls=true' away if it speaks none."
+                f"{self.address}: {host}:{port} does not speak TLS as it should ({_reason(fault)})."
+                " Leave '?tls=true' away if it speaks none."
             ) from None
         except OSError:
             return

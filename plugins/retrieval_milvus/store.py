@@ -211,8 +211,8 @@ class MilvusStore(stores.RemoteStore):
             size = len(json.dumps(row.record, ensure_ascii=False).encode())
             if size > TEXT_BYTES:
                 raise DataError(
-                    f"Item {row.record['id']!r} has {size:,} bytes of label, metadata and the like; Milvus "
-                    f"keeps {TEXT_BYTES:,} of an item."
+                    f"Item {row.record['id']!r} has {size:,} bytes of label, metadata and the like;"
+                    f" Milvus keeps {TEXT_BYTES:,} of an item."
                 )
 
     def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:

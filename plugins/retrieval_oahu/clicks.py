@@ -67,7 +67,8 @@ class ClickLog:
         missing = [name for name in COLUMNS if name not in header]
         if missing:
             raise DataError(
-                f"{self.path} has no column {', '.join(missing)}; a click log has {', '.join(COLUMNS)}."
+                f"{self.path} has no column {', '.join(missing)}; a click log has"
+                f" {', '.join(COLUMNS)}."
             )
         places = [header.index(name) for name in COLUMNS]
         before = -math.inf

@@ -20,7 +20,8 @@ def refuse_range(name: str, value: float, low: float, high: float, *, closed: bo
     """
     if not (low < value < high or (closed and value == high)):
         raise ValueError(
-            f"{name} is {value} and must be above {low:g} and {'at most' if closed else 'below'} {high:g}."
+            f"{name} is {value} and must be above {low:g} and {'at most' if closed else 'below'}"
+            f" {high:g}."
         )
 
 
@@ -28,6 +29,7 @@ def warn_tau(tau: float) -> None:
     """Warn where Theorem 3.1 promises nothing."""
     if tau > 2 / 3:
         warnings.warn(
-            f"tau is {tau:g}: beyond 2/3, Theorem 3.1 no longer says that two classes are parted. Larger values do work.",
+            f"tau is {tau:g}: beyond 2/3, Theorem 3.1 no longer says that two classes are parted."
+            " Larger values do work.",
             stacklevel=4,
         )

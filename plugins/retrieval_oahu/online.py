@@ -89,19 +89,21 @@ class OnlineLearner(MetricLearner):
         chunk = chunk[None] if chunk.ndim == 2 else chunk
         if chunk.ndim != 3 or chunk.shape[1] != 3 or not chunk.shape[2]:
             raise ValueError(
-                f"Triplets must have the shape (T, 3, F), anchor, positive and negative of F features each, not {chunk.shape}."
+                "Triplets must have the shape (T, 3, F), anchor, positive and negative of F"
+                f" features each, not {chunk.shape}."
             )
         known = getattr(self, "n_features_in_", None)
         if hasattr(self, "n_triplets_") and chunk.shape[2] != known:
             raise ValueError(
-                f"The triplets have {chunk.shape[2]} features, and {type(self).__name__} learns from {known}."
+                f"The triplets have {chunk.shape[2]} features, and {type(self).__name__} learns"
+                f" from {known}."
             )
         chunk = chunk.astype(np.float64)
         finite = np.isfinite(chunk).all(axis=(1, 2))
         if not finite.all():
             raise ValueError(
-                f"{int((~finite).sum())} of {len(chunk)} triplets hold NaN or infinity, the first is number "
-                f"{int(np.argmin(finite))}; nothing of this chunk was learned."
+                f"{int((~finite).sum())} of {len(chunk)} triplets hold NaN or infinity, the first"
+                f" is number {int(np.argmin(finite))}; nothing of this chunk was learned."
             )
         if not hasattr(self, "n_triplets_"):
             self.n_features_in_ = chunk.shape[2]

@@ -63,8 +63,8 @@ def from_labels(
     anchors = np.flatnonzero(sizes[codes] > 1)
     if len(sizes) < 2 or not len(anchors):
         raise ValueError(
-            f"Triplets need at least two classes, one of them with two members; there are {len(sizes)} classes of at most "
-            f"{sizes.max(initial=0)}."
+            "Triplets need at least two classes, one of them with two members; there are"
+            f" {len(sizes)} classes of at most {sizes.max(initial=0)}."
         )
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
@@ -94,7 +94,8 @@ def _random(
             refused += 1
             if refused > 10_000:
                 raise ValueError(
-                    "10,000 random triplets in a row held a pair of the evaluation set: the set leaves nothing to learn from."
+                    "10,000 random triplets in a row held a pair of the evaluation set: the set"
+                    " leaves nothing to learn from."
                 )
             continue
         refused = 0
@@ -140,7 +141,8 @@ class with_closure:
     ) -> None:
         if not per_seed >= 0 or memory < 2:
             raise ValueError(
-                f"per_seed is {per_seed} and must not be negative; memory is {memory} and must be at least 2."
+                f"per_seed is {per_seed} and must not be negative; memory is {memory} and must be"
+                " at least 2."
             )
         self.seeds = self.closed = self.contradictions = self.duplicates = self.refused = 0
         self.last_contradiction: Triplet | None = None

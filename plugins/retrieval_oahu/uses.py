@@ -54,7 +54,8 @@ class Spaces:
         count = len(manifest.subspaces) or spaces
         if not count or encoded.vector.shape[1] % count:
             raise ValueError(
-                f"The bundle's vectors have {encoded.vector.shape[1]} numbers; say in how many equal spaces they lie."
+                f"The bundle's vectors have {encoded.vector.shape[1]} numbers; say in how many"
+                " equal spaces they lie."
             )
         parted = encoded.vector.reshape(len(inputs), count, -1).transpose(1, 0, 2)
         if manifest.subspaces:
@@ -112,7 +113,8 @@ class Spaces:
             raise ValueError(f"threshold is {threshold} and must be above 0 and below 1.")
         if len(self) != len(others):
             raise ValueError(
-                f"Both sides of the pairs must have the same number of items, not {len(self)} and {len(others)}."
+                f"Both sides of the pairs must have the same number of items, not {len(self)} and"
+                f" {len(others)}."
             )
         return np.asarray(self.alpha @ (self.distances(others) / 2 < threshold), dtype=np.float64)
 
@@ -145,7 +147,8 @@ class Spaces:
         """Return rows and scores (L + 1, N, k) of the k nearest references in each space (Eq 23)."""
         if k < 1 or not len(references):
             raise ValueError(
-                f"k is {k} and there are {len(references)} references; at least one of each is needed."
+                f"k is {k} and there are {len(references)} references; at least one of each is"
+                " needed."
             )
         if self.embeddings.shape[::2] != references.embeddings.shape[::2]:
             raise ValueError("The references are of another model: they lie in other spaces.")

@@ -343,7 +343,8 @@ class Warm(LinearMap, OnlineLearner):
         found = super().get_mahalanobis_matrix()
         if self._unit:
             raise ValueError(
-                "Warm compares items by an angle now, and no Mahalanobis matrix gives that. Use pair_distance or get_metric."
+                "Warm compares items by an angle now, and no Mahalanobis matrix gives that. Use"
+                " pair_distance or get_metric."
             )
         return found
 

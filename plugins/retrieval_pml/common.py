@@ -119,7 +119,8 @@ def _require_classes(labels: Tensor, classes: int) -> None:
         )
     except RuntimeError:
         raise ValueError(
-            f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {classes} classes, from 0"
+            f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {classes}"
+            " classes, from 0"
         ) from None
 
 

@@ -16,7 +16,9 @@ CLASSES: dict[str, str] = {
     "DoNothingReducer": "returns a table of losses, and a loss must be one number",
     "BaseRegularizer": "abstract: regularisers derive from it",
     "BaseDistance": "abstract: distances derive from it",
-    "BatchedDistance": "hands blocks of a distance matrix to a function, and returns none to a loss",
+    "BatchedDistance": (
+        "hands blocks of a distance matrix to a function, and returns none to a loss"
+    ),
 }
 """Public classes that are not offered."""
 

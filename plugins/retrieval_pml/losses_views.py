@@ -165,9 +165,10 @@ class _VICReg(torch.autograd.Function):
         _, things, width = views.shape
         if torch.is_grad_enabled():  # the gradient will be differentiated
             gradients = of_apart, of_spread, of_covariance
-            return *derivatives(
-                lambda given: _plain_vic_reg(given, ctx.eps), [views], gradients
-            ), None
+            return (
+                *derivatives(lambda given: _plain_vic_reg(given, ctx.eps), [views], gradients),
+                None,
+            )
         slopes = covariances * (of_covariance * (4 / width / (things - 1)))
         kept = of_spread * (deviations < 1)
         # a dimension's variance is on the diagonal, which the covariances leave free

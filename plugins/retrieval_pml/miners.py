@@ -41,7 +41,8 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
         )
         if len(embeddings) % 3:
             raise ValueError(
-                f"a batch of anchor, positive, negative, anchor, … needs a multiple of three items, not {len(embeddings)}"
+                "a batch of anchor, positive, negative, anchor, … needs a multiple of three items,"
+                f" not {len(embeddings)}"
             )
         anchor = torch.arange(0, len(embeddings), 3, device=embeddings.device)
         return anchor, anchor + 1, anchor + 2

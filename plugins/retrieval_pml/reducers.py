@@ -37,8 +37,9 @@ class DivisorReducer(reducers.DivisorReducer):
         """
         if loss_info["reduction_type"] != "already_reduced" and "divisor" not in loss_info:
             raise ValueError(
-                "pml.divisor serves losses that say what to divide by (pml.margin, pml.proxy_anchor, and the "
-                "regulariser pml.sparse_centers); use pml.mean or pml.sum here"
+                "pml.divisor serves losses that say what to divide by (pml.margin,"
+                " pml.proxy_anchor, and the regulariser pml.sparse_centers); use pml.mean or"
+                " pml.sum here"
             )
         return super().unpack_loss_info(loss_info)
 

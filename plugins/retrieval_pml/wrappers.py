@@ -44,8 +44,8 @@ def check_reference(name: str, loss: nn.Module) -> None:
     """
     if isinstance(loss, WITHOUT_REFERENCE):
         raise ValueError(
-            f"{name} needs a loss that takes a reference set, and {type(loss).__name__} takes none; "
-            f"pml.multi_similarity, pml.contrastive or pml.triplet_margin do"
+            f"{name} needs a loss that takes a reference set, and {type(loss).__name__} takes none;"
+            " pml.multi_similarity, pml.contrastive or pml.triplet_margin do"
         )
 
 
@@ -73,8 +73,8 @@ class MultipleLosses(losses.MultipleLosses):
             or not all(0 <= i < len(losses) for i in served)
         ):
             raise ValueError(
-                f"each of the {len(miners)} miners needs a loss of its own: give one for each of the {len(losses)} losses, "
-                f"or name their positions, from 0, in miner_for"
+                f"each of the {len(miners)} miners needs a loss of its own: give one for each of"
+                f" the {len(losses)} losses, or name their positions, from 0, in miner_for"
             )
         self.weights = [1.0] * len(losses) if weights is None else list(weights)
         self.miners = nn.ModuleList(miners or [])

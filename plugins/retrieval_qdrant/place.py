@@ -18,8 +18,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 def _name(address: stores.Address) -> str:
     if not NAME.fullmatch(address.name) or ".." in address.name:
         raise StoreError(
-            f"{address} names no index: a name has letters, digits, '_', '-' and single '.', 100 at "
-            f"most, such as {address.scheme}://HOST/photos."
+            f"{address} names no index: a name has letters, digits, '_', '-' and single '.', 100 at"
+            f" most, such as {address.scheme}://HOST/photos."
         )
     if find_spec("qdrant_client") is None:
         raise MissingDependency(
@@ -113,7 +113,8 @@ class _LocalClient:
                     )
                 except RuntimeError:
                     raise StoreError(
-                        f"Another process has {address} open, and Qdrant's in-process mode takes one. Use a server: qdrant://HOST/NAME."
+                        f"Another process has {address} open, and Qdrant's in-process mode takes"
+                        " one. Use a server: qdrant://HOST/NAME."
                     ) from None
                 except OSError as fault:
                     raise StoreError(

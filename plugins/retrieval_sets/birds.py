@@ -13,7 +13,10 @@ from retrieval_sets.lists import Lines, numbers
 from retrieval_sets.published import Published, Row, assemble
 
 _CLASSES = 200
-_HOLDS = "images/, images.txt, image_class_labels.txt, classes.txt and bounding_boxes.txt, as CUB_200_2011.tgz unpacks them"
+_HOLDS = (
+    "images/, images.txt, image_class_labels.txt, classes.txt and bounding_boxes.txt, as"
+    " CUB_200_2011.tgz unpacks them"
+)
 _HOME = "Caltech (Caltech-UCSD Birds-200-2011, www.vision.caltech.edu/datasets/cub_200_2011)"
 CUB = Published(
     "CUB-200-2011", _HOME, _HOLDS, {"train": [Count(5_864, 100)], "test": [Count(5_924, 100)]}

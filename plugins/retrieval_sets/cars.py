@@ -14,8 +14,8 @@ from retrieval_sets.published import Published, Row, assemble
 _CLASSES = 196
 _HOME = "Stanford (ai.stanford.edu/~jkrause/cars/car_dataset.html) or a mirror of it"
 _HOLDS = (
-    "car_ims/ and cars_annos.mat, or cars_train/, cars_test/ and devkit/ with cars_train_annos.mat and "
-    "cars_test_annos_withlabels.mat"
+    "car_ims/ and cars_annos.mat, or cars_train/, cars_test/ and devkit/ with cars_train_annos.mat"
+    " and cars_test_annos_withlabels.mat"
 )
 CARS = Published(
     "Cars-196", _HOME, _HOLDS, {"train": [Count(8_054, 98)], "test": [Count(8_131, 98)]}

@@ -22,7 +22,8 @@ FOOD = Published(
 DTD = Published(
     "DTD",
     "Oxford (www.robots.ox.ac.uk/~vgg/data/dtd)",
-    "images/ and labels/ with train1.txt, val1.txt and test1.txt to train10.txt, val10.txt and test10.txt",
+    "images/ and labels/ with train1.txt, val1.txt and test1.txt to train10.txt, val10.txt and"
+    " test10.txt",
     {side: [Count(1_880, 47)] for side in ("train", "validation", "test")},
 )
 CALTECH101 = Published(

@@ -64,8 +64,8 @@ class Lines:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         if wrong:
             self.problems.append(
-                f"{self.path.name}: {len(wrong):,} line{'s have' if len(wrong) > 1 else ' has'} not the {self.words} values that "
-                f"a line should: {some(wrong)}."
+                f"{self.path.name}: {len(wrong):,} line{'s have' if len(wrong) > 1 else ' has'} not"
+                f" the {self.words} values that a line should: {some(wrong)}."
             )
 
 

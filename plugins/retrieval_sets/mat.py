@@ -53,7 +53,8 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
         raise DataError(f"{path} holds no structure array 'annotations'.")
     if lacking := [name for name in fields if name not in table.dtype.names]:
         raise DataError(
-            f"{path}: annotations have no {', '.join(lacking)} (they have: {', '.join(table.dtype.names)})."
+            f"{path}: annotations have no {', '.join(lacking)} (they have:"
+            f" {', '.join(table.dtype.names)})."
         )
     return [tuple(_plain(row[name]) for name in fields) for row in np.atleast_1d(table)]
 

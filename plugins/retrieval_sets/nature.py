@@ -18,7 +18,8 @@ _INAT_HOME = "its makers (github.com/visipedia/inat_comp/tree/master/2018)"
 INAT = Published(
     "iNaturalist 2018",
     f"{_INAT_HOME}; the two lists from Brown et al. (github.com/Andrew-Brown1/Smooth_AP)",
-    "train_val2018/, Inat_train_set1.txt (or Inat_dataset_splits/Inat_train_set1.txt) and Inat_test_set1.txt",
+    "train_val2018/, Inat_train_set1.txt (or Inat_dataset_splits/Inat_train_set1.txt) and"
+    " Inat_test_set1.txt",
     {"train": [Count(325_846, 5_690)], "test": [Count(136_093, 2_452)]},
 )
 INAT_OFFICIAL = Published(
@@ -30,8 +31,8 @@ INAT_OFFICIAL = Published(
 LANDMARKS = Published(
     "Google Landmarks v2",
     "its makers (github.com/cvdfoundation/google-landmark)",
-    "train/, index/ and test/ with their images (a/b/c/abc….jpg), train_clean.csv or train.csv, index_image_to_landmark.csv and "
-    "retrieval_solution_v2.1.csv",
+    "train/, index/ and test/ with their images (a/b/c/abc….jpg), train_clean.csv or train.csv,"
+    " index_image_to_landmark.csv and retrieval_solution_v2.1.csv",
 )
 _MOST_JSON = 512 << 20
 

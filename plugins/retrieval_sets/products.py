@@ -14,13 +14,16 @@ from retrieval_sets.published import Published, Row, assemble
 SOP = Published(
     "Stanford Online Products",
     "Stanford (cvgl.stanford.edu/projects/lifted_struct)",
-    "Ebay_train.txt, Ebay_test.txt and the folders of images that they name (bicycle_final/ and so on)",
+    "Ebay_train.txt, Ebay_test.txt and the folders of images that they name (bicycle_final/ and"
+    " so on)",
     {"train": [Count(59_551, 11_318)], "test": [Count(60_502, 11_316)]},
 )
 IN_SHOP = Published(
     "In-Shop Clothes Retrieval",
-    "the Chinese University of Hong Kong (mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html)",
-    "img/ and list_eval_partition.txt (also as Img/img/ and Eval/list_eval_partition.txt), for crop = true also list_bbox_inshop.txt",
+    "the Chinese University of Hong Kong"
+    " (mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html)",
+    "img/ and list_eval_partition.txt (also as Img/img/ and Eval/list_eval_partition.txt), for crop"
+    " = true also list_bbox_inshop.txt",
     {
         "train": [Count(25_882, 3_997)],
         "query": [Count(14_218, 3_985)],

@@ -45,7 +45,8 @@ class Published:
         """
         if not folder.is_dir():
             raise DataError(
-                f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}. {self.advice}"
+                f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
+                f" {self.advice}"
             )
         for place in (folder, *(folder / name for name in inside)):
             if all((place / name).exists() for name in names):
@@ -160,7 +161,8 @@ def _files(images: Path, rows: Sequence[Row]) -> list[str]:
     if missing:
         several = len(missing) > 1
         problems.append(
-            f"{len(missing):,} of {len(seen):,} images {'are' if several else 'is'} missing in {images}: {some(missing)}."
+            f"{len(missing):,} of {len(seen):,} images {'are' if several else 'is'} missing in"
+            f" {images}: {some(missing)}."
         )
     return problems
 
@@ -184,7 +186,7 @@ def _sides(rows: Sequence[Row], strict: bool) -> list[str]:
     if absent and (strict or len(absent) == len(query)):
         several = len(absent) > 1
         return [
-            f"{len(absent):,} {'classes' if several else 'class'} of queries {'have' if several else 'has'} no image in the "
-            f"gallery: {some(absent)}."
+            f"{len(absent):,} {'classes' if several else 'class'} of queries"
+            f" {'have' if several else 'has'} no image in the gallery: {some(absent)}."
         ]
     return []

@@ -18,7 +18,10 @@ _SIZES = {"small": 800, "medium": 1600, "large": 2400}
 # Of the test sides, what the paper prints and what the lists of the release hold differ; so do
 # those of the training side.
 _TESTED = {"small": (6_493, 7_332), "medium": (13_377, 12_995), "large": (19_777, 20_038)}
-_VEHICLES = "image/ and train_test_split/ with train_list.txt and test_list_800.txt, test_list_1600.txt or test_list_2400.txt"
+_VEHICLES = (
+    "image/ and train_test_split/ with train_list.txt and test_list_800.txt, test_list_1600.txt or"
+    " test_list_2400.txt"
+)
 _VEHICLE_TRAIN = [Count(110_178, 13_134), Count(113_346, 13_164)]
 VERI = Published(
     "VeRi-776",
@@ -186,5 +189,6 @@ def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) ->
             yield Row(key, found[1], split, role, metadata={"camera": f"c{int(found[2])}"})
     if strange:
         problems.append(
-            f"{len(strange):,} images are not called ID_cCAMERA_…, as in 0002_c1s1_000451_03.jpg: {', '.join(strange[:5])}."
+            f"{len(strange):,} images are not called ID_cCAMERA_…, as in 0002_c1s1_000451_03.jpg:"
+            f" {', '.join(strange[:5])}."
         )

@@ -64,7 +64,8 @@ class App(click.Group):
         self._add_plugin_commands()
         if cmd_name not in self.commands:
             raise click.UsageError(
-                f"There is no command '{cmd_name}'.{did_you_mean(cmd_name, [*COMMANDS, *self.commands])}",
+                "There is no command"
+                f" '{cmd_name}'.{did_you_mean(cmd_name, [*COMMANDS, *self.commands])}",
                 ctx,
             )
         return self.commands[cmd_name]
@@ -183,7 +184,10 @@ def _leave(sentence: str, code: int) -> None:
 def _how_to_have(module: str) -> str:
     root, _, inner = module.partition(".")
     if inner and find_spec(root) is not None:
-        return f"which the installed {root} lacks: it is too old or damaged. `retrieval doctor` says what versions are needed."
+        return (
+            f"which the installed {root} lacks: it is too old or damaged. `retrieval doctor` says"
+            " what versions are needed."
+        )
     extras = {
         "faiss": "cpu",
         "httpx": "client",
@@ -193,4 +197,7 @@ def _how_to_have(module: str) -> str:
         "multipart": "serve",
         "timm": "timm",
     }
-    return f"which is not installed. Install it: pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."
+    return (
+        "which is not installed. Install it: pip install"
+        f" 'embedding-retrieval[{extras.get(root, 'train')}]'."
+    )

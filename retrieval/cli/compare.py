@@ -42,7 +42,10 @@ from retrieval.cli.train import TRACK_OPTION
 @click.option(
     "--ray",
     metavar="ADDRESS",
-    help="Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes see --output and the data.",
+    help=(
+        "Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes see"
+        " --output and the data."
+    ),
 )
 @click.option(
     "--cpus",
@@ -59,8 +62,10 @@ from retrieval.cli.train import TRACK_OPTION
 @click.option(
     "--pretrained",
     metavar="BACKBONE",
-    help="Backbone of the row 'pretrained, frozen', or none. By default the recipes' own if it has weights, else "
-    "core.efficientnet_lite0 where its extra is installed.",
+    help=(
+        "Backbone of the row 'pretrained, frozen', or none. By default the recipes' own if it has"
+        " weights, else core.efficientnet_lite0 where its extra is installed."
+    ),
 )
 @click.option(
     "--allow-different",

@@ -93,7 +93,10 @@ def show(
 @click.option(
     "--within",
     type=Number(min=0),
-    help="The model's distance at which items are the same; by default that of an item to its copy of JPEG quality 70.",
+    help=(
+        "The model's distance at which items are the same; by default that of an item to its copy"
+        " of JPEG quality 70."
+    ),
 )
 @click.option(
     "--output",

@@ -58,7 +58,8 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say("\n3. Exporting to ONNX …")
     seen = export_run(run, output / "bundle").manifest.verified
     say(
-        f"   torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most on {seen.items} held-out digits"
+        f"   torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most on {seen.items}"
+        " held-out digits"
     )
 
     say("\n4. Indexing …")
@@ -84,12 +85,14 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
         figure.savefig(picture, dpi=110, format="png")
 
     say(
-        f"\nDone in {time.monotonic() - began:.0f} s. {output} holds run, bundle, index, images, queries and neighbours.png.\nNext:"
+        f"\nDone in {time.monotonic() - began:.0f} s. {output} holds run, bundle, index, images,"
+        " queries and neighbours.png.\nNext:"
     )
     say(f"  retrieval serve {output}/index --images {output}/images")
     say(f"  retrieval search {output}/index {query_files[0]}")
     say(
-        f"  retrieval train {output}/run/recipe.toml --set loss.alpha=4 --output {output}/second-run"
+        f"  retrieval train {output}/run/recipe.toml --set loss.alpha=4 --output"
+        f" {output}/second-run"
     )
 
 

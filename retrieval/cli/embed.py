@@ -121,7 +121,8 @@ def embed_command(
         if count:
             notes.append(f"{count:,} {what}")
     say(
-        f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {settings['output']}"
+        f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}):"
+        f" {settings['output']}"
     )
     if done.bad:
         what = "item" if done.bad == 1 else "items"

@@ -45,14 +45,19 @@ if TYPE_CHECKING:
     "--pairs",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Verification: a CSV file with the columns first, second, same (1 or 0) and perhaps fold; or LFW's pairs.txt. "
-    "By default pairs are drawn.",
+    help=(
+        "Verification: a CSV file with the columns first, second, same (1 or 0) and perhaps fold;"
+        " or LFW's pairs.txt. By default pairs are drawn."
+    ),
 )
 @click.option(
     "--draw",
     metavar="N",
     type=int,
-    help="Verification: how many pairs to draw, half of them same. By default up to 600 for each fold.",
+    help=(
+        "Verification: how many pairs to draw, half of them same. By default up to 600 for each"
+        " fold."
+    ),
 )
 @click.option(
     "--folds",
@@ -66,7 +71,10 @@ if TYPE_CHECKING:
 @click.option(
     "--baseline",
     is_flag=True,
-    help="Also the raw inputs (pixels, or vectors), which need no training; for verification also the untrained model.",
+    help=(
+        "Also the raw inputs (pixels, or vectors), which need no training; for verification also"
+        " the untrained model."
+    ),
 )
 @click.option(
     "--bundle",
@@ -81,7 +89,10 @@ if TYPE_CHECKING:
 @click.option(
     "--ray",
     metavar="ADDRESS",
-    help="Of a folder of embeddings: search on a Ray cluster, HOST:PORT of its head, or auto on one of its nodes.",
+    help=(
+        "Of a folder of embeddings: search on a Ray cluster, HOST:PORT of its head, or auto on one"
+        " of its nodes."
+    ),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @ALLOW_OPTION

@@ -30,13 +30,16 @@ _IDENTITY = (
     "0112040a02080142040a001011"
 )
 _ASK = {
-    "torch": """
+    "torch": (
+        """
 import torch
 cuda = torch.version.cuda
 devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
 out = {"cuda": cuda, "devices": devices}
-""",
-    "onnxruntime": f"""
+"""
+    ),
+    "onnxruntime": (
+        f"""
 import onnxruntime
 offered = onnxruntime.get_available_providers()
 wanted = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in offered]
@@ -45,11 +48,14 @@ if "CUDAExecutionProvider" in offered and hasattr(onnxruntime, "preload_dlls"):
     onnxruntime.preload_dlls()
 session = onnxruntime.InferenceSession(bytes.fromhex("{_IDENTITY}"), providers=wanted)
 out = {{"offers": offered, "starts": session.get_providers()}}
-""",
-    "faiss": """
+"""
+    ),
+    "faiss": (
+        """
 import faiss
 out = {"gpu": hasattr(faiss, "StandardGpuResources"), "devices": faiss.get_num_gpus()}
-""",
+"""
+    ),
 }
 
 
@@ -127,7 +133,8 @@ def examine() -> Examination:
             sees[module] = answer
         else:
             found.faults.append(
-                f"{names[0]} cannot be used: {fault}. Install it again: pip install --force-reinstall {names[0]}"
+                f"{names[0]} cannot be used: {fault}. Install it again: pip install"
+                f" --force-reinstall {names[0]}"
             )
     driver, driver_cuda = _driver(), _driver_cuda()
     runs = _placement(sees, driver, found)
@@ -234,16 +241,17 @@ def _placement(
         runs["training"] = f"cuda ({devices[0]})" if devices else "cpu"
         if there and sees["torch"]["cuda"] and not devices:
             found.faults.append(
-                f"The driver names a device, but torch (CUDA {sees['torch']['cuda']}) sees none: the driver is "
-                "probably older than that CUDA. Update the driver, or install a torch of an older CUDA."
+                f"The driver names a device, but torch (CUDA {sees['torch']['cuda']}) sees none:"
+                " the driver is probably older than that CUDA. Update the driver, or install a"
+                " torch of an older CUDA."
             )
     if "onnxruntime" in sees:
         offers, starts = sees["onnxruntime"]["offers"], sees["onnxruntime"]["starts"]
         runs["encoder"] = starts[0]
         if there and "CUDAExecutionProvider" in offers and "CUDAExecutionProvider" not in starts:
             found.faults.append(
-                "ONNX Runtime offers CUDA but cannot start it: its CUDA libraries are missing or of another "
-                f"version. Mend it: pip install '{DISTRIBUTION}[gpu]'"
+                "ONNX Runtime offers CUDA but cannot start it: its CUDA libraries are missing or"
+                f" of another version. Mend it: pip install '{DISTRIBUTION}[gpu]'"
             )
     if "faiss" in sees:
         gpu = sees["faiss"]["gpu"]
@@ -263,9 +271,10 @@ def _check_device(driver: Sequence[str], found: _Findings) -> None:
     installed = [name for name in installed_packages((*FAISS, *ONNXRUNTIME)) if "gpu" in name]
     if installed and not driver:
         found.faults.append(
-            f"{' and '.join(installed)} {'is' if len(installed) == 1 else 'are'} installed, and NVIDIA's driver names no CUDA device "
-            f"(nvidia-smi): all runs on the CPU. Install the driver, or: pip uninstall -y {' '.join(installed)} && pip install "
-            f"'{DISTRIBUTION}[cpu]'"
+            f"{' and '.join(installed)} {'is' if len(installed) == 1 else 'are'} installed, and"
+            " NVIDIA's driver names no CUDA device (nvidia-smi): all runs on the CPU. Install the"
+            f" driver, or: pip uninstall -y {' '.join(installed)} && pip install"
+            f" '{DISTRIBUTION}[cpu]'"
         )
 
 
@@ -289,13 +298,14 @@ def _check_cuda(
     if late:
         listed = ", ".join(f"{name}: CUDA {major}" for name, major in sorted(late.items()))
         found.faults.append(
-            f"The driver is too old for what is installed: it runs CUDA {driver} at most ({listed}). Update the driver."
+            f"The driver is too old for what is installed: it runs CUDA {driver} at most"
+            f" ({listed}). Update the driver."
         )
     if len(set(majors.values())) > 1 and any("gpu" in name for name in majors):
         listed = ", ".join(f"{name}: CUDA {major}" for name, major in sorted(majors.items()))
         found.faults.append(
-            f"Libraries of different CUDA versions are installed ({listed}). Install them together: "
-            f"pip install --upgrade '{DISTRIBUTION}[gpu]'"
+            f"Libraries of different CUDA versions are installed ({listed}). Install them together:"
+            f" pip install --upgrade '{DISTRIBUTION}[gpu]'"
         )
 
 

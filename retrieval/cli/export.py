@@ -37,19 +37,29 @@ _PATH = click.Path(path_type=Path)
     multiple=True,
     type=_PATH,
     metavar="PHOTOS",
-    help="With --model: PCA whitening fitted on this folder or file of photos, which need no labels; repeatable.",
+    help=(
+        "With --model: PCA whitening fitted on this folder or file of photos, which need no labels;"
+        " repeatable."
+    ),
 )
 @click.option(
     "--dimensions",
     type=click.IntRange(1),
-    help="Width of the vectors. Of a run: the first numbers of its embedding, for which core.matryoshka trains; by default all. With --whiten: by default 128, or the backbone's where that is less.",
+    help=(
+        "Width of the vectors. Of a run: the first numbers of its embedding, for which"
+        " core.matryoshka trains; by default all. With --whiten: by default 128, or the backbone's"
+        " where that is less."
+    ),
 )
 @click.option(
     "--photos",
     multiple=True,
     type=_PATH,
     metavar="PHOTOS",
-    help="With --model: photos that verify the bundle and calibrate int8, where not those of --whiten; repeatable.",
+    help=(
+        "With --model: photos that verify the bundle and calibrate int8, where not those of"
+        " --whiten; repeatable."
+    ),
 )
 @click.option(
     "--random-weights",
@@ -66,12 +76,18 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--split",
     is_flag=True,
-    help="The encoder as two graphs, backbone and head, so that an index that keeps features changes heads in seconds.",
+    help=(
+        "The encoder as two graphs, backbone and head, so that an index that keeps features changes"
+        " heads in seconds."
+    ),
 )
 @click.option(
     "--allow-drift",
     is_flag=True,
-    help="Write a variant even if its vectors' cosine to the encoder's is below 0.99 on average or 0.9 at worst.",
+    help=(
+        "Write a variant even if its vectors' cosine to the encoder's is below 0.99 on average or"
+        " 0.9 at worst."
+    ),
 )
 @click.option(
     "--tolerance",
@@ -180,13 +196,15 @@ def _report(bundle: Bundle, items: str) -> None:
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     seen = manifest.verified
     say(
-        f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most "
-        f"on {seen.items:,} {items} (tolerance {seen.tolerance:g})."
+        f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by"
+        f" {seen.largest_difference:.1g} at most on {seen.items:,} {items} (tolerance"
+        f" {seen.tolerance:g})."
     )
     for name, variant in manifest.variants.items():
         recall = variant.recall_at_1
         change = "" if recall is None else f"; Recall@1 {recall.before:.3f} → {recall.after:.3f}"
         say(
-            f"{name}: {manifest.files[variant.file].bytes / 1e6:.1f} MB, cosine to the encoder's vectors "
-            f"{variant.cosine.mean:.4f} on average, {variant.cosine.min:.4f} at worst{change}."
+            f"{name}: {manifest.files[variant.file].bytes / 1e6:.1f} MB, cosine to the encoder's"
+            f" vectors {variant.cosine.mean:.4f} on average, {variant.cosine.min:.4f} at"
+            f" worst{change}."
         )

@@ -42,7 +42,8 @@ _PAGE = 1000
     "create",
     "retrieval index create photos.index photos/ --bundle demo/bundle",
     "retrieval index create photos.index photos/ --model core.efficientnet_lite0",
-    "retrieval index create items.index items.csv --bundle demo/bundle --backend hnsw --set m=48 --skip-bad",
+    "retrieval index create items.index items.csv --bundle demo/bundle --backend hnsw --set m=48"
+    " --skip-bad",
 )
 @PLACE
 @click.argument("images", nargs=-1, type=Place())
@@ -79,7 +80,10 @@ _PAGE = 1000
 @click.option(
     "--keep-features",
     is_flag=True,
-    help="Keep the backbone's features too: another head then takes seconds (index migrate). For bundles of export --split.",
+    help=(
+        "Keep the backbone's features too: another head then takes seconds (index migrate). For"
+        " bundles of export --split."
+    ),
 )
 @click.option("--replace", is_flag=True, help="Put the new index in the place of an older one.")
 @DEVICE
@@ -184,8 +188,9 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
         if summary.recall_at_10 < _LOW_RECALL:
             say(
-                f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its parameters with --set "
-                "(ef_search of hnsw, probes of ivf), or take --backend flat, which is exact.",
+                f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its"
+                " parameters with --set (ef_search of hnsw, probes of ivf), or take --backend"
+                " flat, which is exact.",
                 err=True,
             )
     for count, what in (
@@ -373,7 +378,8 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
         tuned = Tuned.of(measured)
         memory = "" if tuned.memory is None else f" and {tuned.memory / 1e6:,.1f} MB at most"
         say(
-            f"tuned {tuned.when} over {tuned.count:,} vectors, for a recall of {tuned.recall}{memory}:"
+            f"tuned {tuned.when} over {tuned.count:,} vectors, for a recall of"
+            f" {tuned.recall}{memory}:"
         )
         say_tuned(tuned)
 

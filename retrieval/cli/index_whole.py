@@ -124,12 +124,14 @@ def tune(
     say_tuned(tuned)
     if tuned.chosen is None:
         raise DataError(
-            "No structure meets both limits; the one that the index has stays. Ask for less recall, or allow more memory."
+            "No structure meets both limits; the one that the index has stays. Ask for less recall,"
+            " or allow more memory."
         )
     options = f" {json.dumps(dict(tuned.chosen.options))}" if tuned.chosen.options else ""
     done = "would be taken" if dry_run else "is taken"
     say(
-        f"Measured over {tuned.count:,} vectors. The fastest that meets what was asked {done}: {tuned.chosen.backend}{options}."
+        f"Measured over {tuned.count:,} vectors. The fastest that meets what was asked {done}:"
+        f" {tuned.chosen.backend}{options}."
     )
 
 
@@ -231,7 +233,8 @@ def migrate(
                 else ""
             )
             sentences.append(
-                f"{path}: {done.embedded:,} items embedded{kept}; generation {done.generation.number} is served."
+                f"{path}: {done.embedded:,} items embedded{kept}; generation"
+                f" {done.generation.number} is served."
             )
             figures = _plain(done)
         if drop_old:
@@ -257,7 +260,8 @@ def rollback(path: IndexPlace, as_json: bool) -> None:
     tell(
         path,
         as_json,
-        f"{path}: generation {done.generation.number} is served again; {done.embedded:,} items were embedded for it.",
+        f"{path}: generation {done.generation.number} is served again; {done.embedded:,} items were"
+        " embedded for it.",
         **_plain(done),
     )
 

@@ -51,7 +51,10 @@ Examples:
     default="read",
     show_default=True,
     type=Choice(["read", "write", "admin"]),
-    help="read: search and look. write: add, change and delete items too. admin: snapshots and figures too.",
+    help=(
+        "read: search and look. write: add, change and delete items too. admin: snapshots and"
+        " figures too."
+    ),
 )
 @click.option(
     "--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable."

@@ -130,5 +130,6 @@ def new(name: str, kind: str, output: Path | None) -> None:
         else example.use.replace("acme", name)
     )
     say(
-        f"Wrote {folder}. Next:\n  pip install -e {folder}\n  retrieval plugins show {name}.{example.part}\n  {use}"
+        f"Wrote {folder}. Next:\n  pip install -e {folder}\n  retrieval plugins show"
+        f" {name}.{example.part}\n  {use}"
     )

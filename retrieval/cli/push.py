@@ -68,12 +68,14 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
             raise
     files = "file" if report.left_out == 1 else "files"
     say(
-        f"{report.added:,} images added, {report.replaced:,} replaced, {report.there:,} there already, "
-        f"{len(report.bad):,} refused; {report.left_out:,} {files} left out, being no images by their names."
+        f"{report.added:,} images added, {report.replaced:,} replaced, {report.there:,} there"
+        f" already, {len(report.bad):,} refused; {report.left_out:,} {files} left out, being no"
+        " images by their names."
     )
     for id, why in report.bad:
         say(f"{id}: {why}", err=True)
     if report.bad:
         raise DataError(
-            f"{len(report.bad):,} of the images below {folder} are not on the server, for the reasons above."
+            f"{len(report.bad):,} of the images below {folder} are not on the server, for the"
+            " reasons above."
         )

@@ -60,5 +60,6 @@ def report(
     from retrieval.evaluation.report.write import report as write
 
     say(
-        f"Wrote {write(runs, output, queries=queries, sample=sample, thumbnails=thumbnails, map=method)}."
+        "Wrote"
+        f" {write(runs, output, queries=queries, sample=sample, thumbnails=thumbnails, map=method)}."
     )

@@ -124,7 +124,10 @@ Examples:
     "--keys",
     type=click.Path(path_type=Path),
     metavar="KEYS",
-    help="File of API keys (retrieval keys add); also named by the environment variable RETRIEVAL_KEYS.",
+    help=(
+        "File of API keys (retrieval keys add); also named by the environment variable"
+        " RETRIEVAL_KEYS."
+    ),
 )
 @click.option(
     "--open",
@@ -186,7 +189,10 @@ Examples:
 @click.option(
     "--log-format",
     type=Choice(["text", "json"]),
-    help="A line for each request in the log, for people or for programs; without it only what goes wrong.",
+    help=(
+        "A line for each request in the log, for people or for programs; without it only what goes"
+        " wrong."
+    ),
 )
 def serve_command(
     indexes: tuple[str, ...], host: str, port: int, workers: int | None, **given: Any

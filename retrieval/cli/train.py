@@ -21,8 +21,11 @@ SET_OPTION = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Change a value of the recipe, as in loss.margin=0.2; repeatable. loss.name=… takes the other loss's parameters "
-    "out, loss=none the loss. Further changes may follow the recipe without --set.",
+    help=(
+        "Change a value of the recipe, as in loss.margin=0.2; repeatable. loss.name=… takes the"
+        " other loss's parameters out, loss=none the loss. Further changes may follow the recipe"
+        " without --set."
+    ),
 )
 
 
@@ -61,7 +64,10 @@ TRACK_OPTION = click.option(
     "--track",
     multiple=True,
     metavar="TRACKER",
-    help="Tell a tracker how it goes: wandb, mlflow, or a plugin's; repeatable. Their own environment variables say where.",
+    help=(
+        "Tell a tracker how it goes: wandb, mlflow, or a plugin's; repeatable. Their own"
+        " environment variables say where."
+    ),
 )
 
 

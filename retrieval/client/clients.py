@@ -168,7 +168,8 @@ class AsyncClient:
         """
         if (image is None) == (vector is None):
             raise DataError(
-                "An item takes an image or a vector, not both; `patch` changes its label or metadata."
+                "An item takes an image or a vector, not both; `patch` changes its label or"
+                " metadata."
             )
         said = {"label": label, "metadata": metadata and dict(metadata)}
         if image is not None:
@@ -200,7 +201,8 @@ class AsyncClient:
         images = [item.image for item in items if item.image is not None]
         if not items or len(images) not in (0, len(items)):
             raise DataError(
-                "Give one item at least; and of the items of one request all have images, or none has."
+                "Give one item at least; and of the items of one request all have images, or none"
+                " has."
             )
         if images and any(item.vector is not None for item in items):
             raise DataError("An item takes an image or a vector, not both.")
@@ -401,7 +403,8 @@ class Client:
                     raise DataError("The client is closed.")
                 if self._process != os.getpid():
                     raise DataError(
-                        "The client is of the process that this one was forked from. Make a new one."
+                        "The client is of the process that this one was forked from. Make a new"
+                        " one."
                     )
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()

@@ -99,7 +99,8 @@ def _of_array(array: Any) -> Picture:
         return pillow.fromarray(array)
     said = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
     raise DataError(
-        f"An image is a path, bytes, a Pillow image or a uint8 array (H, W) or (H, W, 3), not {said}."
+        "An image is a path, bytes, a Pillow image or a uint8 array (H, W) or (H, W, 3), not"
+        f" {said}."
     )
 
 

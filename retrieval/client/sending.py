@@ -28,7 +28,8 @@ try:
     import httpx
 except ImportError:
     raise MissingDependency(
-        "A client of a server needs httpx. Install it with: pip install 'embedding-retrieval[client]'"
+        "A client of a server needs httpx. Install it with: pip install"
+        " 'embedding-retrieval[client]'"
     ) from None
 
 T = TypeVar("T")
@@ -69,7 +70,8 @@ class Retries:
             or not all(map(math.isfinite, waits))
         ):
             raise DataError(
-                "Retries: times must be 0 or more, seconds more than 0, first and longest 0 or more."
+                "Retries: times must be 0 or more, seconds more than 0, first and longest 0 or"
+                " more."
             )
 
 
@@ -114,7 +116,8 @@ class Sender:
         odd = address.query or address.fragment or any(one.isspace() for one in url)
         if address.scheme not in ("http", "https") or not address.host or odd:
             raise DataError(
-                f"The server's address must be like http://127.0.0.1:8000, not {str(address)[:200]!r}."
+                "The server's address must be like http://127.0.0.1:8000, not"
+                f" {str(address)[:200]!r}."
             )
         if address.userinfo:
             raise DataError(
@@ -145,7 +148,8 @@ class Sender:
         except (ValueError, ImportError, OSError, httpx.InvalidURL) as error:
             where = f" These are set: {self._proxies}." if self._proxies else ""
             raise DataError(
-                f"A proxy or certificate that the environment names cannot be used: {str(error).rstrip('.')}.{where}"
+                "A proxy or certificate that the environment names cannot be used:"
+                f" {str(error).rstrip('.')}.{where}"
             ) from None
 
     async def close(self) -> None:
@@ -229,7 +233,8 @@ class Sender:
             return read(answer.content)
         except NotUnderstood:
             raise ServerError(
-                f"The server at {self._url} answered something that is not of /v1. Is it `retrieval serve`?",
+                f"The server at {self._url} answered something that is not of /v1. Is it `retrieval"
+                " serve`?",
                 answer.status,
                 answer.headers.get("x-request-id"),
             ) from None
@@ -242,7 +247,10 @@ class Sender:
             sentence, request = _problem(outcome)
             come_again = f" It asks to come again in {later:,.0f} seconds." if later else ""
             name = f" (request {request})" if request else ""
-            text = f"The server at {self._url} answered {outcome.status}: {sentence}{come_again}{tried}{name}"
+            text = (
+                f"The server at {self._url} answered {outcome.status}:"
+                f" {sentence}{come_again}{tried}{name}"
+            )
             return ServerError(text, outcome.status, request, sentence)
         failed = "broke the connection off"
         if isinstance(outcome, httpx.TimeoutException):

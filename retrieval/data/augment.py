@@ -204,8 +204,9 @@ class Changes:
                     )
                 if changed.dtype != torch.uint8 or changed.shape != shape:
                     raise DataError(
-                        f"{self._named(number)} gives {str(changed.dtype).removeprefix('torch.')} {tuple(changed.shape)}; the backbone "
-                        f"takes uint8 {tuple(shape)}. Set its parameters so that it keeps size and type."
+                        f"{self._named(number)} gives {str(changed.dtype).removeprefix('torch.')}"
+                        f" {tuple(changed.shape)}; the backbone takes uint8 {tuple(shape)}. Set its"
+                        " parameters so that it keeps size and type."
                     )
                 image = changed
             out[row] = image

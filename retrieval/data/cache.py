@@ -181,7 +181,8 @@ def _filled(
                 "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
             )
             raise DataError(
-                f"Features cannot be kept in {place}: {what}. Make room, or set RETRIEVAL_CACHE to another folder."
+                f"Features cannot be kept in {place}: {what}. Make room, or set RETRIEVAL_CACHE to"
+                " another folder."
             ) from error
 
 
@@ -291,7 +292,8 @@ class _Entry:
         if len(bad):
             name = self.dataset.keys[int(self._items(block)[bad[0]])]
             raise DataError(
-                f"The backbone's features of {name} are not finite. Check its weights and the image."
+                f"The backbone's features of {name} are not finite. Check its weights and the"
+                " image."
             )
 
     def _items(self, block: int) -> NDArray[np.int64]:

@@ -44,7 +44,8 @@ def differing(
             continue
         said = " or ".join(str(one) for one in known) or "no image"
         problems.append(
-            f"as published {f'its {side} side' if side else 'it'} has {said}; here it has {found}. Complete it, or set "
-            'counts = "any" and do not compare its figures with published ones.'
+            f"as published {f'its {side} side' if side else 'it'} has {said}; here it has {found}."
+            ' Complete it, or set counts = "any" and do not compare its figures with published'
+            " ones."
         )
     return problems

@@ -64,7 +64,8 @@ class ArrayDataset(Dataset):
             arrays.ndim == 3 or (arrays.ndim == 4 and arrays.shape[3] in (1, 3))
         ):
             raise DataError(
-                f"Images must be uint8 of shape (N, H, W) or (N, H, W, 3), not {arrays.dtype} {arrays.shape}."
+                f"Images must be uint8 of shape (N, H, W) or (N, H, W, 3), not {arrays.dtype}"
+                f" {arrays.shape}."
             )
         if arrays.ndim == 4 and arrays.shape[3] == 1:
             arrays = arrays[:, :, :, 0]
@@ -149,6 +150,7 @@ def _cut(image: Image, box: Box, key: str) -> Image:
     if left >= right or top >= bottom:
         shown = ", ".join(f"{edge:g}" for edge in box)
         raise DataError(
-            f"{key}: its box ({shown}) holds nothing of the image, which is {image.width} × {image.height} pixels."
+            f"{key}: its box ({shown}) holds nothing of the image, which is {image.width} ×"
+            f" {image.height} pixels."
         )
     return image.crop((left, top, right, bottom))

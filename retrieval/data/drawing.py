@@ -89,8 +89,8 @@ class Drawing(TorchFunctionMode):
         if func in _INSTEAD:
             name = getattr(func, "__name__", str(func))
             raise DataError(
-                f"An augmentation calls torch.{name}, and what that draws could not be repeated when a run is resumed. "
-                f"Use {_INSTEAD[func]}."
+                f"An augmentation calls torch.{name}, and what that draws could not be repeated"
+                f" when a run is resumed. Use {_INSTEAD[func]}."
             )
         return func(*args, **kwargs) if kwargs else func(*args)
 

@@ -236,8 +236,14 @@ _TITLES: dict[By, _Title] = {
 }
 _LONE = ("label has one item", "labels have one item")
 _SPELT = (
-    "group of labels is likely one class: it differs in case, spaces, Unicode form or a number's form alone",
-    "groups of labels are likely one class each: they differ in case, spaces, Unicode form or a number's form alone",
+    (
+        "group of labels is likely one class: it differs in case, spaces, Unicode form or a"
+        " number's form alone"
+    ),
+    (
+        "groups of labels are likely one class each: they differ in case, spaces, Unicode form or a"
+        " number's form alone"
+    ),
 )
 
 

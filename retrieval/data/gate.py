@@ -35,9 +35,9 @@ def usable(dataset: D, where: str) -> D:
     if unlabelled:
         several = len(unlabelled) > 1
         problems.append(
-            f"{len(unlabelled):,} of {len(dataset.labels):,} items {'have' if several else 'has'} no "
-            f"label: {some([dataset.keys[i] for i in unlabelled])}. "
-            f"Give {'each' if several else 'it'} one, or leave {'them' if several else 'it'} out."
+            f"{len(unlabelled):,} of {len(dataset.labels):,} items {'have' if several else 'has'}"
+            f" no label: {some([dataset.keys[i] for i in unlabelled])}. Give"
+            f" {'each' if several else 'it'} one, or leave {'them' if several else 'it'} out."
         )
     if len(set(dataset.keys)) < len(dataset.keys):
         problems += [

@@ -37,7 +37,8 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
                 raise DataError(f"{path} is not an idx file.")
             if header[2] != _UNSIGNED_BYTE or header[3] != dimensions:
                 raise DataError(
-                    f"{path} holds {header[3]} dimensions of type 0x{header[2]:02x}; it should hold {dimensions} of bytes (0x08)."
+                    f"{path} holds {header[3]} dimensions of type 0x{header[2]:02x}; it should hold"
+                    f" {dimensions} of bytes (0x08)."
                 )
             lengths = file.read(4 * dimensions)
             if len(lengths) < 4 * dimensions:

@@ -110,7 +110,8 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
                 problems.append(f"line {row.line}: {_image(name) if lfw else repr(name)}: {fault}.")
         if row.first == row.second:
             problems.append(
-                f"line {row.line}: {_image(row.first) if lfw else repr(row.first)} is paired with itself."
+                f"line {row.line}: {_image(row.first) if lfw else repr(row.first)} is paired with"
+                " itself."
             )
         elif len(places[0]) == len(places[1]) == 1:
             found[i] = places[0][0], places[1][0]
@@ -118,8 +119,8 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
             if earlier.same != row.same:
                 says = ["different", "the same"]
                 problems.append(
-                    f"line {row.line}: {row.first} and {row.second} are {says[row.same]} here and {says[earlier.same]} "
-                    f"in line {earlier.line}."
+                    f"line {row.line}: {row.first} and {row.second} are {says[row.same]} here and"
+                    f" {says[earlier.same]} in line {earlier.line}."
                 )
     same = np.fromiter((row.same for row in rows), np.bool_, len(rows))
     problems += _kind_problems(same, bool(problems))
@@ -129,9 +130,10 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
     fold = np.fromiter((numbers[row.fold] for row in rows), np.int64, len(rows)) if folded else None
     if fold is not None and not problems:
         problems += fold_problems(same, fold, names)
-    return LabelledPairs(
-        found[:, 0], found[:, 1], same, fold, tuple(names) if folded else ()
-    ), problems
+    return (
+        LabelledPairs(found[:, 0], found[:, 1], same, fold, tuple(names) if folded else ()),
+        problems,
+    )
 
 
 def fold_problems(
@@ -146,8 +148,8 @@ def fold_problems(
     """
     if len(names) < 2:
         return [
-            f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the others, so there must be "
-            "two at least. Without folds in the file they are made."
+            f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the"
+            " others, so there must be two at least. Without folds in the file they are made."
         ]
     counts = [np.bincount(fold[same == kind], minlength=len(names)) for kind in (True, False)]
     return [
@@ -225,7 +227,8 @@ def _csv(lines: list[str]) -> tuple[list[Row], list[str]]:
                 continue
             if len(values) != len(header):
                 problems.append(
-                    f"line {reader.line_num}: it has {len(values)} values; the header names {len(header)} columns."
+                    f"line {reader.line_num}: it has {len(values)} values; the header names"
+                    f" {len(header)} columns."
                 )
                 continue
             row = dict(zip(header, (value.strip() for value in values), strict=True))
@@ -261,8 +264,9 @@ def _header(header: list[str]) -> list[str]:
     ]
     if len(problems) == len(COLUMNS):
         return [
-            "it is not a list of pairs: its first line must be 'first,second,same' or 'first,second,same,fold', or LFW's "
-            f"counts ('10 300', or '500'); it is '{there[:60]}'."
+            "it is not a list of pairs: its first line must be 'first,second,same' or"
+            " 'first,second,same,fold', or LFW's counts ('10 300', or '500'); it is"
+            f" '{there[:60]}'."
         ]
     return problems
 
@@ -288,13 +292,14 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
     problems: list[str] = []
     if not folds or not each:
         return [], [
-            f"line {head[0]}: '{' '.join(head[1])}' states {folds} folds of {each} pairs: neither may be 0."
+            f"line {head[0]}: '{' '.join(head[1])}' states {folds} folds of {each} pairs: neither"
+            " may be 0."
         ]
     right = len(body) == 2 * folds * each
     if not right:
         problems.append(
-            f"line {head[0]} states {folds:,} × {each:,} same and as many different pairs, {2 * folds * each:,} lines; "
-            f"{len(body):,} follow."
+            f"line {head[0]} states {folds:,} × {each:,} same and as many different pairs,"
+            f" {2 * folds * each:,} lines; {len(body):,} follow."
         )
     rows: list[Row] = []
     kinds: list[bool | None] = []
@@ -310,10 +315,14 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
         for k in range(folds):
             part = kinds[k * 2 * each : (k + 1) * 2 * each]
             if None not in part and part.count(True) != each:
-                where = f"fold {k + 1} (lines {body[k * 2 * each][0]} to {body[(k + 1) * 2 * each - 1][0]})"
+                where = (
+                    f"fold {k + 1} (lines {body[k * 2 * each][0]} to"
+                    f" {body[(k + 1) * 2 * each - 1][0]})"
+                )
                 problems.append(
-                    f"{where if len(counts) == 2 else 'it'} has {part.count(True):,} same and {part.count(False):,} "
-                    f"different pairs; line {head[0]} states {each:,} of each."
+                    f"{where if len(counts) == 2 else 'it'} has {part.count(True):,} same and"
+                    f" {part.count(False):,} different pairs; line {head[0]} states {each:,} of"
+                    " each."
                 )
     return rows, problems
 
@@ -321,7 +330,10 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
 def _names(words: list[str]) -> tuple[str, str, bool] | str:
     """Return both images' names and whether they are one person's, or what is wrong with the line."""
     if len(words) not in (3, 4):
-        return f"'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not {len(words)} words ('{' '.join(words)[:60]}')."
+        return (
+            f"'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not {len(words)} words"
+            f" ('{' '.join(words)[:60]}')."
+        )
     numbers = words[1:] if len(words) == 3 else words[1::2]
     if not all(word.isascii() and word.isdigit() and int(word) for word in numbers):
         return f"images are numbered from 1; '{' '.join(numbers)[:60]}' are not such numbers."
@@ -383,6 +395,7 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
             return found, problems
     if left := list(lines):
         problems.append(
-            f"line {left[0][0]} is after the last person that is counted ({len(left):,} too many in all)."
+            f"line {left[0][0]} is after the last person that is counted ({len(left):,} too many in"
+            " all)."
         )
     return found, problems

@@ -51,11 +51,13 @@ class RawInputs:
     ) -> None:
         if dataset.kind == "features" and preprocessing is not None:
             raise DataError(
-                "The dataset's items are vectors, and the backbone takes images. Use the backbone core.features."
+                "The dataset's items are vectors, and the backbone takes images. Use the backbone"
+                " core.features."
             )
         if dataset.kind == "image" and preprocessing is None:
             raise DataError(
-                "The dataset's items are images, and the backbone takes vectors. Use a backbone for images."
+                "The dataset's items are images, and the backbone takes vectors. Use a backbone for"
+                " images."
             )
         self.dataset = dataset
         self.preprocessing = preprocessing

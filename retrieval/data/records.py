@@ -36,7 +36,8 @@ def read_records(
         size = path.stat().st_size
         if not size or size % length or size // length > _MOST_RECORDS:
             raise DataError(
-                f"{path} has {size:,} bytes; a file of {name}'s binary version is made of records of {length:,} bytes."
+                f"{path} has {size:,} bytes; a file of {name}'s binary version is made of records"
+                f" of {length:,} bytes."
             )
         records = np.fromfile(path, dtype=np.uint8).reshape(-1, length)
     except OSError as fault:
@@ -45,7 +46,8 @@ def read_records(
         column = records[:, place]
         if column.max() >= count:
             raise DataError(
-                f"{path}: record {int(column.argmax())} has the label {int(column.max())}; labels go from 0 to {count - 1}."
+                f"{path}: record {int(column.argmax())} has the label {int(column.max())}; labels"
+                f" go from 0 to {count - 1}."
             )
     pixels = np.ascontiguousarray(
         records[:, first:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)

@@ -27,8 +27,8 @@ def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
     classes = len(np.unique(labels))
     if classes < sampler.classes:
         raise DataError(
-            f"[sampler] classes: a batch takes {sampler.classes} classes, and only {classes} train. "
-            f"Set classes = {classes} or fewer."
+            f"[sampler] classes: a batch takes {sampler.classes} classes, and only {classes} train."
+            f" Set classes = {classes} or fewer."
         )
 
 

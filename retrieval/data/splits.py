@@ -137,15 +137,17 @@ def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
     if unlabelled:
         several = len(unlabelled) > 1
         problems.append(
-            f"{len(unlabelled):,} item{'s have' if several else ' has'} no label: {some(unlabelled)}. "
-            f"Give {'each' if several else 'it'} one, or leave {'them' if several else 'it'} out."
+            f"{len(unlabelled):,} item{'s have' if several else ' has'} no label:"
+            f" {some(unlabelled)}. Give {'each' if several else 'it'} one, or leave"
+            f" {'them' if several else 'it'} out."
         )
     for name, known in (("splits", SPLITS), ("roles", ROLES)):
         values = getattr(dataset, name)
         allowed = (*known, "") if name == "splits" and dataset.roles is not None else known
         wrong = sorted({str(v) for v in values} - set(allowed)) if values is not None else []
         problems += [
-            f"{name} must be {', '.join(repr(k) for k in known if k)}, not '{value}'.{did_you_mean(value, known)}"
+            f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
+            f" '{value}'.{did_you_mean(value, known)}"
             for value in wrong
         ]
     if problems:
@@ -233,8 +235,8 @@ def _take_validation(train: Items, labels: Items, split: Split) -> tuple[Items, 
         refuse(
             "[split] validation_by",
             [
-                f"whole classes cannot be kept for validation when only {len(classes)} train: two at least must stay "
-                'on each side. Set validation_by = "item", or validation = 0.'
+                f"whole classes cannot be kept for validation when only {len(classes)} train: two"
+                ' at least must stay on each side. Set validation_by = "item", or validation = 0.'
             ],
         )
     chosen = _generator(split.seed, "validation").permutation(classes)[:count]
@@ -268,7 +270,8 @@ def _check(found: Splits) -> None:
         problems.append("nothing is left to train on.")
     elif len(present) == 1:
         problems.append(
-            f"only the class '{found.classes[present[0]]}' is left to train on; there must be two at least."
+            f"only the class '{found.classes[present[0]]}' is left to train on; there must be two"
+            " at least."
         )
     elif counts.max() < 2:
         problems.append(
@@ -277,8 +280,9 @@ def _check(found: Splits) -> None:
     single = [found.classes[i] for i in present if counts[i] == 1]
     if single and not problems:
         found.notes.append(
-            f"{len(single):,} class{'es have' if len(single) > 1 else ' has'} one training item only "
-            f"({some(single)}): it serves as a negative, and is repeated where a batch takes several of a class."
+            f"{len(single):,} class{'es have' if len(single) > 1 else ' has'} one training item"
+            f" only ({some(single)}): it serves as a negative, and is repeated where a batch takes"
+            " several of a class."
         )
     if not len(found.query):
         what = "no item is a query" if found.gallery is not None else "nothing is left to test on"

@@ -97,8 +97,8 @@ class Workers:
                 if "exited unexpectedly" not in str(error):
                     raise
                 raise DataError(
-                    "A process that loads images died; the lines above say why. It may lack memory, or the "
-                    "dataset's class may not be importable there. Set [train] workers = 0."
+                    "A process that loads images died; the lines above say why. It may lack memory,"
+                    " or the dataset's class may not be importable there. Set [train] workers = 0."
                 ) from error
             if isinstance(batch, str):
                 raise DataError(batch)

@@ -42,7 +42,8 @@ def cluster_figures(
     """
     if len(codes) != len(labels) or not len(codes):
         raise DataError(
-            f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: one label a code, at least one, is needed."
+            f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: one label a"
+            " code, at least one, is needed."
         )
     classes = np.unique(read_labels(labels), return_inverse=True)[1]
     found = kmeans(codes, int(classes.max()) + 1, seed=seed)

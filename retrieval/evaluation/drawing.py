@@ -54,11 +54,13 @@ def draw_pairs(
     problems = []
     if wanted < 2:
         problems.append(
-            f"folds = {wanted} is too few: the threshold of a fold is chosen on the others, so there must be two at least."
+            f"folds = {wanted} is too few: the threshold of a fold is chosen on the others, so"
+            " there must be two at least."
         )
     elif count is not None and (count < 2 * wanted or count % (2 * wanted)):
         problems.append(
-            f"{count:,} pairs cannot be drawn, half of them same, in {wanted} equal folds: take a multiple of {2 * wanted}."
+            f"{count:,} pairs cannot be drawn, half of them same, in {wanted} equal folds: take a"
+            f" multiple of {2 * wanted}."
         )
     most = [_same_capacity(labels), _different_capacity(labels)]
     words = (
@@ -71,9 +73,10 @@ def draw_pairs(
     each = PER_FOLD if count is None else count // (2 * max(wanted, 1))
     if not problems and (wanted < 2 or (min(most) < wanted * (each if count is not None else 1))):
         problems.append(
-            f"there are no more pairs than {most[0]:,} of one class and {most[1]:,} of two classes; "
-            f"{wanted if wanted > 1 else 2} folds "
-            f"{f'of {each:,} of each kind ' if count is not None else ''}need more. Draw fewer, or in fewer folds."
+            f"there are no more pairs than {most[0]:,} of one class and {most[1]:,} of two classes;"
+            f" {wanted if wanted > 1 else 2} folds"
+            f" {f'of {each:,} of each kind ' if count is not None else ''}need more. Draw fewer, or"
+            " in fewer folds."
         )
     if problems:
         refuse(f"Pairs of {len(items):,} items", problems)
@@ -118,8 +121,8 @@ def make_folds(
         refuse(
             f"{int(same.sum()):,} same and {int((~same).sum()):,} different pairs",
             [
-                f"they cannot be divided into {max(wanted, 2) if folds is None else folds} folds: there must be two folds at "
-                "least, and in each a pair of both kinds."
+                f"they cannot be divided into {max(wanted, 2) if folds is None else folds} folds:"
+                " there must be two folds at least, and in each a pair of both kinds."
             ],
         )
     random = np.random.default_rng([seed % 2**64, *b"folds"])

@@ -281,7 +281,8 @@ def class_numbers(
     """
     if not queries or not items:
         raise DataError(
-            f"There are no items: {queries:,} queries and a gallery of {items:,}. Each needs at least one."
+            f"There are no items: {queries:,} queries and a gallery of {items:,}. Each needs at"
+            " least one."
         )
     ours = _one_each(labels, queries, "labels", "codes")
     if gallery_labels is None:
@@ -290,7 +291,8 @@ def class_numbers(
     theirs = _one_each(gallery_labels, items, "gallery labels", "gallery codes")
     if (ours.dtype.kind == "U") != (theirs.dtype.kind == "U"):
         raise DataError(
-            "Queries' and gallery's labels are of two kinds, text and numbers: none would ever match."
+            "Queries' and gallery's labels are of two kinds, text and numbers: none would ever"
+            " match."
         )
     both = np.concatenate([ours, theirs])
     if both.dtype.kind == "f":  # int64 with uint64, which NumPy would merge into float64

@@ -187,14 +187,15 @@ class Neighbors:
             part = distance(queries, self._codes[start : start + step])
             if part.shape != (len(queries), min(step, self.size - start)):
                 raise DataError(
-                    f"The distance gave shape {tuple(part.shape)} for {len(queries)} queries and "
-                    f"{min(step, self.size - start)} gallery items: it must give one number per pair, "
-                    "(queries, gallery)."
+                    f"The distance gave shape {tuple(part.shape)} for {len(queries)} queries and"
+                    f" {min(step, self.size - start)} gallery items: it must give one number per"
+                    " pair, (queries, gallery)."
                 )
             values[:, start : start + step] = part
         if values.isnan().any():
             raise DataError(
-                "The distance gave NaN for a pair of codes: such a pair has no rank. Check the combiner."
+                "The distance gave NaN for a pair of codes: such a pair has no rank. Check the"
+                " combiner."
             )
         return values
 
@@ -205,7 +206,8 @@ class Neighbors:
         scaled = self._scaled(queries)
         if float(scaled.abs().max() if scaled.numel() else 0) > 2.0**60:
             raise DataError(
-                "The queries are over 10^18 times as large as the gallery's codes: they cannot be of one model."
+                "The queries are over 10^18 times as large as the gallery's codes: they cannot be"
+                " of one model."
             )
         single = _single(scaled) if self._shallow(k) and not self._crowded else None
         if single is None:
@@ -375,8 +377,8 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
     if not finite.all():
         bad = (~finite).nonzero().ravel()
         raise DataError(
-            f"{len(bad):,} of {len(codes):,} {what} codes hold NaN or infinity, the first in row {int(bad[0])}: "
-            "they have no distance to anything. The model has probably diverged."
+            f"{len(bad):,} of {len(codes):,} {what} codes hold NaN or infinity, the first in row"
+            f" {int(bad[0])}: they have no distance to anything. The model has probably diverged."
         )
     return codes
 

@@ -86,7 +86,8 @@ def evaluate_vectors(
     items = None if gallery is None else VectorRows(Path(gallery))
     if items is not None and items.bundle != queries.bundle:
         raise DataError(
-            f"{folder} and {gallery} hold vectors of two bundles, which have no distance to each other."
+            f"{folder} and {gallery} hold vectors of two bundles, which have no distance to each"
+            " other."
         )
     theirs = None if items is None else items.labels()
     with ExitStack() as stack:

@@ -79,7 +79,8 @@ def neighbours(
 
     if not isinstance(index, Index):
         raise DataError(
-            "Neighbours are drawn of an opened index, then the queries: neighbours(retrieval.open_index(path), queries)."
+            "Neighbours are drawn of an opened index, then the queries:"
+            " neighbours(retrieval.open_index(path), queries)."
         )
     images = (
         list(queries)
@@ -227,7 +228,8 @@ def _records(folder: Path) -> list[dict[str, Any]]:
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise DataError(
-            f"{file} cannot be read: {error.strerror or error}. Give the folder of a run that was trained in epochs."
+            f"{file} cannot be read: {error.strerror or error}. Give the folder of a run that was"
+            " trained in epochs."
         ) from None
     except ValueError:
         raise DataError(f"{file} is damaged: a line of it is not JSON.") from None
@@ -270,7 +272,8 @@ def map(
         )
     if names.shape != points.shape[:1]:
         raise DataError(
-            f"There are {len(points)} codes, and labels of shape {names.shape}; give each code one label."
+            f"There are {len(points)} codes, and labels of shape {names.shape}; give each code one"
+            " label."
         )
     plane, title = _plane(points, method, seed)
     figure = Picture(6.4, 4.8)
@@ -304,13 +307,17 @@ def _plane(
         total = points.var(axis=0, ddof=1).sum()
         return (
             plane,
-            f"PCA: {100 * pca.explained_variance_.sum() / total if total else 100:.0f} % of the variance",
+            (
+                f"PCA: {100 * pca.explained_variance_.sum() / total if total else 100:.0f} % of the"
+                " variance"
+            ),
         )
     if method == "tsne":
         from sklearn.manifold import TSNE
 
         perplexity = min(30.0, (len(points) - 1) / 3)
-        return TSNE(2, perplexity=perplexity, init="random", random_state=seed).fit_transform(
-            points
-        ), "t-SNE"
+        return (
+            TSNE(2, perplexity=perplexity, init="random", random_state=seed).fit_transform(points),
+            "t-SNE",
+        )
     raise DataError(f"A map's method is 'pca' or 'tsne', not {method!r}.")

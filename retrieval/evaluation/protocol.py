@@ -122,8 +122,8 @@ class Protocol:
             )
         if distance is not None and further:
             raise DataError(
-                "[evaluate] rerank, expand and augment go by Euclidean distance, and the [combiner] has its own. "
-                "Leave them out."
+                "[evaluate] rerank, expand and augment go by Euclidean distance, and the [combiner]"
+                " has its own. Leave them out."
             )
         yield "", self._row(query, gallery, distance, None, given)
         for name, change in further.items():
@@ -180,9 +180,11 @@ class Protocol:
                 for name, value in figures[0].items()
             },
             found[0],
-            {name: float(np.std([one[name] for one in figures], ddof=1)) for name in figures[0]}
-            if drawn
-            else {},
+            (
+                {name: float(np.std([one[name] for one in figures], ddof=1)) for name in figures[0]}
+                if drawn
+                else {}
+            ),
             found[0].groups,
             1000 * seconds / max(1, sum(one.queries for one in found)),
         )
@@ -202,7 +204,8 @@ class Protocol:
         labels = self.run.splits.labels[self.query]
         if np.bincount(labels).max() <= table.gallery_items:
             raise DataError(
-                f"[evaluate] gallery_items = {table.gallery_items}: no class has so many test items and one more."
+                f"[evaluate] gallery_items = {table.gallery_items}: no class has so many test items"
+                " and one more."
             )
         for number in range(table.repetitions):
             order = np.random.default_rng([self.run.recipe.split.seed % 2**64, number]).permutation(
@@ -268,7 +271,8 @@ class Protocol:
             refuse(
                 f"[evaluate] {key}",
                 [
-                    f"the data have no column '{name}' of metadata ({there}).{did_you_mean(name, known)}"
+                    f"the data have no column '{name}' of metadata"
+                    f" ({there}).{did_you_mean(name, known)}"
                 ],
             )
         return [row.get(name) for row in rows]

@@ -124,7 +124,8 @@ def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequenc
             or not all(isinstance(tag, str) for tag in tags)
         ):
             raise DataError(
-                f"The {what} labels in row {row} are {tags!r}: give each item a list of text, empty where it has none."
+                f"The {what} labels in row {row} are {tags!r}: give each item a list of text, empty"
+                " where it has none."
             )
     return items
 

@@ -117,7 +117,8 @@ def reranked(
     every = ours if gallery is None else np.concatenate([ours, _array(gallery)])
     if len(every) > MOST:
         raise DataError(
-            f"[evaluate] rerank: there are {len(every):,} queries and gallery items; {MOST:,} can be re-ranked."
+            f"[evaluate] rerank: there are {len(every):,} queries and gallery items; {MOST:,} can"
+            " be re-ranked."
         )
     k1, k2 = min(k1, len(every) - 1), min(k2, len(every))
     others, _ = Search(every, None).nearest(k1)

@@ -186,7 +186,8 @@ def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
     for row, flag in enumerate(flags.tolist()):
         if isinstance(flag, str) or flag not in (0, 1):
             raise DataError(
-                f"Whether a pair is the same must be true or false, or 1 or 0; row {row} is {flag!r}."
+                f"Whether a pair is the same must be true or false, or 1 or 0; row {row} is"
+                f" {flag!r}."
             )
     return flags.astype(bool)
 
@@ -194,12 +195,13 @@ def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
 def _check(distances: Floats, same: NDArray[np.bool_], folds: NDArray[Any]) -> None:
     if distances.ndim != 1 or not distances.shape == same.shape == folds.shape:
         raise DataError(
-            f"There are distances of shape {distances.shape}, kinds of shape {same.shape} and folds of shape {folds.shape}: one of "
-            "each a pair is needed."
+            f"There are distances of shape {distances.shape}, kinds of shape {same.shape} and folds"
+            f" of shape {folds.shape}: one of each a pair is needed."
         )
     if bad := int((~np.isfinite(distances)).sum()):
         raise DataError(
-            f"{bad:,} of {len(distances):,} distances are NaN or infinite: training has diverged, or the combiner divides by 0."
+            f"{bad:,} of {len(distances):,} distances are NaN or infinite: training has diverged,"
+            " or the combiner divides by 0."
         )
     if same.all() or not same.any():
         kind = "the same" if len(same) and same.all() else "different" if len(same) else "missing"

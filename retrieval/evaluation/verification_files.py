@@ -60,7 +60,8 @@ def write(
                 stack.enter_context(whole_file(path)).write_bytes(content)
     except OSError as error:
         raise DataError(
-            f"{run.path} cannot be written into: {error.strerror or error}. Free some space or make it writable."
+            f"{run.path} cannot be written into: {error.strerror or error}. Free some space or make"
+            " it writable."
         ) from error
     write_json(run.path / f"verification-{side}.json", results)
 

@@ -123,8 +123,10 @@ class RunVerification:
         origin = f"from {pairs.file}" if pairs.file else f"drawn from the {self.split} items"
         lines = [
             *grid(self.figures),
-            f"{pairs.same:,} same and {pairs.different:,} different pairs of {pairs.items:,} items, {origin}, "
-            f"in {pairs.folds} folds {_SHARED[pairs.folds_share]}",
+            (
+                f"{pairs.same:,} same and {pairs.different:,} different pairs of {pairs.items:,}"
+                f" items, {origin}, in {pairs.folds} folds {_SHARED[pairs.folds_share]}"
+            ),
             *self.notes,
             f"ROC curve: {Path(self.run, self.files['roc.svg'])}",
         ]
@@ -317,7 +319,8 @@ def _pairs(
         return read, {"file": str(file), "folds_drawn": True, "seed": seed}
     if folds is not None:
         raise DataError(
-            f"{file} states its own {len(read.folds)} folds: a number of folds is for lists without."
+            f"{file} states its own {len(read.folds)} folds: a number of folds is for lists"
+            " without."
         )
     return read, {"file": str(file)}
 
@@ -347,8 +350,9 @@ def _results(
     if known.any():
         clean = [name for k, name in enumerate(pairs.folds) if not known[fold == k].any()]
         notes.append(
-            f"{int(known.sum()):,} of {len(pairs):,} pairs have an item that trained or chose this model, so these are not "
-            f"figures of held-out items; folds without such pairs: {', '.join(clean) or 'none'}."
+            f"{int(known.sum()):,} of {len(pairs):,} pairs have an item that trained or chose this"
+            " model, so these are not figures of held-out items; folds without such pairs:"
+            f" {', '.join(clean) or 'none'}."
         )
     used = PairsUsed(
         int(pairs.same.sum()),

@@ -200,4 +200,7 @@ class Graphs:
         else:
             where = f"in the distance to item {worst.item}, with {worst.batch} queries at once"
             cause = "compute_mat may depend on how many queries or items it is given."
-        return f"torch and ONNX Runtime disagree by {worst.value:.2g} {where}; the tolerance is {self._tolerance:g}. {cause}"
+        return (
+            f"torch and ONNX Runtime disagree by {worst.value:.2g} {where}; the tolerance is"
+            f" {self._tolerance:g}. {cause}"
+        )

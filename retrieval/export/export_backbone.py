@@ -218,14 +218,15 @@ def named_backbone(
     if not random_weights and (drawn := _differing(backbone, build(1))):
         asking = next((p.name for p in factory.parameters if p.name in _ASKING), None)
         advice = (
-            f"Ask for its pretrained weights by its parameter '{asking}', which `retrieval plugins show {name}` explains"
+            f"Ask for its pretrained weights by its parameter '{asking}', which `retrieval plugins"
+            f" show {name}` explains"
             if asking
             else "Train it (retrieval train), or name another backbone"
         )
         raise BundleError(
-            f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())} tensors differ from one build to "
-            f"the next, as '{drawn[0]}' does. {advice}. To export it as it is, say --random-weights (in Python "
-            "random_weights=True)."
+            f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())}"
+            f" tensors differ from one build to the next, as '{drawn[0]}' does. {advice}. To export"
+            " it as it is, say --random-weights (in Python random_weights=True)."
         )
     return backbone
 

@@ -81,7 +81,8 @@ def export_run(
     chosen = by_class(splits.held_out, splits.labels)
     if "int8" in wanted and isinstance(run.dataset, KeptInputs):
         raise BundleError(
-            f"The int8 variant is calibrated on training items, and there are none. {splits.notes[0]}"
+            "The int8 variant is calibrated on training items, and there are none."
+            f" {splits.notes[0]}"
         )
     items = _load(run, chosen)
     model = run.model if dimensions is None else _cut(run.model, items, dimensions)
@@ -94,9 +95,11 @@ def export_run(
             name=run.path.resolve().name,
             labels=splits.labels[chosen],
             calibration=_load(run, spread(splits.train)) if "int8" in wanted else None,
-            codes=None
-            if run.model.combiner is None or run.model.combiner.exact
-            else ItemCodes(run, torch.device("cpu"))(spread(splits.held_out, MANY)),
+            codes=(
+                None
+                if run.model.combiner is None or run.model.combiner.exact
+                else ItemCodes(run, torch.device("cpu"))(spread(splits.held_out, MANY))
+            ),
             variants=wanted,
             split=split,
             allow_drift=allow_drift,
@@ -118,14 +121,16 @@ def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
     """
     if model.combiner is not None:
         raise BundleError(
-            f"The run's combiner {type(model.combiner).__name__} compares whole codes: --dimensions cuts a plain embedding only. Leave it out."
+            f"The run's combiner {type(model.combiner).__name__} compares whole codes: --dimensions"
+            " cuts a plain embedding only. Leave it out."
         )
     with ready(model), torch.inference_mode():
         _, codes = model(torch.from_numpy(items[:32]))
     width = codes.shape[1]
     if not 1 <= dimensions <= width:
         raise BundleError(
-            f"{dimensions:,} dimensions cannot be had: the run's embedding has {width:,} numbers. Ask for 1 to {width:,} (--dimensions)."
+            f"{dimensions:,} dimensions cannot be had: the run's embedding has {width:,} numbers."
+            f" Ask for 1 to {width:,} (--dimensions)."
         )
     if dimensions == width:
         return model

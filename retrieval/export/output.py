@@ -44,7 +44,8 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
                 )  # again: a program without our lock may have made it
     except OSError as fault:
         raise BundleError(
-            f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left behind."
+            f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left"
+            " behind."
         ) from fault
 
 
@@ -69,5 +70,6 @@ def refuse_existing(output: Path, replace: bool) -> None:
 
 def _exists_already(output: Path) -> BundleError:
     return BundleError(
-        f"The bundle {output} exists. Say replace (--replace, in Python replace=True), or name another output."
+        f"The bundle {output} exists. Say replace (--replace, in Python replace=True), or name"
+        " another output."
     )

@@ -311,7 +311,8 @@ def measure(
     for name, values in ((name, values) for after in afters for name, values in after.items()):
         if not np.isfinite(values).all():
             raise BundleError(
-                f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this precision. Leave this variant out."
+                f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this"
+                " precision. Leave this variant out."
             )
     after = min(
         afters, key=lambda outputs: float(row_cosine(before["vector"], outputs["vector"]).min())
@@ -342,9 +343,10 @@ def check_drift(name: str, variant: Variant) -> None:
     cosine = variant.cosine
     if cosine.mean < DRIFT.mean or cosine.min < DRIFT.min:
         raise BundleError(
-            f"The {name} variant drifts too far: the cosine of its vectors to the encoder's is {cosine.mean:.3f} on average "
-            f"and {cosine.min:.3f} at worst on held-out items; {DRIFT.mean:g} and {DRIFT.min:g} are asked for. Leave this variant "
-            "out, or write it anyway with --allow-drift."
+            f"The {name} variant drifts too far: the cosine of its vectors to the encoder's is"
+            f" {cosine.mean:.3f} on average and {cosine.min:.3f} at worst on held-out items;"
+            f" {DRIFT.mean:g} and {DRIFT.min:g} are asked for. Leave this variant out, or write it"
+            " anyway with --allow-drift."
         )
 
 

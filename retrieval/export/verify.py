@@ -92,7 +92,8 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
             raise BundleError(
-                f"The model gives NaN or infinity in '{name}' for item {row}: there is nothing to export."
+                f"The model gives NaN or infinity in '{name}' for item {row}: there is nothing to"
+                " export."
             )
     return outputs
 
@@ -112,13 +113,15 @@ def onnx_outputs(
             parts.append(run(list(names), {"input": inputs}))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(
-                f"The exported graph fails on a batch of {len(inputs)}: {first_line(fault)}. "
-                "The model's code probably fixes the batch size: write x.flatten(1), not x.reshape(8, -1)."
+                f"The exported graph fails on a batch of {len(inputs)}: {first_line(fault)}. The"
+                " model's code probably fixes the batch size: write x.flatten(1), not x.reshape(8,"
+                " -1)."
             ) from fault
         for name, values in zip(names, parts[-1], strict=True):
             if len(values) != len(inputs):
                 raise BundleError(
-                    f"The exported graph gives {len(values)} rows of '{name}' for a batch of {len(inputs)}."
+                    f"The exported graph gives {len(values)} rows of '{name}' for a batch of"
+                    f" {len(inputs)}."
                 )
     return {
         name: np.concatenate([part[column] for part in parts]) for column, name in enumerate(names)
@@ -175,12 +178,13 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Differe
             (distances,) = session.run(["distance"], {"query": queries, "items": items})
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(
-                f"The exported rescorer fails on {len(queries)} queries and {len(items)} items: {first_line(fault)}"
+                f"The exported rescorer fails on {len(queries)} queries and {len(items)} items:"
+                f" {first_line(fault)}"
             ) from fault
         if distances.shape != (len(queries), len(items)) or expected.shape != distances.shape:
             raise BundleError(
-                f"The rescorer gives distances of shape {distances.shape} (torch: {expected.shape}) for "
-                f"{len(queries)} queries and {len(items)} items."
+                f"The rescorer gives distances of shape {distances.shape} (torch: {expected.shape})"
+                f" for {len(queries)} queries and {len(items)} items."
             )
         if not np.isfinite(expected).all():
             raise BundleError(
@@ -209,12 +213,17 @@ def check_repeatable(
     for batch, cause in (
         (
             BATCH,
-            "it gives other numbers each time: dropout, or another random layer, runs in evaluation mode too.",
+            (
+                "it gives other numbers each time: dropout, or another random layer, runs in"
+                " evaluation mode too."
+            ),
         ),
         (
             1,
-            "an item's vector depends on which others are in the batch: batch normalisation, or another statistic "
-            "of the batch, is computed in evaluation mode too.",
+            (
+                "an item's vector depends on which others are in the batch: batch normalisation, or"
+                " another statistic of the batch, is computed in evaluation mode too."
+            ),
         ),
     ):
         # the same rows beside the same others, as far as the batch size allows
@@ -225,7 +234,8 @@ def check_repeatable(
             )
             if gap.max() > tolerance:
                 raise BundleError(
-                    f"The model disagrees with itself by {gap.max():.2g} in '{name}' of item {gap.argmax()}: {cause}"
+                    f"The model disagrees with itself by {gap.max():.2g} in '{name}' of item"
+                    f" {gap.argmax()}: {cause}"
                 )
 
 
@@ -233,8 +243,14 @@ def likely_cause(encoder: Encoder) -> str:
     """Return why the graph may disagree with a model that agrees with itself."""
     types = {str(p.dtype).removeprefix("torch.") for p in encoder.parameters()} - {"float32"}
     if types:
-        return f"Parameters of type {', '.join(sorted(types))} round differently: call model.float() first."
-    return "The exporter translates a layer wrongly: try the other one (exporter='torchscript' or 'dynamo')."
+        return (
+            f"Parameters of type {', '.join(sorted(types))} round differently: call model.float()"
+            " first."
+        )
+    return (
+        "The exporter translates a layer wrongly: try the other one (exporter='torchscript' or"
+        " 'dynamo')."
+    )
 
 
 def merged_distances(
@@ -268,9 +284,9 @@ def check_order(combiner: Combiner, codes: Floats, query: Floats, vector: Floats
     row, column = np.unravel_index(int(drop.argmax()), drop.shape)
     if drop[row, column] > 1e-3 * (distances.max() - distances.min()):
         raise BundleError(
-            f"{type(combiner).__name__} says exact=True, but item {order[row, column]} is nearer to item {row} by "
-            "compute_mat than others that its index_vectors and query_vectors put before it. Set exact=False, so "
-            "that export adds a rescorer."
+            f"{type(combiner).__name__} says exact=True, but item {order[row, column]} is nearer to"
+            f" item {row} by compute_mat than others that its index_vectors and query_vectors put"
+            " before it. Set exact=False, so that export adds a rescorer."
         )
 
 
@@ -311,12 +327,14 @@ def check_widths(combiner: Combiner, outputs: Mapping[str, Floats]) -> None:
     width = outputs["vector"].shape[1]
     if "query" in outputs and outputs["query"].shape[1] != width:
         raise BundleError(
-            f"{type(combiner).__name__} gives query vectors of {outputs['query'].shape[1]} columns and index vectors of {width}."
+            f"{type(combiner).__name__} gives query vectors of {outputs['query'].shape[1]} columns"
+            f" and index vectors of {width}."
         )
     for space in combiner.subspaces:
         if not 0 <= space.start < space.stop <= width:
             raise BundleError(
-                f"{type(combiner).__name__}: sub-space '{space.name}' is columns {space.start} to {space.stop} of {width}."
+                f"{type(combiner).__name__}: sub-space '{space.name}' is columns {space.start} to"
+                f" {space.stop} of {width}."
             )
 
 

@@ -84,18 +84,21 @@ def whitening_head(
     wanted = min(DIMENSIONS, width) if dimensions is None else dimensions
     if not 1 <= wanted <= width:
         raise DataError(
-            f"{wanted:,} dimensions cannot be had: the backbone has {width:,} features. Ask for 1 to {width:,} (--dimensions)."
+            f"{wanted:,} dimensions cannot be had: the backbone has {width:,} features. Ask for 1"
+            f" to {width:,} (--dimensions)."
         )
     if photos <= wanted:
         raise DataError(
-            f"{photos:,} photos are too few to whiten {wanted:,} dimensions: more photos than dimensions are needed. Name more "
-            f"photos, or ask for fewer dimensions (--dimensions {max(1, photos // 4)})."
+            f"{photos:,} photos are too few to whiten {wanted:,} dimensions: more photos than"
+            " dimensions are needed. Name more photos, or ask for fewer dimensions (--dimensions"
+            f" {max(1, photos // 4)})."
         )
     # what rounding alone makes of equal features of this size
     noise = float(np.finfo(np.float32).eps * np.abs(features).max())
     if float(np.ptp(features, axis=0).max()) <= noise:
         raise DataError(
-            f"The backbone gives the same features for all {photos:,} photos: there is nothing to whiten. Name photos that differ."
+            f"The backbone gives the same features for all {photos:,} photos: there is nothing to"
+            " whiten. Name photos that differ."
         )
     exact = width <= _EXACT_WIDTH
     pca = PCA(wanted, svd_solver="covariance_eigh" if exact else "randomized", random_state=0)
@@ -105,8 +108,8 @@ def whitening_head(
     varied = int((variance > max(_RANK * largest, noise**2)).sum())
     if varied < wanted:
         raise DataError(
-            f"The features of the {photos:,} photos vary in {varied:,} directions only: name more photos that differ, or ask for "
-            f"{varied:,} dimensions or fewer (--dimensions)."
+            f"The features of the {photos:,} photos vary in {varied:,} directions only: name more"
+            f" photos that differ, or ask for {varied:,} dimensions or fewer (--dimensions)."
         )
     components = pca.components_ / np.sqrt(variance + _SMALL * largest)[:, None]
     return nn.Sequential(*linear_head(components, pca.mean_), Normalize())

@@ -65,14 +65,14 @@ def require(items: Sequence[str], where: Path) -> None:
         return
     several = len(files) > 1
     brings = (
-        f"{where} brings {'plugin files that run' if several else 'a plugin file that runs'} with your rights: "
-        f"{', '.join(map(str, files))}."
+        f"{where} brings {'plugin files that run' if several else 'a plugin file that runs'} with"
+        f" your rights: {', '.join(map(str, files))}."
     )
     ask = _ask.get()
     if ask is None or not ask(brings):
         raise PluginError(
-            f"{brings} Nothing was run. Read {'them' if several else 'it'}, then repeat the command with "
-            f"--allow-plugins (in Python with {ALLOW}=1 in the environment)."
+            f"{brings} Nothing was run. Read {'them' if several else 'it'}, then repeat the command"
+            f" with --allow-plugins (in Python with {ALLOW}=1 in the environment)."
         )
     os.environ[ALLOW] = _YES  # asked once: the command's other recipes and processes know
 

@@ -71,7 +71,8 @@ def show_text(plugins: Plugins, name: str) -> str:
         known = [n for kind in KINDS for n in plugins.factories(kind)]
         known += [n.removeprefix(f"{BUILT_IN}.") for kind in SHORT for n in plugins.factories(kind)]
         raise PluginError(
-            f"Nothing is called '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
+            "Nothing is called"
+            f" '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
         )
     return "\n\n".join(_one(factory, plugins) for factory in found)
 
@@ -118,13 +119,22 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
             f"[evaluate]\nmetrics = [{_inline(factory) if settable else toml_value(factory.name)}]"
         )
     if factory.kind == "augmentations":
-        return f"[augmentation]\ntransforms = [{_inline(factory) if settable else toml_value(factory.name)}]"
+        return (
+            "[augmentation]\ntransforms ="
+            f" [{_inline(factory) if settable else toml_value(factory.name)}]"
+        )
     if factory.kind == "indexes":
         required = "".join(f" --set {p.name}=…" for p in settable if p.required)
-        return f"retrieval index create INDEX IMAGES --bundle BUNDLE --backend {factory.name}{required}"
+        return (
+            "retrieval index create INDEX IMAGES --bundle BUNDLE --backend"
+            f" {factory.name}{required}"
+        )
     if factory.kind == "stores":
         options = "&".join(f"{p.name}=…" for p in settable if p.required)
-        return f"retrieval index create {factory.name}://{f'PLACE?{options}' if options else 'PLACE'} IMAGES --bundle BUNDLE"
+        return (
+            f"retrieval index create {factory.name}://{f'PLACE?{options}' if options else 'PLACE'}"
+            " IMAGES --bundle BUNDLE"
+        )
     if factory.kind == "trackers":
         return f"retrieval train RECIPE --track {factory.name}"
     if factory.kind not in tables:

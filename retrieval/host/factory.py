@@ -129,7 +129,8 @@ def traits(**values: bool) -> Callable[[T], T]:
     for name in values:
         if name not in TRAITS:
             raise PluginError(
-                f"There is no trait '{name}' (known: {', '.join(TRAITS)}).{did_you_mean(name, TRAITS)}"
+                f"There is no trait '{name}' (known:"
+                f" {', '.join(TRAITS)}).{did_you_mean(name, TRAITS)}"
             )
 
     def mark(factory: T) -> T:
@@ -210,14 +211,16 @@ class Factory:
         """
         if not (inspect.isclass(make) or inspect.isroutine(make)):
             raise PluginError(
-                f"The {KINDS[kind]} '{name}' is made by an object of type {type(make).__name__}; a factory is a class or a function."
+                f"The {KINDS[kind]} '{name}' is made by an object of type {type(make).__name__}; a"
+                " factory is a class or a function."
             )
         what = f"The {KINDS[kind]} '{name}' ({make.__module__}.{make.__qualname__})"
         try:
             reading = read_signature(make)
         except Exception as error:  # resolving a type runs the plugin's own text
             raise PluginError(
-                f"{what} has a signature that cannot be read when it is loaded: {type(error).__name__}: {error}."
+                f"{what} has a signature that cannot be read when it is loaded:"
+                f" {type(error).__name__}: {error}."
             ) from error
         summary, description, docs = documentation(make, reading.homes)
         parameters, faults, hints = [], [], [] if summary else ["it has no docstring"]
@@ -230,7 +233,8 @@ class Factory:
             part, each = (marked.kind, marked.each) if marked else (None, None)
             if part and part not in KINDS:
                 faults.append(
-                    f"marks '{p.name}' as Part({part!r}), and there is no such kind{did_you_mean(part, KINDS)}"
+                    f"marks '{p.name}' as Part({part!r}), and there is no such"
+                    f" kind{did_you_mean(part, KINDS)}"
                 )
                 part = None
             upstream, meaning = (None, "") if typed else UPSTREAM.get(p.name, (None, ""))
@@ -323,7 +327,8 @@ class Factory:
         model, unwritable = self._types
         plain = {k: v for k, v in values.items() if k in settable and not settable[k].part}
         problems += [
-            f"{where} {k}: is of type {type_text(settable[k].annotation)}, which a recipe cannot write; remove it."
+            f"{where} {k}: is of type {type_text(settable[k].annotation)}, which a recipe cannot"
+            " write; remove it."
             for k in plain
             if k in unwritable
         ]
@@ -355,8 +360,9 @@ class Factory:
             except Exception:  # whatever reading a plugin's annotation raises
                 if p.required:
                     raise PluginError(
-                        f"The {KINDS[self.kind]} '{self.name}' has a parameter '{p.name}' of type {type_text(p.annotation)}, "
-                        f"which a recipe cannot write. Use numbers, text, lists of them, a pathlib.Path, or Part(…)."
+                        f"The {KINDS[self.kind]} '{self.name}' has a parameter '{p.name}' of type"
+                        f" {type_text(p.annotation)}, which a recipe cannot write. Use numbers,"
+                        " text, lists of them, a pathlib.Path, or Part(…)."
                     ) from None
                 unwritable.add(p.name)
                 continue
@@ -385,7 +391,8 @@ class Factory:
                 raise RecipeError([f"{self.name} refuses its parameters: {reason}."]) from error
             raise RecipeError(
                 [
-                    f"{self.name} cannot be made with these parameters: {type(error).__name__}: {reason}."
+                    f"{self.name} cannot be made with these parameters: {type(error).__name__}:"
+                    f" {reason}."
                 ]
             ) from error
 

@@ -163,13 +163,14 @@ class FilePlugin:
             return
         if self.is_folder:
             raise PluginError(
-                f"The plugin folder {self.path} imports '{error.name}', which is its own. "
-                f"Its modules are found relative to it: write `from . import …` or `from .{top} import …`."
+                f"The plugin folder {self.path} imports '{error.name}', which is its own. Its"
+                f" modules are found relative to it: write `from . import …` or `from .{top}"
+                " import …`."
             ) from error
         raise PluginError(
-            f"The plugin file {self.path} imports '{error.name}', which lies beside it. A file stands alone: "
-            f"make a folder {self.name}/ of both, with {self.path.name} as its __init__.py, "
-            f"and write `from . import {top}`."
+            f"The plugin file {self.path} imports '{error.name}', which lies beside it. A file"
+            f" stands alone: make a folder {self.name}/ of both, with {self.path.name} as its"
+            f" __init__.py, and write `from . import {top}`."
         ) from error
 
     def copy(self, folder: Path) -> Path:

@@ -56,12 +56,14 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
         if isinstance(error, SyntaxError):
             place = f" ({error.filename}, line {error.lineno})"
         raise PluginError(
-            f"The plugin '{source.plugin}' ({source.origin}) cannot be imported: {reason(error)}{place}. "
-            f"Mend it, or leave it out with RETRIEVAL_BLOCK={source.plugin}."
+            f"The plugin '{source.plugin}' ({source.origin}) cannot be imported:"
+            f" {reason(error)}{place}. Mend it, or leave it out with"
+            f" RETRIEVAL_BLOCK={source.plugin}."
         ) from error
     if not isinstance(module, ModuleType):
         raise PluginError(
-            f"The plugin '{source.plugin}' ({source.origin}) is an object of type {type(module).__name__}; its entry point must name a module."
+            f"The plugin '{source.plugin}' ({source.origin}) is an object of type"
+            f" {type(module).__name__}; its entry point must name a module."
         )
     return module
 
@@ -83,7 +85,8 @@ def import_extra(item: str) -> ModuleType:
         ):
             raise  # the module is there; what it imports is not
         raise PluginError(
-            f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a folder's in /."
+            f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a"
+            " folder's in /."
         ) from error
 
 
@@ -96,13 +99,14 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
             hook = marked.get("specname") or name
             if hook not in known:
                 raise PluginError(
-                    f"The plugin '{source.plugin}' ({source.origin}) marks '{hook}' as a hook, and there is no such hook."
-                    f"{did_you_mean(hook, known)}"
+                    f"The plugin '{source.plugin}' ({source.origin}) marks '{hook}' as a hook, and"
+                    f" there is no such hook.{did_you_mean(hook, known)}"
                 )
         elif name in known and inspect.isfunction(value):
             raise PluginError(
-                f"The plugin '{source.plugin}' ({source.origin}) defines {name} without @retrieval.hookimpl above it, so it "
-                f"would never be called. Add that line, or rename the function."
+                f"The plugin '{source.plugin}' ({source.origin}) defines {name} without"
+                " @retrieval.hookimpl above it, so it would never be called. Add that line, or"
+                " rename the function."
             )
 
 

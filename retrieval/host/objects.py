@@ -57,8 +57,9 @@ def missing(kind: str, name: str) -> str:
     """Return a sentence for a recipe that names an object which nobody gave."""
     word = KINDS[kind]
     return (
-        f"The {word} '{name}' was made in Python and is kept by no plugin. Give the same object again, in Python: "
-        f"retrieval.load_run(…, {word}=…), or retrieval.train(…, {word}=…, resume=True)."
+        f"The {word} '{name}' was made in Python and is kept by no plugin. Give the same object"
+        f" again, in Python: retrieval.load_run(…, {word}=…), or retrieval.train(…, {word}=…,"
+        " resume=True)."
     )
 
 
@@ -86,11 +87,13 @@ def refuse_no_objects(objects: Mapping[str, Any]) -> None:
         word = KINDS[COMPONENTS[table]]
         if isinstance(value, type):
             raise PluginError(
-                f"The {word} is a class, {value.__name__}; give an object of it: {value.__name__}(…)."
+                f"The {word} is a class, {value.__name__}; give an object of it:"
+                f" {value.__name__}(…)."
             )
         if isinstance(value, str | PurePath | Mapping):
             raise PluginError(
-                f"The {word} that is given is text or a table, and must be an object. Name a plugin's part in the recipe, as "
+                f"The {word} that is given is text or a table, and must be an object. Name a"
+                " plugin's part in the recipe, as "
                 f'{table}={{"name": …}}, or give what retrieval.create("{word}", …) makes.'
             )
 
@@ -170,7 +173,8 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception as error:  # whatever copying someone's object raises
         raise PluginError(
-            f"{object_name(value)} cannot be copied, and training works on a copy: {type(error).__name__}: {error}"
+            f"{object_name(value)} cannot be copied, and training works on a copy:"
+            f" {type(error).__name__}: {error}"
         ) from error
 
 

@@ -170,14 +170,16 @@ class Plugins:
                 "sklearn",
             ):
                 raise MissingDependency(
-                    f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install 'embedding-retrieval[train]'."
+                    f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install"
+                    " 'embedding-retrieval[train]'."
                 ) from error
             raise PluginError(
                 f"The plugin '{plugin}' failed in {hook}: {reason(error)}."
             ) from error
         if not isinstance(made, Mapping):
             raise PluginError(
-                f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return {{name: factory}}."
+                f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return"
+                " {name: factory}."
             )
         return made
 
@@ -223,7 +225,10 @@ class Plugins:
                 if any(p.name == "model" and p.required for p in factory.parameters)
             ]
             if by_name and "." not in name:
-                hint += f' {" and ".join(by_name)} take a model by its name: name = "{by_name[-1]}", model = "{name}".'
+                hint += (
+                    f' {" and ".join(by_name)} take a model by its name: name = "{by_name[-1]}",'
+                    f' model = "{name}".'
+                )
             hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
 
@@ -296,7 +301,8 @@ class Plugins:
             elif p.part and p.required and p.name not in checked:
                 raise RecipeError(
                     [
-                        f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}); {factory.name} has no default."
+                        f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}); {factory.name} has"
+                        " no default."
                     ]
                 )
             elif p.part and p.name in checked:
@@ -308,7 +314,8 @@ class Plugins:
                 checked[p.name] = made if p.many or p.each else made[0]
             elif p.given and p.default is inspect.Parameter.empty:
                 raise PluginError(
-                    f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does not know here."
+                    f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does"
+                    " not know here."
                 )
         return factory.build(checked)
 
@@ -317,11 +324,13 @@ def _refuse_offer(plugin: str, kind: str, short: Any, make: Any) -> None:
     """Refuse what a hook offers under a name that is none, or that cannot be called."""
     if not (isinstance(short, str) and short.isidentifier()):
         raise PluginError(
-            f"The plugin '{plugin}' offers {short!r} in retrieval_{kind}; a name must be a Python identifier."
+            f"The plugin '{plugin}' offers {short!r} in retrieval_{kind}; a name must be a Python"
+            " identifier."
         )
     if not callable(make):
         raise PluginError(
-            f"The plugin '{plugin}' offers '{short}' in retrieval_{kind} with a factory of type {type(make).__name__}, which cannot be called."
+            f"The plugin '{plugin}' offers '{short}' in retrieval_{kind} with a factory of type"
+            f" {type(make).__name__}, which cannot be called."
         )
 
 
@@ -379,15 +388,16 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
         other = manager.get_name(module)
         if other:
             raise PluginError(
-                f"The {source.origin} is loaded already, as the plugin '{other}'. Name what it offers '{other}.…', "
-                f"and leave the {source.origin} out."
+                f"The {source.origin} is loaded already, as the plugin '{other}'. Name what it"
+                f" offers '{other}.…', and leave the {source.origin} out."
             )
         refuse_misspelt(source, module)
         try:
             manager.register(module, source.plugin)
         except (ValueError, pluggy.PluginValidationError) as error:
             raise PluginError(
-                f"The plugin '{source.plugin}' ({source.origin}) does not fit its hooks: {misfit(error)}."
+                f"The plugin '{source.plugin}' ({source.origin}) does not fit its hooks:"
+                f" {misfit(error)}."
             ) from error
         sources.append(source)
 
@@ -401,7 +411,8 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
         clash = next((s for s in sources if s.plugin == source.plugin), None)
         if clash:
             raise PluginError(
-                f"Two plugins are called '{source.plugin}': {clash.origin} and {source.origin}. Rename the second."
+                f"Two plugins are called '{source.plugin}': {clash.origin} and {source.origin}."
+                " Rename the second."
             )
         register(source, import_plugin(source, partial(import_extra, item)))
     return Plugins(manager, sources)
@@ -428,8 +439,9 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
             origin = f"{distribution.name} {distribution.version}"
             if entry.name in found:
                 raise PluginError(
-                    f"Two installed packages claim the plugin name '{entry.name}': {found[entry.name][1]} and {origin}. "
-                    f"Uninstall one, or leave the name out with RETRIEVAL_BLOCK={entry.name}."
+                    f"Two installed packages claim the plugin name '{entry.name}':"
+                    f" {found[entry.name][1]} and {origin}. Uninstall one, or leave the name out"
+                    f" with RETRIEVAL_BLOCK={entry.name}."
                 )
             found[entry.name] = (entry, origin)
     return found

@@ -110,11 +110,13 @@ def write_package(name: str, output: Path | None = None, kind: str = "loss") -> 
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise PluginError(
-            f"'{name}' cannot be a plugin's name: use a Python identifier in lower case, such as acme."
+            f"'{name}' cannot be a plugin's name: use a Python identifier in lower case, such as"
+            " acme."
         )
     if name in installed_plugins():
         raise PluginError(
-            f"A plugin '{name}' is installed already ({installed_plugins()[name]}). Choose another name."
+            f"A plugin '{name}' is installed already ({installed_plugins()[name]}). Choose another"
+            " name."
         )
     folder = output or Path(f"retrieval-{name}")
     taken = PluginError(f"{folder} exists already. Remove it, or choose another with --output.")

@@ -169,7 +169,10 @@ def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
         if not place and isinstance(value, Mapping | list)
         else "unknown key"
     )
-    return f"{dotted((*place, key))}: {what} (known: {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
+    return (
+        f"{dotted((*place, key))}: {what} (known:"
+        f" {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
+    )
 
 
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
@@ -219,9 +222,9 @@ def _bare(annotation: Any) -> Any:
 
 def _fields(model: Any) -> dict[str, Any]:
     return {
-        field.alias or name: Annotated[field.annotation, *field.metadata]
-        if field.metadata
-        else field.annotation
+        field.alias or name: (
+            Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        )
         for name, field in model.model_fields.items()
     }
 

@@ -55,8 +55,9 @@ def metric(name: str) -> Metric:
         ),
     ]
     raise RetrievalError(
-        f"There is no metric '{name}'.{did_you_mean(name.lower().replace('@', '_at_'), known)} "
-        "Built in are recall_at_K, precision_at_K, ndcg_at_K (K a number), r_precision, map_at_r and map."
+        f"There is no metric '{name}'.{did_you_mean(name.lower().replace('@', '_at_'), known)}"
+        " Built in are recall_at_K, precision_at_K, ndcg_at_K (K a number), r_precision, map_at_r"
+        " and map."
     )
 
 

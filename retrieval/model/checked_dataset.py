@@ -124,7 +124,8 @@ class CheckedDataset(Dataset):
         ):
             size = "(F,)" if width is None else f"({width},)"
             raise PluginError(
-                f"{what} gave {shown(item)}; it must give a vector: a numpy array of numbers of shape {size}."
+                f"{what} gave {shown(item)}; it must give a vector: a numpy array of numbers of"
+                f" shape {size}."
             )
         if not np.isfinite(item).all():
             raise DataError(f"{what} gave NaN or infinity; leave the item out, or mend it.")

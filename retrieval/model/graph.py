@@ -145,7 +145,8 @@ def check_size(model: Model) -> None:
     size = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
     if size >= LIMIT:
         raise BundleError(
-            f"The model has {size / 1e9:.1f} GB of numbers; an ONNX file holds at most 2 GB. Take a smaller backbone."
+            f"The model has {size / 1e9:.1f} GB of numbers; an ONNX file holds at most 2 GB. Take a"
+            " smaller backbone."
         )
 
 

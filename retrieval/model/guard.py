@@ -22,7 +22,10 @@ from retrieval.model.contracts import Combiner, TripletIndices
 def shown(value: Any) -> str:
     """Return what something is, for a sentence: a tensor's shape and type, else its type."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+        return (
+            f"a tensor of shape {tuple(value.shape)} and type"
+            f" {str(value.dtype).removeprefix('torch.')}"
+        )
     if isinstance(value, np.ndarray):
         return f"a numpy array of shape {value.shape} and type {value.dtype}"
     if value is None or isinstance(value, bool | int | float):
@@ -45,13 +48,22 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
         PluginError: the value is not one floating-point number, is on another device, or has lost
             its gradient.
     """
-    should = "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient passes through"
+    should = (
+        "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient"
+        " passes through"
+    )
     if not isinstance(value, Tensor):
         hint = ""
         if isinstance(value, Mapping):
-            hint = " A reducer turns pytorch-metric-learning's dictionary into one: subclass BaseMetricLossFunction and define compute_loss."
+            hint = (
+                " A reducer turns pytorch-metric-learning's dictionary into one: subclass"
+                " BaseMetricLossFunction and define compute_loss."
+            )
         elif isinstance(value, int | float):
-            hint = " Do not call item() or float(); where there are no pairs, give embeddings.sum() * 0."
+            hint = (
+                " Do not call item() or float(); where there are no pairs, give embeddings.sum()"
+                " * 0."
+            )
         raise PluginError(f"{what} gave {shown(value)}; {should}.{hint}")
     if value.numel() != 1 or not value.is_floating_point():
         hint = " Take its mean." if value.numel() > 1 and value.is_floating_point() else ""
@@ -66,8 +78,8 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
     # a zero of its own, for a batch without pairs, trains nothing and is not a fault
     if trains and not value.requires_grad and torch.is_grad_enabled() and float(value) != 0:
         raise PluginError(
-            f"{what} gave {float(value):.4g} without a gradient; {should}. Was it detached, taken through numpy, or computed "
-            f"under torch.no_grad()?"
+            f"{what} gave {float(value):.4g} without a gradient; {should}. Was it detached, taken"
+            " through numpy, or computed under torch.no_grad()?"
         )
     return value.reshape(())
 
@@ -88,8 +100,8 @@ def checked_indices(
             what is there.
     """
     should = (
-        "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64 tensors, one number a "
-        "triplet or pair, where the codes are"
+        "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64"
+        " tensors, one number a triplet or pair, where the codes are"
     )
     if not isinstance(found, list | tuple) or len(found) not in (3, 4):
         raise PluginError(f"{what} gave {shown(found)}; {should}.")
@@ -121,7 +133,8 @@ def checked_indices(
         for (low, high), size in zip(zip(read[::2], read[1::2], strict=True), limited, strict=True):
             if low < 0 or high >= size:
                 raise PluginError(
-                    f"{what} gave indices from {low} to {high}, and there are {size} items to point at, numbered from 0."
+                    f"{what} gave indices from {low} to {high}, and there are {size} items to point"
+                    " at, numbered from 0."
                 )
     return cast(TripletIndices, tuple(indices))
 
@@ -151,7 +164,8 @@ def checked_rows(
     if not fits or (width >= 0 and value.shape[1] != width):
         asked = f"({rows}, {width})" if width >= 0 else f"({rows}, any width)"
         raise PluginError(
-            f"{what} gave {shown(value)}; it must give {of}: floating-point numbers of shape {asked}."
+            f"{what} gave {shown(value)}; it must give {of}: floating-point numbers of shape"
+            f" {asked}."
         )
     if value.device != device:
         raise PluginError(f"{what} gave {of} on {value.device}; its input is on {device}.")
@@ -166,7 +180,8 @@ def check_width(features: Any, what: str, width: int) -> None:
     """
     if features.ndim != 2 or features.shape[1] != width:
         raise PluginError(
-            f"{what} gave {shown(features)}; it must give features as wide as it says, of shape ({len(features)}, {width})."
+            f"{what} gave {shown(features)}; it must give features as wide as it says, of shape"
+            f" ({len(features)}, {width})."
         )
 
 
@@ -180,7 +195,8 @@ def checked_objective(
     """
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         raise PluginError(
-            f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and figures by name."
+            f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and"
+            " figures by name."
         )
     own, given = value
     figures: dict[str, Any] = {}
@@ -188,7 +204,8 @@ def checked_objective(
         single = isinstance(figure, Tensor) and figure.numel() == 1
         if not (single or (isinstance(figure, int | float) and not isinstance(figure, bool))):
             raise PluginError(
-                f"{what} gave {shown(figure)} for the figure '{name}' of objective; it must be one number."
+                f"{what} gave {shown(figure)} for the figure '{name}' of objective; it must be one"
+                " number."
             )
         figures[name] = figure.detach() if single else figure
     return None if own is None else checked_scalar(own, f"{what}'s objective", codes), figures

@@ -49,7 +49,8 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
     for row, value in enumerate(values):
         if not isinstance(value, str) and not _is_whole(value):
             raise LabelsError(
-                f"The {what} must be whole numbers or text, so that they compare exactly; row {row} is {_shown(value)}."
+                f"The {what} must be whole numbers or text, so that they compare exactly; row {row}"
+                f" is {_shown(value)}."
             )
     return array.astype(str) if values and isinstance(values[0], str) else _whole_numbers(values)
 
@@ -82,15 +83,16 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
         )
         are, plural = ("are", "s") if len(missing) > 1 else ("is", "")
         raise LabelsError(
-            f"{len(missing):,} of {len(array):,} {what} {are} missing (None or NaN), in row{plural} {rows} from 0 on. "
-            f"{advice}"
+            f"{len(missing):,} of {len(array):,} {what} {are} missing (None or NaN), in row{plural}"
+            f" {rows} from 0 on. {advice}"
         )
     texts = np.array([isinstance(value, str) for value in array], bool)
     if texts.any() and not texts.all():
         text, number = int(texts.argmax()), int((~texts).argmax())
         raise LabelsError(
-            f"The {what} are of two kinds, which never match: row {text} is {_shown(array[text])} and row {number} is "
-            f"{_shown(array[number])}. Make them all text, or all whole numbers."
+            f"The {what} are of two kinds, which never match: row {text} is {_shown(array[text])}"
+            f" and row {number} is {_shown(array[number])}. Make them all text, or all whole"
+            " numbers."
         )
     return array
 

@@ -96,8 +96,8 @@ def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
         )
     if len(names) == len(labels):
         raise ValueError(
-            f"Each of the {len(labels)} items is the only one of its class: {learner} needs at least one class with two "
-            "members."
+            f"Each of the {len(labels)} items is the only one of its class: {learner} needs at"
+            " least one class with two members."
         )
     return codes.astype(np.intp)
 

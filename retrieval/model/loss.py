@@ -102,11 +102,13 @@ def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
         )
     if not isinstance(labels, Tensor):
         raise ValueError(
-            f"{name} must be a tensor of whole numbers, one a class, not a {type(labels).__name__}; number labels that are text"
+            f"{name} must be a tensor of whole numbers, one a class, not a {type(labels).__name__};"
+            " number labels that are text"
         )
     if labels.shape != items.shape[:1]:
         raise ValueError(
-            f"{name} must be one number per item: they have the shape {tuple(labels.shape)}, and there are {len(items)} items"
+            f"{name} must be one number per item: they have the shape {tuple(labels.shape)}, and"
+            f" there are {len(items)} items"
         )
     return labels.to(items.device)
 
@@ -125,19 +127,21 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
     """
     if len(indices) not in (3, 4):
         raise ValueError(
-            f"a miner gives (anchor, positive, negative) or (anchor, positive, anchor, negative), not {len(indices)} tensors"
+            "a miner gives (anchor, positive, negative) or (anchor, positive, anchor, negative),"
+            f" not {len(indices)} tensors"
         )
     found = [torch.as_tensor(each, device=device).long() for each in indices]
     pairs = (found[0], found[1], found[-2] if len(found) == 4 else found[0], found[-1])
     for anchors, others in (pairs[:2], pairs[2:]):
         if anchors.shape != others.shape or anchors.ndim != 1:
             raise ValueError(
-                f"a miner's indices must be as many anchors as others, not {tuple(anchors.shape)} and {tuple(others.shape)}"
+                f"a miner's indices must be as many anchors as others, not {tuple(anchors.shape)}"
+                f" and {tuple(others.shape)}"
             )
         for each, size in zip((anchors, others), shape, strict=True):
             if each.numel() and not 0 <= int(each.min()) <= int(each.max()) < size:
                 raise ValueError(
-                    f"a miner's indices go from {int(each.min())} to {int(each.max())}, and there are {size} items: was it "
-                    f"given the same batch and reference set?"
+                    f"a miner's indices go from {int(each.min())} to {int(each.max())}, and there"
+                    f" are {size} items: was it given the same batch and reference set?"
                 )
     return pairs

@@ -92,11 +92,13 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         )
         if given.ndim != 3 or given.shape[1] != 2:
             raise ValueError(
-                f"Pairs must have the shape (P, 2, F), two items of F features each, not {given.shape}."
+                "Pairs must have the shape (P, 2, F), two items of F features each, not"
+                f" {given.shape}."
             )
         if given.shape[2] != self.n_features_in_:
             raise ValueError(
-                f"The pairs have {given.shape[2]} features, and {type(self).__name__} was fitted on {self.n_features_in_}."
+                f"The pairs have {given.shape[2]} features, and {type(self).__name__} was fitted on"
+                f" {self.n_features_in_}."
             )
         return given[:, 0], given[:, 1]
 
@@ -115,8 +117,8 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 )
         if len(set(given.values())) > 1:
             raise ValueError(
-                f"seed is {self.seed} and random_state is {self.random_state}. They are two names of one parameter: give one of "
-                "them, or both the same number."
+                f"seed is {self.seed} and random_state is {self.random_state}. They are two names"
+                " of one parameter: give one of them, or both the same number."
             )
         return int(next(iter(given.values()), 0))
 
@@ -139,7 +141,8 @@ def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floa
     one, other = np.asarray(u, dtype=np.float64), np.asarray(v, dtype=np.float64)
     if one.shape != (features,) or other.shape != (features,):
         raise ValueError(
-            f"The metric compares two vectors of {features} features, not arrays of the shapes {one.shape} and {other.shape}."
+            f"The metric compares two vectors of {features} features, not arrays of the shapes"
+            f" {one.shape} and {other.shape}."
         )
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
         raise ValueError("The metric compares finite numbers, and a vector holds NaN or infinity.")

@@ -50,12 +50,14 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
     features = getattr(backbone, "features", None)
     if not isinstance(features, int) or isinstance(features, bool) or features < 1:
         raise PluginError(
-            f"The backbone {name} has features = {shown(features)}; it must be the width of what forward gives, a whole number."
+            f"The backbone {name} has features = {shown(features)}; it must be the width of what"
+            " forward gives, a whole number."
         )
     preprocessing = getattr(backbone, "preprocessing", None)
     if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
         raise PluginError(
-            f"The backbone {name} has preprocessing = {shown(preprocessing)}; it must be a retrieval.Preprocessing, or None for vectors."
+            f"The backbone {name} has preprocessing = {shown(preprocessing)}; it must be a"
+            " retrieval.Preprocessing, or None for vectors."
         )
     return backbone
 
@@ -72,7 +74,8 @@ def check_generator(generator: Any, name: str) -> Generator:
         )
     if generator.replaces not in ("positive", "negative"):
         raise PluginError(
-            f'The generator {name} has replaces = {generator.replaces!r}; it must be "positive" or "negative".'
+            f'The generator {name} has replaces = {generator.replaces!r}; it must be "positive" or'
+            ' "negative".'
         )
     return generator
 
@@ -85,7 +88,8 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
     """
     if not isinstance(head, nn.Module):
         raise PluginError(
-            f"{what} gave {shown(head)} as the head; it must give a module from features (B, {features}) to codes (B, C)."
+            f"{what} gave {shown(head)} as the head; it must give a module from features (B,"
+            f" {features}) to codes (B, C)."
         )
     first = next(head.parameters(), torch.empty(0))
     with calling(f"{what}'s head"), untouched(head):
@@ -133,7 +137,8 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
     )
     if not (isinstance(rows, Tensor) and rows.shape == (3,)):
         raise PluginError(
-            f"{what}'s pairwise_distance gave {shown(rows)}; it must give one distance per row, of shape (3,)."
+            f"{what}'s pairwise_distance gave {shown(rows)}; it must give one distance per row, of"
+            " shape (3,)."
         )
     return combiner
 
@@ -149,8 +154,8 @@ def check_learner(learner: Any, name: str) -> None:
     ]
     if missing or inspect.isclass(learner):
         raise PluginError(
-            f"{name} gave {shown(learner)} without {', '.join(missing) or 'being made'}; a learner must have fit, transform and "
-            "to_model_parts."
+            f"{name} gave {shown(learner)} without {', '.join(missing) or 'being made'}; a learner"
+            " must have fit, transform and to_model_parts."
         )
 
 
@@ -165,13 +170,15 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
         parts = learner.to_model_parts()
     if not isinstance(parts, tuple) or len(parts) != 2:
         raise PluginError(
-            f"{what} gave {shown(parts)} from to_model_parts; it must give the head, and a combiner or None."
+            f"{what} gave {shown(parts)} from to_model_parts; it must give the head, and a combiner"
+            " or None."
         )
     head, combiner = parts
     check_head(head, what, features)
     if combiner is not None and not isinstance(combiner, Combiner):
         raise PluginError(
-            f"{what} gave {shown(combiner)} as its combiner; it must be a retrieval.Combiner or None."
+            f"{what} gave {shown(combiner)} as its combiner; it must be a retrieval.Combiner or"
+            " None."
         )
     return head, combiner
 
@@ -193,8 +200,8 @@ class CheckedMetric:
         number = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 1
         if not callable(metric) or not (number or depth in ("relevant", "all")):
             raise PluginError(
-                f"{self.what} is {shown(metric)} with depth = {depth!r}; it must be callable, and depth a number of neighbours, "
-                '"relevant" or "all".'
+                f"{self.what} is {shown(metric)} with depth = {depth!r}; it must be callable, and"
+                ' depth a number of neighbours, "relevant" or "all".'
             )
         self.depth = cast("int | Literal['relevant', 'all']", depth)
 
@@ -235,5 +242,6 @@ class CheckedMetric:
                     f"{self.what} gave NaN or infinite values for {wrong} of {queries} queries."
                 )
         raise PluginError(
-            f"{self.what} gave {shown(given)}; it must give one number per query, of shape ({queries},)."
+            f"{self.what} gave {shown(given)}; it must give one number per query, of shape"
+            f" ({queries},)."
         )

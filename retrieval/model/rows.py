@@ -68,7 +68,8 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
         return None
     if kind not in _KINDS:
         raise PluginError(
-            f"{type(loss).__name__}.rows is {kind!r}; it must be one of {', '.join(_KINDS)}, or None."
+            f"{type(loss).__name__}.rows is {kind!r}; it must be one of {', '.join(_KINDS)}, or"
+            " None."
         )
     if kind == "classes":
         return "classes"
@@ -197,8 +198,8 @@ def _summed(
     if given["reduction_type"] == "already_reduced":
         if float(losses.detach()):
             raise PluginError(
-                f"The loss says that it is one of rows, and gives its '{name}' as one number, of which the rows' parts are not "
-                "known. Take its attribute `rows` away."
+                f"The loss says that it is one of rows, and gives its '{name}' as one number, of"
+                " which the rows' parts are not known. Take its attribute `rows` away."
             )
         return none
     losses = losses.flatten()

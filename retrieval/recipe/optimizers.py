@@ -54,7 +54,8 @@ def _check_options(
     known = [name for name in parameters if name not in taken]
     needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     return [
-        f"{where} options.{key}: {what} takes no such argument (it takes: {', '.join(known)}).{did_you_mean(key, known)}"
+        f"{where} options.{key}: {what} takes no such argument (it takes:"
+        f" {', '.join(known)}).{did_you_mean(key, known)}"
         for key in options
         if key not in known
     ] + [
@@ -70,7 +71,8 @@ def check_optimizer(section: Optimizer, where: str) -> list[str]:
     known.pop("LBFGS", None)  # needs a closure
     if section.name not in known:
         return [
-            f"{where} name: torch.optim has no '{section.name}' (known: {', '.join(sorted(known))}).{did_you_mean(section.name, known)}"
+            f"{where} name: torch.optim has no '{section.name}' (known:"
+            f" {', '.join(sorted(known))}).{did_you_mean(section.name, known)}"
         ]
     problems = _check_options(
         section.name, known[section.name], section.options, {"params", "lr"}, where
@@ -102,7 +104,8 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
     if section.name not in known:
         names = [*SHAPES, *sorted(known)]
         return [
-            f"{where} name: there is no schedule '{section.name}' (known: {', '.join(names)}).{did_you_mean(section.name, names)}"
+            f"{where} name: there is no schedule '{section.name}' (known:"
+            f" {', '.join(names)}).{did_you_mean(section.name, names)}"
         ]
     problems = _check_options(
         section.name, known[section.name], section.options, {"optimizer", "last_epoch"}, where

@@ -77,14 +77,21 @@ def _override(table: dict[str, Any], text: str) -> str | None:
         before = ".".join(steps[:i])
         if isinstance(place, list):
             if not step.isdigit() or int(step) >= len(place):
-                return f"--set {text}: {before} has {len(place)} {'entry' if len(place) == 1 else 'entries'}, numbered from 0; '{step}' is none of them."
+                return (
+                    f"--set {text}: {before} has {len(place)}"
+                    f" {'entry' if len(place) == 1 else 'entries'}, numbered from 0; '{step}' is"
+                    " none of them."
+                )
             place = place[int(step)]
         elif steps[i + 1].isdigit() and step not in place:
             return f"--set {text}: the recipe has no list '{'.'.join(steps[: i + 1])}'."
         else:
             place = place.setdefault(step, {})
         if not isinstance(place, dict | list):
-            return f"--set {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no table to set a key in."
+            return (
+                f"--set {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no table to set a"
+                " key in."
+            )
     if isinstance(place, list):
         if (
             steps[-1].isdigit()
@@ -94,6 +101,9 @@ def _override(table: dict[str, Any], text: str) -> str | None:
             place[int(steps[-1])] = new
             return None
         first = ".".join(steps[:-1])
-        return f"--set {text}: {first} is a list; name an entry's key by the entry's number, as in {first}.0.{steps[-1]}=…"
+        return (
+            f"--set {text}: {first} is a list; name an entry's key by the entry's number, as in"
+            f" {first}.0.{steps[-1]}=…"
+        )
     place[steps[-1]] = new
     return None

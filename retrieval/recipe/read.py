@@ -335,7 +335,8 @@ def to_toml(recipe: Tables) -> str:
     """
     parts = [(table, getattr(recipe, table)) for table in COMPONENTS]
     notes = [
-        f"# [{table}] {part.name} was made in Python. Open this run with the same object: {WORDS[table]}=…\n"
+        f"# [{table}] {part.name} was made in Python. Open this run with the same object:"
+        f" {WORDS[table]}=…\n"
         for table, part in parts
         if part is not None and is_object(part.name)
     ]

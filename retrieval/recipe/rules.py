@@ -116,16 +116,18 @@ def _loss(recipe: Tables) -> list[str]:
         "losses", loss, lambda f: not any(p.each for p in f.parameters)
     ):
         problems.append(
-            f"[combiner] {combiner} compares whole codes, and {name} trains the beginnings of one embedding. Remove one of the two."
+            f"[combiner] {combiner} compares whole codes, and {name} trains the beginnings of one"
+            " embedding. Remove one of the two."
         )
     elif combiner:
         if not _measures(plugins, loss):
             problems.append(
-                f"[combiner] {combiner} needs a loss that takes a `distance`, and {name} takes none. "
-                f"Use one that does: {others(lambda f: f.takes('distance'))}."
+                f"[combiner] {combiner} needs a loss that takes a `distance`, and {name} takes"
+                f" none. Use one that does: {others(lambda f: f.takes('distance'))}."
             )
         problems += [
-            f"[{table}] distance: [combiner] {combiner} is the distance already. Remove one of the two."
+            f"[{table}] distance: [combiner] {combiner} is the distance already. Remove one of the"
+            " two."
             for table, part in (("loss", recipe.loss), ("miner", recipe.miner))
             if part and "distance" in part.parameters
         ]
@@ -136,18 +138,20 @@ def _loss(recipe: Tables) -> list[str]:
         )
     elif generator and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
-            f"[generator] {generator} makes a negative for each triplet, and {name} picks its own pairs. "
-            f"Use a loss that takes them: {others(lambda f: f.supports_ref_emb and f.supports_miner)}."
+            f"[generator] {generator} makes a negative for each triplet, and {name} picks its own"
+            " pairs. Use a loss that takes them:"
+            f" {others(lambda f: f.supports_ref_emb and f.supports_miner)}."
         )
     if generator and recipe.train.mine == "after":
         if recipe.miner is None:
             problems.append(
-                '[train] mine = "after" says when the miner picks, and there is none. Add a [miner], or remove it.'
+                '[train] mine = "after" says when the miner picks, and there is none. Add a'
+                " [miner], or remove it."
             )
         elif not plugins.every("miners", recipe.miner.table, lambda f: f.supports_ref_emb):
             problems.append(
-                f'[train] mine = "after" lets the miner pick from a reference set, and {miner} takes no '
-                f'`ref_emb`. Use mine = "before", or another miner.'
+                f'[train] mine = "after" lets the miner pick from a reference set, and {miner}'
+                ' takes no `ref_emb`. Use mine = "before", or another miner.'
             )
     if miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
@@ -191,7 +195,8 @@ def _generator(recipe: Tables, present: set[str]) -> list[str]:
         problems.append("[train] real_weight is of no use without a [generator]. Remove it.")
     if recipe.train.loss_weight != 1 and "combiner" not in present:
         problems.append(
-            "[train] loss_weight is of no use without a [generator] or a [combiner]. Use the [optimizer]'s lr."
+            "[train] loss_weight is of no use without a [generator] or a [combiner]. Use the"
+            " [optimizer]'s lr."
         )
     if recipe.train.coupling != "separate":
         problems.append("[train] coupling is of no use without a [generator]. Remove it.")
@@ -206,26 +211,29 @@ def _rates(recipe: Tables, present: set[str]) -> list[str]:
     own = recipe.generator_optimizer
     if own is not None:
         problems += [
-            f"[generator_optimizer] lr_factor.{part}: it steps the generator alone. Set it in [optimizer] lr_factor."
+            f"[generator_optimizer] lr_factor.{part}: it steps the generator alone. Set it in"
+            " [optimizer] lr_factor."
             for part in own.lr_factor
             if part != "generator"
         ]
         if "generator" in recipe.optimizer.lr_factor:
             problems.append(
-                "[optimizer] lr_factor.generator: the generator has a [generator_optimizer]. Set its lr there."
+                "[optimizer] lr_factor.generator: the generator has a [generator_optimizer]. Set"
+                " its lr there."
             )
     for phase in recipe.phase:
         where = f"[[phase]] {phase.name}:"
         if phase.lr and phase.train == ["generator"] and own is not None:
             problems.append(
-                f"{where} lr is instead of [optimizer] lr, and here only the generator trains, which has a [generator_optimizer]. "
-                "Use generator_lr."
+                f"{where} lr is instead of [optimizer] lr, and here only the generator trains,"
+                " which has a [generator_optimizer]. Use generator_lr."
             )
         if phase.generator_lr and "generator" not in present:
             problems.append(f"{where} generator_lr is of no use without a [generator]. Remove it.")
         elif phase.generator_lr and "generator" not in phase.train:
             problems.append(
-                f'{where} generator_lr is of no use, for the generator does not train. Remove it, or add "generator" to train.'
+                f"{where} generator_lr is of no use, for the generator does not train. Remove it,"
+                ' or add "generator" to train.'
             )
     return problems
 
@@ -247,14 +255,16 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
     if recipe.augmentation.active and (recipe.backbone.frozen or "learner" in present):
         once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
         problems.append(
-            f"[augmentation] changes images anew in each epoch, and with {once} their features are computed once. "
+            f"[augmentation] changes images anew in each epoch, and with {once} their features are"
+            " computed once. "
             + ("Remove one of the two." if recipe.backbone.frozen else "Remove the [augmentation].")
         )
     problems += _compiled(recipe, present)
     problems += _views(recipe)
     if (mix := recipe.augmentation.mix) is not None:
         problems += [
-            f'[augmentation] mix = "{mix}": a [{table}] compares items that have one label each. Remove one of the two.'
+            f'[augmentation] mix = "{mix}": a [{table}] compares items that have one label each.'
+            " Remove one of the two."
             for table in ("combiner", "generator", "miner")
             if table in present
         ]
@@ -263,7 +273,8 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
             problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
         if phase.train == ["backbone"] and recipe.backbone.frozen:
             problems.append(
-                f"[[phase]] {phase.name}: trains only the backbone, which [backbone] frozen = true keeps as it is."
+                f"[[phase]] {phase.name}: trains only the backbone, which [backbone] frozen = true"
+                " keeps as it is."
             )
     if recipe.train.patience and not recipe.split.validation and recipe.split.by != "given":
         problems.append("[train] patience needs a validation part: set [split] validation above 0.")
@@ -278,12 +289,13 @@ def _compiled(recipe: Tables, present: set[str]) -> list[str]:
     if recipe.backbone.frozen or "learner" in present:
         once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
         problems.append(
-            f"[train] compile makes a training backbone faster, and with {once} its features are computed once. Remove compile."
+            f"[train] compile makes a training backbone faster, and with {once} its features are"
+            " computed once. Remove compile."
         )
     if recipe.train.sync_batch_norm:
         problems.append(
-            "[train] compile: processes exchange batch norm's statistics (sync_batch_norm = true) where a compiled backbone cannot wait for them. "
-            "Remove one of the two."
+            "[train] compile: processes exchange batch norm's statistics (sync_batch_norm = true)"
+            " where a compiled backbone cannot wait for them. Remove one of the two."
         )
     return problems
 
@@ -293,16 +305,17 @@ def _views(recipe: Tables) -> list[str]:
     augmentation, problems = recipe.augmentation, []
     if augmentation.views > 1 and not augmentation.active:
         problems.append(
-            f"[augmentation] views = {augmentation.views}: nothing changes an image, so all its views are the same. "
-            "Add a crop or transforms, or remove it."
+            f"[augmentation] views = {augmentation.views}: nothing changes an image, so all its"
+            " views are the same. Add a crop or transforms, or remove it."
         )
     if augmentation.positives == "item" and augmentation.views == 1:
         problems.append(
-            '[augmentation] positives = "item": only views of one item are alike, and each item has one. Set views = 2 or more.'
+            '[augmentation] positives = "item": only views of one item are alike, and each item has'
+            " one. Set views = 2 or more."
         )
     if augmentation.positives == "item" and recipe.sampler.items != 1:
         problems.append(
-            f'[sampler] items = {recipe.sampler.items}: with [augmentation] positives = "item" each item is a class of its own. '
-            "Set items = 1, and classes to the items of a batch."
+            f'[sampler] items = {recipe.sampler.items}: with [augmentation] positives = "item" each'
+            " item is a class of its own. Set items = 1, and classes to the items of a batch."
         )
     return problems

@@ -48,23 +48,36 @@ class Split(Section):
 
     by: Literal["given", "class", "item"] = Field(
         "given",
-        description="`given`: the dataset's own split; `class`: training and test classes are disjoint, the usual zero-shot protocol; `item`: items of every class on both sides.",
+        description=(
+            "`given`: the dataset's own split; `class`: training and test classes are disjoint, the"
+            " usual zero-shot protocol; `item`: items of every class on both sides."
+        ),
     )
     test: Fraction | list[str | int] = Field(
         0.5,
-        description='With `by = "class"`, the fraction of the classes, or the very classes, that are held out; with `item`, the fraction of each class\'s items. Unused with `given`.',
+        description=(
+            'With `by = "class"`, the fraction of the classes, or the very classes, that are held'
+            " out; with `item`, the fraction of each class's items. Unused with `given`."
+        ),
     )
     validation: Fraction = Field(
         0.2,
-        description="Part of the *training* side that is kept for early stopping and every choice; 0 for none.",
+        description=(
+            "Part of the *training* side that is kept for early stopping and every choice; 0 for"
+            " none."
+        ),
     )
     validation_by: Literal["item", "class"] = Field(
         "item",
-        description="Whether that part is taken from every class (`item`) or is whole classes (`class`).",
+        description=(
+            "Whether that part is taken from every class (`item`) or is whole classes (`class`)."
+        ),
     )
     seed: int = Field(
         0,
-        description="Seed of the split; independent of the run's seed, so that several seeds share a split.",
+        description=(
+            "Seed of the split; independent of the run's seed, so that several seeds share a split."
+        ),
     )
 
 
@@ -75,7 +88,9 @@ class Sampler(Section):
     items: Count = Field(4, description="M, items of each class in a batch.")
     batches: Count | None = Field(
         None,
-        description="Batches in an epoch; by default as many as there are training items divided by P × M.",
+        description=(
+            "Batches in an epoch; by default as many as there are training items divided by P × M."
+        ),
     )
 
 
@@ -86,7 +101,9 @@ class Augmentation(Section):
 
     crop_scale: tuple[float, float] | None = Field(
         None,
-        description="Random resized crop: smallest and largest part of the image's area; none: no crop.",
+        description=(
+            "Random resized crop: smallest and largest part of the image's area; none: no crop."
+        ),
     )
     crop_ratio: tuple[float, float] = Field(
         (0.75, 1.3333), description="Smallest and largest aspect ratio of that crop."
@@ -96,23 +113,40 @@ class Augmentation(Section):
     )
     transforms: list[str | dict[str, Any]] = Field(
         [],
-        description='Further changes in order, by name: torchvision\'s (`"RandAugment"`, `{ name = "RandomAffine", degrees = 15 }`; `retrieval plugins list --kind augmentations` shows them), a plugin\'s as `PLUGIN.NAME`. They are given the image in the size that the backbone takes, and keep it.',
+        description=(
+            'Further changes in order, by name: torchvision\'s (`"RandAugment"`, `{ name ='
+            ' "RandomAffine", degrees = 15 }`; `retrieval plugins list --kind augmentations` shows'
+            " them), a plugin's as `PLUGIN.NAME`. They are given the image in the size that the"
+            " backbone takes, and keep it."
+        ),
     )
     views: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="How often each item is in its batch, each time changed anew."
     )
     positives: Literal["class", "item"] = Field(
         "class",
-        description="What is alike for loss and miner: items of one `class`, or only the views of one `item`, whose label is then not used (self-supervised); `[sampler] classes` counts items then.",
+        description=(
+            "What is alike for loss and miner: items of one `class`, or only the views of one"
+            " `item`, whose label is then not used (self-supervised); `[sampler] classes` counts"
+            " items then."
+        ),
     )
 
     mix: Literal["mixup", "cutmix"] | None = Field(
         None,
-        description="Each image together with another of its batch: a weighted mean of the two (`mixup`), or a box of the other put into it (`cutmix`). The loss is the same mean of both labels' losses; it must be one that compares items with classes, not with one another.",
+        description=(
+            "Each image together with another of its batch: a weighted mean of the two (`mixup`),"
+            " or a box of the other put into it (`cutmix`). The loss is the same mean of both"
+            " labels' losses; it must be one that compares items with classes, not with one"
+            " another."
+        ),
     )
     mix_alpha: Annotated[float, Field(gt=0.0, le=100.0)] = Field(
         1.0,
-        description="α of the Beta(α, α) that the weight of a batch is drawn from; small: mostly near 0 or 1.",
+        description=(
+            "α of the Beta(α, α) that the weight of a batch is drawn from; small: mostly near 0"
+            " or 1."
+        ),
     )
 
     @property
@@ -165,7 +199,10 @@ class Schedule(Section):
 
     name: str = Field(
         "constant",
-        description="`constant`, `cosine` or `linear` (both down to 0), or a class of `torch.optim.lr_scheduler`, stepped once an epoch.",
+        description=(
+            "`constant`, `cosine` or `linear` (both down to 0), or a class of"
+            " `torch.optim.lr_scheduler`, stepped once an epoch."
+        ),
     )
     warmup: Fraction = Field(
         0.0, description="Part of the phase's steps in which the rate rises from 0."
@@ -182,15 +219,23 @@ class Phase(Section):
     epochs: Count = Field(10, description="Epochs.")
     train: list[Trainable] = Field(
         ["backbone", "head", "combiner", "loss", "generator"],
-        description="The parts that train; the others keep their weights (and batch statistics) as they are.",
+        description=(
+            "The parts that train; the others keep their weights (and batch statistics) as they"
+            " are."
+        ),
     )
     lr: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="Learning rate of this phase, instead of `[optimizer] lr`: the generator's too, unless it has a `[generator_optimizer]`.",
+        description=(
+            "Learning rate of this phase, instead of `[optimizer] lr`: the generator's too, unless"
+            " it has a `[generator_optimizer]`."
+        ),
     )
     generator_lr: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="The generator's learning rate in this phase, instead of what its optimiser says.",
+        description=(
+            "The generator's learning rate in this phase, instead of what its optimiser says."
+        ),
     )
     synthetic: bool = Field(
         True, description="Whether the generator's negatives enter the loss in this phase."
@@ -209,18 +254,27 @@ class Train(Section):
     )
     compile: bool = Field(
         False,
-        description="Let `torch.compile` make the backbone's kernels: minutes at the start, faster steps. It needs a C++ compiler on a CPU.",
+        description=(
+            "Let `torch.compile` make the backbone's kernels: minutes at the start, faster steps."
+            " It needs a C++ compiler on a CPU."
+        ),
     )
     deterministic: bool = Field(
         False,
-        description="On a GPU: take only algorithms that give the same bits each time, so that a run repeats and resumes exactly there too; slower, and a part without one is refused. On a CPU runs do so anyway.",
+        description=(
+            "On a GPU: take only algorithms that give the same bits each time, so that a run"
+            " repeats and resumes exactly there too; slower, and a part without one is refused. On"
+            " a CPU runs do so anyway."
+        ),
     )
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Largest norm of the gradient; none: no clipping."
     )
     patience: Count | None = Field(
         None,
-        description="Stop after this many epochs without a better validation MAP@R; none: never early.",
+        description=(
+            "Stop after this many epochs without a better validation MAP@R; none: never early."
+        ),
     )
     validate_every: Count = Field(1, description="Epochs between validations.")
     checkpoint_every: Count | None = Field(
@@ -229,12 +283,18 @@ class Train(Section):
     workers: Annotated[int, Field(ge=0)] = Field(0, description="Processes that load images.")
     start_from: str | None = Field(
         None,
-        description="A run whose weights training starts from, such as `runs/a`; none: those that the parts come with.",
+        description=(
+            "A run whose weights training starts from, such as `runs/a`; none: those that the parts"
+            " come with."
+        ),
     )
     start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = (
         Field(
             ["backbone", "head", "combiner"],
-            description="The parts that take their weights from that run; each must have the same names and shapes there.",
+            description=(
+                "The parts that take their weights from that run; each must have the same names and"
+                " shapes there."
+            ),
         )
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -242,23 +302,40 @@ class Train(Section):
     )
     sync_batch_norm: bool = Field(
         False,
-        description="With several processes: batch norm takes mean and variance from the whole batch, as one process would, instead of from each process's share.",
+        description=(
+            "With several processes: batch norm takes mean and variance from the whole batch, as"
+            " one process would, instead of from each process's share."
+        ),
     )
     real_weight: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="With a generator: weight of the same loss on the real negatives, added to the one on synthetic ones.",
+        description=(
+            "With a generator: weight of the same loss on the real negatives, added to the one on"
+            " synthetic ones."
+        ),
     )
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
-        description="With a generator or a combiner: weight λ of the loss, on real and synthetic samples alike, against the generator's and the combiner's own objectives, as in DAML's J_gen + μ J_dis + λ J_m.",
+        description=(
+            "With a generator or a combiner: weight λ of the loss, on real and synthetic samples"
+            " alike, against the generator's and the combiner's own objectives, as in DAML's J_gen"
+            " + μ J_dis + λ J_m."
+        ),
     )
     mine: Literal["before", "after"] = Field(
         "before",
-        description="With a generator and a miner: `before` generates from the triplets that the miner picks; `after` generates from each positive pair and a random negative, and the miner picks among real and synthetic samples.",
+        description=(
+            "With a generator and a miner: `before` generates from the triplets that the miner"
+            " picks; `after` generates from each positive pair and a random negative, and the miner"
+            " picks among real and synthetic samples."
+        ),
     )
     coupling: Literal["separate", "joint"] = Field(
         "separate",
-        description="With a generator: `separate` steps each side on its own objective; `joint` lets both gradients flow everywhere.",
+        description=(
+            "With a generator: `separate` steps each side on its own objective; `joint` lets both"
+            " gradients flow everywhere."
+        ),
     )
 
 
@@ -291,14 +368,18 @@ class Tables(Section):
     seed: int = Field(0, description="Seed of everything random but the split.")
     plugins: list[str] = Field(
         [],
-        description="Plugin files (`x.py`) and folders (`x/`), relative to the recipe, or modules (`x`).",
+        description=(
+            "Plugin files (`x.py`) and folders (`x/`), relative to the recipe, or modules (`x`)."
+        ),
     )
     data: Component = Field(description="The dataset.")
     split: Split = Field(default_factory=Split)
     sampler: Sampler = Field(default_factory=Sampler)
     augmentation: Augmentation = Field(default_factory=Augmentation)
     backbone: Backbone = Field(
-        description="The backbone; `frozen = true` computes its features once and keeps them on disk."
+        description=(
+            "The backbone; `frozen = true` computes its features once and keeps them on disk."
+        )
     )
     head: Head = Field(default_factory=Head)
     combiner: Component | None = Field(
@@ -320,7 +401,11 @@ class Tables(Section):
     evaluate: Evaluate = Field(default_factory=Evaluate)
     search: dict[str, Range] = Field(
         {},
-        description='What `retrieval compare --search N` may try, by key: `loss.margin = { low = 0.01, high = 1.0, log = true }`, `optimizer.name = { choices = ["SGD", "AdamW"] }`. Training itself does not read it.',
+        description=(
+            "What `retrieval compare --search N` may try, by key: `loss.margin = { low = 0.01, high"
+            ' = 1.0, log = true }`, `optimizer.name = { choices = ["SGD", "AdamW"] }`. Training'
+            " itself does not read it."
+        ),
     )
     _loaded: _Loaded = PrivateAttr(default_factory=_Loaded)
 
@@ -342,8 +427,8 @@ class Tables(Section):
             or len(name.encode()) > 100
         ):
             raise ValueError(
-                f"{name!r} cannot be a folder's name: 1 to 100 characters, no dot or space at its start, no space at its end, "
-                'and none of / \\ < > : " | ? *'
+                f"{name!r} cannot be a folder's name: 1 to 100 characters, no dot or space at its"
+                ' start, no space at its end, and none of / \\ < > : " | ? *'
             )
         return name
 

@@ -48,7 +48,8 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
     elif recipe.loaded.find("backbones", recipe.backbone.name).takes("features"):
         raise RecipeError(
             [
-                f"[backbone] {recipe.backbone.name} takes vectors, and [data] {recipe.data.name} gives images."
+                f"[backbone] {recipe.backbone.name} takes vectors, and [data] {recipe.data.name}"
+                " gives images."
             ]
         )
     made = recipe.build("backbone", features=width)
@@ -58,7 +59,8 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
     if dataset.kind == "features" and backbone.preprocessing is not None:
         raise RecipeError(
             [
-                f"[backbone] {recipe.backbone.name} takes images, and [data] {recipe.data.name} gives vectors. Use core.features."
+                f"[backbone] {recipe.backbone.name} takes images, and [data] {recipe.data.name}"
+                " gives vectors. Use core.features."
             ]
         )
     return backbone
@@ -164,8 +166,8 @@ def as_module(made: Any, part: str, name: str) -> nn.Module:
         return made
     if not callable(made):
         raise PluginError(
-            f"The {part} {name} is an object of type {type(made).__name__}, which cannot be called. Its "
-            f"factory must give a module whose forward takes embeddings and labels."
+            f"The {part} {name} is an object of type {type(made).__name__}, which cannot be called."
+            " Its factory must give a module whose forward takes embeddings and labels."
         )
     return Called(made)
 
@@ -175,6 +177,7 @@ def _bind(generator: Generator, model: Model) -> None:
     theirs = {id(each) for each in (*model.modules(), *model.parameters())}
     if any(id(each) in theirs for each in (*generator.modules(), *generator.parameters())):
         raise PluginError(
-            f"{type(generator).__name__} keeps the head that bind(head) gave it as a part of itself: its weights would be saved "
-            "and trained twice. Keep it in a tuple: self._head = (head,)."
+            f"{type(generator).__name__} keeps the head that bind(head) gave it as a part of"
+            " itself: its weights would be saved and trained twice. Keep it in a tuple: self._head"
+            " = (head,)."
         )

@@ -83,7 +83,8 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
         metadata = _verified(content)
         if metadata.get("format") not in (FORMAT, WITHOUT_CHECKSUM):
             raise DataError(
-                f"{path} is not a checkpoint of this program (its format is {metadata.get('format', 'unstated')!r})."
+                f"{path} is not a checkpoint of this program (its format is"
+                f" {metadata.get('format', 'unstated')!r})."
             )
         state = _unflatten(json.loads(metadata["state"]), load_tensors(content))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -93,7 +94,8 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
         ) from error
     if metadata["format"] == WITHOUT_CHECKSUM:
         log.warning(
-            "%s was written before checkpoints had checksums: whether it is as it was written cannot be verified.",
+            "%s was written before checkpoints had checksums: whether it is as it was written"
+            " cannot be verified.",
             path,
         )
     return state

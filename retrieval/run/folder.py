@@ -88,7 +88,8 @@ def refuse_taken(path: Path, replace: bool) -> None:
         raise DataError(f"{path} is a file, and a run is a folder. Choose another --output.")
     if not is_run(path):
         raise DataError(
-            f"{path} exists already and holds no run, so there is nothing for --resume or --replace: choose another folder with --output."
+            f"{path} exists already and holds no run, so there is nothing for --resume or"
+            " --replace: choose another folder with --output."
         )
     if replace:
         return
@@ -104,8 +105,9 @@ def refuse_taken(path: Path, replace: bool) -> None:
             "Begin it again by --resume",
         )
     raise DataError(
-        f"{path} exists already: {state}. {go_on}, put a new run in its place with --replace, or choose another folder with --output. "
-        f"In Python: {python}; replace=True; or another output."
+        f"{path} exists already: {state}. {go_on}, put a new run in its place with --replace, or"
+        f" choose another folder with --output. In Python: {python}; replace=True; or another"
+        " output."
     )
 
 

@@ -34,7 +34,8 @@ def _recorded(value: Any) -> dict[str, Any]:
         names = json.dumps([list(map(str, value.labels)), list(map(str, value.keys))])
         said["items"] = len(value)
         said["content"] = (
-            f"{dataset_identity(value)} {hashlib.blake2b(names.encode(), digest_size=16).hexdigest()}"
+            f"{dataset_identity(value)}"
+            f" {hashlib.blake2b(names.encode(), digest_size=16).hexdigest()}"
         )
     return said
 
@@ -51,7 +52,8 @@ def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
         name = str(named.get("name")) if isinstance(named, Mapping) else "none"
         if not is_object(name):
             raise DataError(
-                f"{path} was trained with [{part}] {name}, not with an object. Leave {WORDS[part]}=… out."
+                f"{path} was trained with [{part}] {name}, not with an object. Leave"
+                f" {WORDS[part]}=… out."
             )
 
 
@@ -73,8 +75,8 @@ def refuse_others(path: Path, recipe: Recipe) -> None:
         if not isinstance(told, Mapping) or part not in now or told == now[part]:
             continue
         raise DataError(
-            f"{path} was trained with another {WORDS[part]}: {_difference(told, now[part])}. Give the object that it was "
-            "trained with, or train into another folder."
+            f"{path} was trained with another {WORDS[part]}: {_difference(told, now[part])}. Give"
+            " the object that it was trained with, or train into another folder."
         )
 
 

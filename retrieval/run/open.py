@@ -60,7 +60,10 @@ class Run:
     def __repr__(self) -> str:
         named = (self.recipe.data, self.recipe.backbone, self.recipe.loss or self.recipe.learner)
         parts = ", ".join(part.name for part in named if part)
-        return f"Run {self.path}: {parts}; {len(self.splits.train):,} items to train, {len(self.splits.query):,} to test"
+        return (
+            f"Run {self.path}: {parts}; {len(self.splits.train):,} items to train,"
+            f" {len(self.splits.query):,} to test"
+        )
 
     @property
     def plugins(self) -> Plugins:
@@ -96,7 +99,8 @@ class Run:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise DataError(
-                f"{self.metrics_file} cannot be written: {error.strerror or error}. Free some space, then go on with --resume."
+                f"{self.metrics_file} cannot be written: {error.strerror or error}. Free some"
+                " space, then go on with --resume."
             ) from error
 
 
@@ -159,7 +163,8 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
         files[INPUTS] = pack_inputs(run.dataset, run.splits, run.model.preprocessing)
     except DataError as error:
         report(
-            f"note: the run keeps no held-out inputs to export with, should its data be gone: {error}"
+            "note: the run keeps no held-out inputs to export with, should its data be gone:"
+            f" {error}"
         )
     create_folder(run.path, run.recipe, files, replace=replace)
 
@@ -277,5 +282,8 @@ def _weights_to_use(path: Path) -> tuple[Path, str]:
         raise DataError(f"{path} has no checkpoint yet. Train on, with --resume.")
     advice = "Train again, with --replace."
     if len(there) > 1:
-        advice = f"Remove it to use {there[1]}.safetensors instead, with the weights of another epoch; or train again, with --replace."
+        advice = (
+            f"Remove it to use {there[1]}.safetensors instead, with the weights of another epoch;"
+            " or train again, with --replace."
+        )
     return checkpoint_file(path, there[0]), advice

@@ -25,7 +25,10 @@ from retrieval.serving.files.places import StrPath
 MAY_CHANGE = re.compile(
     r"train\.(epochs|patience|validate_every|checkpoint_every|workers|device)|phase\.\d+\.epochs|evaluate\..+"
 )
-THEY = "train.epochs (or phase.N.epochs), patience, validate_every, checkpoint_every, workers and device, and what [evaluate] says"
+THEY = (
+    "train.epochs (or phase.N.epochs), patience, validate_every, checkpoint_every, workers and"
+    " device, and what [evaluate] says"
+)
 """The same in words."""
 
 Report = Callable[[str], None]
@@ -73,7 +76,8 @@ def read_given(
     require(own, folder / "recipe.toml")
     for line in changed_plugins(_named(given), own):
         report(
-            f"{line}; the run goes on with its own copy. --replace-plugins takes the present one, train --replace begins again with it."
+            f"{line}; the run goes on with its own copy. --replace-plugins takes the present one,"
+            " train --replace begins again with it."
         )
     return folder, check_recipe(given | {"plugins": _named(kept)}, where, objects)
 
@@ -86,7 +90,8 @@ def refuse_no_run(folder: Path) -> None:
     """
     if not is_run(folder):
         raise DataError(
-            f"{folder} is not a run that could be resumed: it holds no recipe.toml. Leave --resume out to start it."
+            f"{folder} is not a run that could be resumed: it holds no recipe.toml. Leave --resume"
+            " out to start it."
         )
 
 
@@ -195,10 +200,12 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
             for key in refused[:6]
         ]
         raise DataError(
-            f"{folder} was started with another recipe: {', '.join(f'[{table}]' for table in tables)} "
-            f"differ{'s' if len(tables) == 1 else ''} ({'; '.join(shown)}{'; …' if len(refused) > 6 else ''}). Resume with the "
-            "recipe (and --set) that started it, or train into another folder with --output. "
-            f"Only these may change: {THEY}."
+            f"{folder} was started with another recipe:"
+            f" {', '.join(f'[{table}]' for table in tables)}"
+            f" differ{'s' if len(tables) == 1 else ''}"
+            f" ({'; '.join(shown)}{'; …' if len(refused) > 6 else ''}). Resume with the recipe (and"
+            " --set) that started it, or train into another folder with --output. Only these may"
+            f" change: {THEY}."
         )
     longer = [key for key in differing if key.endswith(".epochs")]
     if longer:
@@ -216,7 +223,8 @@ def _refuse_lengths(
         raise DataError(f"{folder}: {keys[0]} says nothing here, for a [learner] is fitted once.")
     if given.phase and "train.epochs" in keys:
         raise DataError(
-            f"{folder}: train.epochs says nothing beside [[phase]]s. Set the epochs of one, as in phase.{len(given.phase) - 1}.epochs."
+            f"{folder}: train.epochs says nothing beside [[phase]]s. Set the epochs of one, as in"
+            f" phase.{len(given.phase) - 1}.epochs."
         )
     if progress is None:
         return
@@ -228,13 +236,14 @@ def _refuse_lengths(
         done = progress.phase_epoch + bool(progress.step)
         if new.epochs < done:
             raise DataError(
-                f"{folder} has begun epoch {done} of the phase '{new.name}' already: {new.epochs} would be fewer."
+                f"{folder} has begun epoch {done} of the phase '{new.name}' already: {new.epochs}"
+                " would be fewer."
             )
         patience = given.train.patience
         if patience is not None and progress.stale >= patience and new.epochs > old.epochs:
             raise DataError(
-                f"{folder} stopped early, after {progress.stale} validations without a better one, and would do so again at "
-                f"once. Set train.patience above {progress.stale} too."
+                f"{folder} stopped early, after {progress.stale} validations without a better one,"
+                f" and would do so again at once. Set train.patience above {progress.stale} too."
             )
 
 
@@ -248,8 +257,9 @@ def _schedule(given: Recipe, longer: Sequence[str], progress: Position | None) -
     if given.schedule.name not in ("constant", "cosine", "linear"):
         return []
     return [
-        f"note: [schedule] {given.schedule.name} is drawn over a phase's whole length. From here on the rate follows the new "
-        "curve, so the run is not what it would have been with this length from the start."
+        f"note: [schedule] {given.schedule.name} is drawn over a phase's whole length. From here on"
+        " the rate follows the new curve, so the run is not what it would have been with this"
+        " length from the start."
     ]
 
 

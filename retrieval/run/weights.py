@@ -21,5 +21,6 @@ def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
     except (KeyError, RuntimeError) as error:
         first = (str(error).splitlines() or ["?"])[-1].strip()
         raise DataError(
-            f"{path} holds the weights of another model: {first} The recipe beside it was changed, or a plugin was."
+            f"{path} holds the weights of another model: {first} The recipe beside it was changed,"
+            " or a plugin was."
         ) from error

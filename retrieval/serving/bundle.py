@@ -145,7 +145,10 @@ class Bundle:
         what = "images" if manifest.input.kind == "image" else "vectors"
         shape = " × ".join(map(str, manifest.input.shape))
         how = f"{self.variant} on {self.device}" if self.variant else self.device
-        return f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of {manifest.vector}, {how}"
+        return (
+            f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of"
+            f" {manifest.vector}, {how}"
+        )
 
     def changed(self) -> str | None:
         """Return a sentence when the files on the disk are no longer what was opened; costs a few
@@ -166,7 +169,8 @@ class Bundle:
         def write(folder: Snapshot) -> None:
             if manifest_text(folder) != self._text:
                 raise BundleError(
-                    f"The bundle {self.path} was changed while it was in use. Run the command again."
+                    f"The bundle {self.path} was changed while it was in use. Run the command"
+                    " again."
                 )
             held = read_files(folder, self.manifest.files)
             shutil.rmtree(target, ignore_errors=True)
@@ -361,8 +365,8 @@ class Bundle:
         preprocessing = self.manifest.input.preprocessing
         if preprocessing is None:
             raise DataError(
-                f"The bundle {self.path} takes vectors of {self.manifest.input.shape[0]} features, not images: "
-                "give an .npz file that holds 'features'."
+                f"The bundle {self.path} takes vectors of {self.manifest.input.shape[0]} features,"
+                " not images: give an .npz file that holds 'features'."
             )
         if isinstance(image, bytes | str | os.PathLike):
             image = decode(image)
@@ -380,7 +384,8 @@ class Bundle:
         session = self._sessions.rescorer
         if session is None:
             raise BundleError(
-                f"The bundle {self.path} has no rescorer: its vectors' order is the distance's order."
+                f"The bundle {self.path} has no rescorer: its vectors' order is the distance's"
+                " order."
             )
         feeds = {}
         for name, codes in (("query", query_codes), ("items", item_codes)):

@@ -113,12 +113,14 @@ class Decoders:
         except (OSError, EOFError, ValueError, struct.error):
             self._end(worker)
             raise DataError(
-                f"{name} cannot be decoded: it brings its decoder down. Save it as a plain PNG or JPEG."
+                f"{name} cannot be decoded: it brings its decoder down. Save it as a plain PNG or"
+                " JPEG."
             ) from None
         if result is None:
             self._end(worker)
             raise DataError(
-                f"{name} takes longer than {self.seconds:g} seconds to decode. Save it as a plain PNG or JPEG."
+                f"{name} takes longer than {self.seconds:g} seconds to decode. Save it as a plain"
+                " PNG or JPEG."
             )
         with self._lock:
             self._idle.append(worker)  # the last to have worked is the next: its caches are warm

@@ -171,7 +171,8 @@ class ImageFiles:
     def notes(self, folder: Path) -> list[str]:
         """Return a sentence for each reason: how many files, which ones first, and why."""
         return [
-            f"{folder}: {len(files):,} file{'s are' if len(files) > 1 else ' is'} left out, being {reason}: {_some(files, folder)}."
+            f"{folder}: {len(files):,} file{'s are' if len(files) > 1 else ' is'} left out, being"
+            f" {reason}: {_some(files, folder)}."
             for reason, files in self.left_out.items()
         ]
 
@@ -211,7 +212,8 @@ def find_images(folder: Path) -> ImageFiles:
     if not images:
         seen = " ".join(filter(None, [*files.notes(folder), files.dangling(folder)]))
         raise DataError(
-            f"{folder} holds no image (looked for {', '.join(FORMATS)}).{f' {seen}' if seen else ''}"
+            f"{folder} holds no image (looked for"
+            f" {', '.join(FORMATS)}).{f' {seen}' if seen else ''}"
         )
     return files
 

@@ -95,7 +95,8 @@ class Preprocessing:
             raise ValueError(f"resize must be at least 1 pixel, not {self.resize}")
         if self.interpolation not in get_args(Interpolation):
             raise ValueError(
-                f"interpolation must be one of {', '.join(get_args(Interpolation))}, not '{self.interpolation}'"
+                f"interpolation must be one of {', '.join(get_args(Interpolation))}, not"
+                f" '{self.interpolation}'"
             )
 
     @property
@@ -202,9 +203,10 @@ def check_range(image: Image.Image, name: str) -> None:
     if image.mode not in _WITHOUT_RANGE:
         return
     raise DataError(
-        f"{name} is {_WITHOUT_RANGE[image.mode]} grey (mode {image.mode}), which does not say what white "
-        "is: 1, 255 or any other number. Scale it and save it as 8-bit or 16-bit grey: of values from 0 to "
-        "1, Image.fromarray((values * 255).round().clip(0, 255).astype('uint8'))."
+        f"{name} is {_WITHOUT_RANGE[image.mode]} grey (mode {image.mode}), which does not say what"
+        " white is: 1, 255 or any other number. Scale it and save it as 8-bit or 16-bit grey: of"
+        " values from 0 to 1, Image.fromarray((values * 255).round().clip(0,"
+        " 255).astype('uint8'))."
     )
 
 
@@ -256,8 +258,9 @@ def few_levels(image: Image.Image) -> str | None:
             "is of 16 bits and holds nothing above 255, so it is black in 8 bits. Save it as 8 bits"
         )
     return (
-        f"is of 16 bits and holds nothing above {top:,} of 65,535, so {(top >> 8) + 1} of 256 levels are "
-        f"left in 8 bits. Multiply it by {(1 << 16) >> top.bit_length()} before it is saved"
+        f"is of 16 bits and holds nothing above {top:,} of 65,535, so {(top >> 8) + 1} of 256"
+        f" levels are left in 8 bits. Multiply it by {(1 << 16) >> top.bit_length()} before it is"
+        " saved"
     )
 
 
@@ -438,7 +441,8 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
 
 def _too_many_bytes(name: str, size: int, limits: Limits) -> DataError:
     return DataError(
-        f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the limit (--max-bytes)."
+        f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the"
+        " limit (--max-bytes)."
     )
 
 

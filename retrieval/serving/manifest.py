@@ -88,15 +88,16 @@ class Input(Entry):
             )
         if self.preprocessing is not None and (self.preprocessing.resize or 0) > _RESIZE:
             raise ValueError(
-                f"images are resized to {self.preprocessing.resize:,} pixels; {_RESIZE:,} are possible"
+                f"images are resized to {self.preprocessing.resize:,} pixels; {_RESIZE:,} are"
+                " possible"
             )
         if self.kind == "image":
             if self.preprocessing is None:
                 raise ValueError("an encoder of images needs its 'preprocessing'")
             if self.dtype != "uint8" or self.shape != self.preprocessing.shape:
                 raise ValueError(
-                    f"an encoder of images takes uint8 {list(self.preprocessing.shape)} by its preprocessing, "
-                    f"not {self.dtype} {list(self.shape)}"
+                    f"an encoder of images takes uint8 {list(self.preprocessing.shape)} by its"
+                    f" preprocessing, not {self.dtype} {list(self.shape)}"
                 )
         elif self.preprocessing is not None or self.dtype != "float32" or len(self.shape) != 1:
             raise ValueError(
@@ -135,7 +136,8 @@ class SubspaceEntry(Entry):
     def _ordered(self) -> SubspaceEntry:
         if self.stop <= self.start:
             raise ValueError(
-                f"sub-space '{self.name}' stops at column {self.stop}, before it starts at {self.start}"
+                f"sub-space '{self.name}' stops at column {self.stop}, before it starts at"
+                f" {self.start}"
             )
         return self
 
@@ -411,7 +413,8 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
         raise BundleError(f"{path} cannot be used:\n{problems_of(fault)}") from None
     if manifest.checksum != checksum_of(content):
         raise BundleError(
-            f"{path} was altered: its checksum differs. Export the bundle again, or copy it again; a manifest is not edited."
+            f"{path} was altered: its checksum differs. Export the bundle again, or copy it again;"
+            " a manifest is not edited."
         )
     if missing := [name for name in manifest.graphs() if name not in manifest.files]:
         raise BundleError(f"{path} cannot be used: it gives no SHA-256 for {', '.join(missing)}.")
@@ -429,6 +432,7 @@ def read_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, b
     contents, problems = read_all(folder, expected, f"The bundle {folder.path}", BundleError)
     if problems:
         raise BundleError(
-            f"The bundle {folder.path} is damaged: {'; '.join(problems)}. Make it again, or copy it again."
+            f"The bundle {folder.path} is damaged: {'; '.join(problems)}. Make it again, or copy it"
+            " again."
         )
     return contents

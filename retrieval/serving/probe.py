@@ -162,6 +162,7 @@ def probe_fault(bundle: Bundle) -> str | None:
     if apart <= allowed:
         return None
     return (
-        f"The model is broken: it embeds the bundle's probe {apart:.2g} away from where it did when it was exported; "
-        f"{allowed:.2g} is allowed. Is this processor, or ONNX Runtime, at fault? `retrieval doctor` tells more."
+        f"The model is broken: it embeds the bundle's probe {apart:.2g} away from where it did when"
+        f" it was exported; {allowed:.2g} is allowed. Is this processor, or ONNX Runtime, at fault?"
+        " `retrieval doctor` tells more."
     )

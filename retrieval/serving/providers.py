@@ -42,13 +42,14 @@ def checked_device(runtime: Any, device: Device) -> list[str]:
     """
     if device not in DEVICES:
         raise BundleError(
-            f"Device '{device}' is not known; it is {', '.join(map(repr, DEVICES[:-1]))} or '{DEVICES[-1]}'."
+            f"Device '{device}' is not known; it is {', '.join(map(repr, DEVICES[:-1]))} or"
+            f" '{DEVICES[-1]}'."
         )
     offered = runtime.get_available_providers()
     if device not in ("auto", "cpu") and _NAMES[device] not in offered:
         raise BundleError(
-            f"This ONNX Runtime has no {'CUDA' if device == 'cuda' else 'TensorRT'}. Install the other one: "
-            "pip uninstall -y onnxruntime && pip install 'embedding-retrieval[gpu]'"
+            f"This ONNX Runtime has no {'CUDA' if device == 'cuda' else 'TensorRT'}. Install the"
+            " other one: pip uninstall -y onnxruntime && pip install 'embedding-retrieval[gpu]'"
         )
     chain = {"cpu": ["cpu"], "tensorrt": ["tensorrt", "cuda", "cpu"]}.get(device, ["cuda", "cpu"])
     return [name for name in chain if _NAMES[name] in offered]
@@ -105,7 +106,8 @@ def refuse_other(device: Device, used: str) -> None:
     if device not in ("auto", used):
         what = "CUDA device" if device == "cuda" else "device with TensorRT"
         raise BundleError(
-            f"ONNX Runtime could not start on the {what}. Use the CPU, or let `retrieval doctor` say what is missing."
+            f"ONNX Runtime could not start on the {what}. Use the CPU, or let `retrieval doctor`"
+            " say what is missing."
         )
 
 

@@ -110,7 +110,8 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
         if image != images[0]:
             one, other = ("an image", "a vector") if image else ("a vector", "an image")
             raise DataError(
-                f"queries[{number}] is {one}, and queries[0] is {other}. Search for images and vectors separately."
+                f"queries[{number}] is {one}, and queries[0] is {other}. Search for images and"
+                " vectors separately."
             )
     if images[0]:
         return bundle.encode_each(items, progress=False, name="queries")
@@ -123,7 +124,8 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
     for number, row in enumerate(rows):
         if row.shape != (width,):
             raise DataError(
-                f"queries[{number}]: a vector for this index has {width} numbers, not shape {row.shape}."
+                f"queries[{number}]: a vector for this index has {width} numbers, not shape"
+                f" {row.shape}."
             )
         if row.dtype.kind not in "fiu" or not np.isfinite(row).all():
             raise DataError(f"queries[{number}]: a vector holds finite real numbers.")

@@ -53,8 +53,8 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
     if len(found) > 1:
         keep = found[-1]
         raise MissingDependency(
-            f"{' and '.join(found)} are both installed, and overwrite each other's files. Keep one: "
-            f"pip uninstall -y {' '.join(found)} && pip install {keep}"
+            f"{' and '.join(found)} are both installed, and overwrite each other's files. Keep one:"
+            f" pip uninstall -y {' '.join(found)} && pip install {keep}"
         )
     try:
         return importlib.import_module(module)
@@ -65,7 +65,8 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
                 f"pip install --force-reinstall {found[0]}"
             ) from fault
         raise MissingDependency(
-            f"{module} is not installed. Install it with: pip install 'embedding-retrieval[{extra}]'"
+            f"{module} is not installed. Install it with: pip install"
+            f" 'embedding-retrieval[{extra}]'"
             + (" (or 'embedding-retrieval[gpu]' with a CUDA device)" if extra == "cpu" else "")
         ) from None
 

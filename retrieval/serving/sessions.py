@@ -353,8 +353,8 @@ def run_batches(
         for name, values in zip(out, graph(list(out), feeds), strict=True):
             if values.shape != (len(part), widths[name]):
                 raise BundleError(
-                    f"The {what} gives '{name}' of shape {values.shape} for {len(part)} items; the manifest says "
-                    f"({len(part)}, {widths[name]})."
+                    f"The {what} gives '{name}' of shape {values.shape} for {len(part)} items; the"
+                    f" manifest says ({len(part)}, {widths[name]})."
                 )
             out[name][start : start + len(part)] = values
         start += len(part)

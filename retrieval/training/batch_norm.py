@@ -16,8 +16,9 @@ from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe
 
 NOT_SYNCHRONISED = (
-    "batch norm takes its mean and variance from each process's own share of the batch, so this run of {processes} processes "
-    "is not what one process would train. [train] sync_batch_norm = true takes them from the whole batch."
+    "batch norm takes its mean and variance from each process's own share of the batch, so this run"
+    " of {processes} processes is not what one process would train. [train] sync_batch_norm = true"
+    " takes them from the whole batch."
 )
 """Said of a run of several processes that trains batch norm by shares."""
 

@@ -110,18 +110,22 @@ def _fit_some(
         if len(rows) == len(labels):
             break
     raise DataError(
-        f"{name} refuses {len(rows):,} of the {len(labels):,} items that train: {str(refused).rstrip('.')}."
+        f"{name} refuses {len(rows):,} of the {len(labels):,} items that train:"
+        f" {str(refused).rstrip('.')}."
     ) from refused
 
 
 def _items(recipe: Recipe, splits: Splits) -> str:
     gallery = f" against a gallery of {len(splits.gallery):,}" if splits.gallery is not None else ""
     return (
-        f"data: {recipe.data.name}, {len(splits.train):,} to train ({len(splits.train_classes)} classes), "
-        f"{len(splits.validation):,} to validate, {len(splits.query):,} to test{gallery}"
+        f"data: {recipe.data.name}, {len(splits.train):,} to train ({len(splits.train_classes)}"
+        f" classes), {len(splits.validation):,} to validate, {len(splits.query):,} to test{gallery}"
     )
 
 
 def _model(recipe: Recipe, model: Model) -> str:
     weights = sum(p.numel() for p in model.parameters())
-    return f"model: {recipe.backbone.name}, {model.backbone.features} features, codes of {code_size(model)}, {weights:,} weights"
+    return (
+        f"model: {recipe.backbone.name}, {model.backbone.features} features, codes of"
+        f" {code_size(model)}, {weights:,} weights"
+    )

@@ -129,6 +129,7 @@ def _verify(run: Run, features: NDArray[np.float32]) -> None:
     with torch.inference_mode():
         if not torch.equal(run.model(x, True)[1], again(x, True)[1]):
             raise PluginError(
-                f"{run.recipe.learner and run.recipe.learner.name} keeps what it learned in something else than arrays and "
-                "numbers named like `components_`, so it cannot be saved. Its fitted attributes must be enough for to_model_parts()."
+                f"{run.recipe.learner and run.recipe.learner.name} keeps what it learned in"
+                " something else than arrays and numbers named like `components_`, so it cannot be"
+                " saved. Its fitted attributes must be enough for to_model_parts()."
             )

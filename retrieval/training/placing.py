@@ -58,7 +58,8 @@ def refuse_uncompiled(train: Train, on_cpu: bool) -> None:
     if shutil.which(compiler) is None:
         raise RecipeError(
             [
-                f"[train] compile: on a CPU torch.compile needs a C++ compiler, and {compiler} is not here. Install it, or remove compile."
+                f"[train] compile: on a CPU torch.compile needs a C++ compiler, and {compiler} is"
+                " not here. Install it, or remove compile."
             ]
         )
 

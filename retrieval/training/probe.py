@@ -139,14 +139,15 @@ class _Tried:
         drawn = self.size // self.recipe.augmentation.views
         if drawn > items:
             seen.warnings.append(
-                f"[sampler]: a batch takes {self.recipe.sampler.classes} classes × {self.recipe.sampler.items} items = {drawn:,}, "
-                f"and only {items:,} items train, so it holds most of them several times. Set items lower."
+                f"[sampler]: a batch takes {self.recipe.sampler.classes} classes ×"
+                f" {self.recipe.sampler.items} items = {drawn:,}, and only {items:,} items train,"
+                " so it holds most of them several times. Set items lower."
             )
         pairs = self.run.plugins.every("losses", loss.table, lambda factory: factory.supports_miner)
         if self.recipe.sampler.items * self.recipe.augmentation.views == 1 and pairs:
             seen.warnings.append(
-                f"[sampler] items = 1: {loss.name} compares items of one class, and a batch has one of each, so no such "
-                "pair is found. Set items = 2 or more."
+                f"[sampler] items = 1: {loss.name} compares items of one class, and a batch has one"
+                " of each, so no such pair is found. Set items = 2 or more."
             )
 
     def phase(self, phase: Phase, seen: Seen) -> None:
@@ -170,8 +171,8 @@ class _Tried:
             mined = losses.figures.get("mined")
             why = ": the miner found no pair" if mined is not None and int(mined) == 0 else ""
             seen.warnings.append(
-                f"phase '{phase.name}': no weight would change in {number + 1} sampled batch{'es' * (number > 0)}{why}. "
-                "Check the loss, the miner and [sampler]."
+                f"phase '{phase.name}': no weight would change in {number + 1} sampled"
+                f" batch{'es' * (number > 0)}{why}. Check the loss, the miner and [sampler]."
             )
 
     def step(self, phase: Phase) -> Step:
@@ -218,12 +219,13 @@ class _Tried:
         needed = int(each * self.size) + drawn_out(sizes, peaks, self.size)
         have = "" if free is None else f"; {shown(free)} are free"
         seen.lines.append(
-            f"memory: a batch of {self.size:,} takes about {shown(needed)}, judging by small ones{have}"
+            f"memory: a batch of {self.size:,} takes about {shown(needed)}, judging by small"
+            f" ones{have}"
         )
         if free is not None and needed > free:
             raise DataError(
-                f"[sampler]: a batch of {self.size:,} items takes about {shown(needed)} of memory, and {shown(free)} are free. "
-                "Set classes or items lower."
+                f"[sampler]: a batch of {self.size:,} items takes about {shown(needed)} of memory,"
+                f" and {shown(free)} are free. Set classes or items lower."
             )
 
     def _say(self, phase: Phase, losses: Losses, size: int, seen: Seen) -> None:
@@ -258,7 +260,8 @@ def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:
         losses.refuse()
     except DataError as error:
         raise DataError(
-            f"One batch in phase '{step.phase.name}' was tried, and {str(error).rstrip('.')}. Check the data and the parameters."
+            f"One batch in phase '{step.phase.name}' was tried, and {str(error).rstrip('.')}. Check"
+            " the data and the parameters."
         ) from error
     step.backward(losses)
     return losses

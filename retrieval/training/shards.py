@@ -64,7 +64,8 @@ class Shares:
         whole = {name: shard.whole for name, shard in self.shards.items()}
         if kept["rows"] != whole:
             raise DataError(
-                f"The checkpoint in {self.folder} has divided parameters of {kept['rows']} rows, and the recipe's have {whole}."
+                f"The checkpoint in {self.folder} has divided parameters of {kept['rows']} rows,"
+                f" and the recipe's have {whole}."
             )
         files, world = kept["files"], len(kept["files"])
         found: dict[str, list[Tensor]] = {}
@@ -117,8 +118,9 @@ class Shares:
                     if isinstance(value, Tensor) and value.ndim:
                         if value.shape != shape:
                             raise DataError(
-                                f"[optimizer]: its state '{key}' of the divided {name} has the shape {tuple(value.shape)} and is not of "
-                                "rows, so it cannot be kept. Use SGD, Adam or AdamW."
+                                f"[optimizer]: its state '{key}' of the divided {name} has the"
+                                f" shape {tuple(value.shape)} and is not of rows, so it cannot be"
+                                " kept. Use SGD, Adam or AdamW."
                             )
                         found.append((f"{optimizer}/{name}/{key}", entry, key))
         return found

@@ -98,5 +98,6 @@ def fitting(file: Path) -> Iterator[None]:
         IndexError,
     ) as error:
         raise DataError(
-            f"{file} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
+            f"{file} does not fit this recipe ({error}). Resume with the recipe and plugins that"
+            " started the run."
         ) from error

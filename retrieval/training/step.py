@@ -101,8 +101,9 @@ class Step:
         if recipe.augmentation.mix is not None and not compares_with_classes(objective.loss):
             raise RecipeError(
                 [
-                    f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]} compares '
-                    "items with one another, so none can be of two classes. Use a loss that compares them with classes, such as pml.arc_face, or remove it."
+                    f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]}'
+                    " compares items with one another, so none can be of two classes. Use a loss"
+                    " that compares them with classes, such as pml.arc_face, or remove it."
                 ]
             )
         optimizers = build_optimizers(recipe, phase, self.parts)
@@ -129,13 +130,15 @@ class Step:
         if self.divided and rows != "classes":
             raise RecipeError(
                 [
-                    "[loss]: a part of it divides its weights over processes, which only the recipe's loss itself can do."
+                    "[loss]: a part of it divides its weights over processes, which only the"
+                    " recipe's loss itself can do."
                 ]
             )
         if self.divided and self.accelerator.scaler is not None:
             raise RecipeError(
                 [
-                    f'[train] precision: "fp16" cannot go with the {self.who["loss"]} on several processes. Use "bf16".'
+                    f'[train] precision: "fp16" cannot go with the {self.who["loss"]} on several'
+                    ' processes. Use "bf16".'
                 ]
             )
         return rows

@@ -187,7 +187,8 @@ class _Follower(threading.Thread):
         self.join(seconds)
         if self.is_alive():
             self._fail(
-                f"The tracker {self.tracker_name} has not taken everything within {seconds:.0f} seconds, and is left to itself."
+                f"The tracker {self.tracker_name} has not taken everything within {seconds:.0f}"
+                " seconds, and is left to itself."
             )
         self._tell()
 
@@ -219,8 +220,9 @@ def full_name(plugins: Plugins, name: str) -> str:
         else "there is none yet"
     )
     raise PluginError(
-        f"There is no tracker '{name}' ({there}).{did_you_mean(name, known)} wandb and mlflow are there once their packages are: "
-        "pip install 'embedding-retrieval[wandb]' or 'embedding-retrieval[mlflow]'."
+        f"There is no tracker '{name}' ({there}).{did_you_mean(name, known)} wandb and mlflow are"
+        " there once their packages are: pip install 'embedding-retrieval[wandb]' or"
+        " 'embedding-retrieval[mlflow]'."
     )
 
 

@@ -61,7 +61,10 @@ from retrieval.training.tally import EVERY, Tally
 from retrieval.training.untrained import nothing_to_train, write_untrained
 from retrieval.training.validate import validate
 
-NO_TRIPLETS = "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more, and a [miner] that finds some."
+NO_TRIPLETS = (
+    "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more,"
+    " and a [miner] that finds some."
+)
 """Said at the end of such an epoch."""
 
 
@@ -222,7 +225,8 @@ class Trainer:
 
     def _stopped(self, step: int, what: str) -> Diverged:
         return Diverged(
-            f"Training stopped at step {step} (epoch {self.progress.epoch + 1}): {what.rstrip('.')}. The last good checkpoint is "
+            f"Training stopped at step {step} (epoch {self.progress.epoch + 1}):"
+            f" {what.rstrip('.')}. The last good checkpoint is "
             f'{self.run.last}. Try a smaller learning rate, [train] clip_norm, or precision = "no".'
         )
 
@@ -288,10 +292,16 @@ class Trainer:
                 f"{name} {value:.4f}"
                 for name, value in metrics.items()
                 if name
-                in ("loss", "generator_loss", "validation_map_at_r", "validation_recall_at_1")
+                in (
+                    "loss",
+                    "generator_loss",
+                    "validation_map_at_r",
+                    "validation_recall_at_1",
+                )
             ]
             self.report(
-                f"epoch {progress.epoch + 1}: {', '.join(shown)}, {metrics['images_per_second']:.0f} images/s{' (best)' if improved else ''}"
+                f"epoch {progress.epoch + 1}: {', '.join(shown)},"
+                f" {metrics['images_per_second']:.0f} images/s{' (best)' if improved else ''}"
             )
         progress.epoch += 1
         progress.phase_epoch += 1

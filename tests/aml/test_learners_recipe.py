@@ -27,7 +27,10 @@ name = "core.features"
 
 LEARNERS = {
     "gmml": 'name = "aml.gmml"\nt = 0.3\nregularization = 0.5\nprior = "covariance"\n',
-    "aml": 'name = "aml.aml"\nalpha = 5.0\nbeta = 0.5\nn_pairs = "paper"\nstandardize = true\nregularization = 0.1\n',
+    "aml": (
+        'name = "aml.aml"\nalpha = 5.0\nbeta = 0.5\nn_pairs = "paper"\nstandardize ='
+        " true\nregularization = 0.1\n"
+    ),
 }
 
 

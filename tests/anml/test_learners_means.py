@@ -132,8 +132,9 @@ def test_theorem_3_refuses() -> None:
 
 def test_neither_the_mean_nor_a_fit_imports_torch() -> None:
     code = (
-        "import sys, numpy as np; from retrieval_anml import LANML, PNCA, log_exp_mean; log_exp_mean([1.0, 2.0], 3.0);"
-        "x = np.random.default_rng(0).normal(size=(30, 3)); y = np.arange(30) % 3;"
-        "LANML(max_iter=3).fit(x, y).transform(x); PNCA(max_iter=3).fit(x, y); assert 'torch' not in sys.modules"
+        "import sys, numpy as np; from retrieval_anml import LANML, PNCA, log_exp_mean;"
+        " log_exp_mean([1.0, 2.0], 3.0);x = np.random.default_rng(0).normal(size=(30, 3)); y ="
+        " np.arange(30) % 3;LANML(max_iter=3).fit(x, y).transform(x); PNCA(max_iter=3).fit(x, y);"
+        " assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

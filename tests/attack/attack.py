@@ -304,21 +304,31 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
     lines = [
         "# An attack on the server",
         "",
-        f"`tests/attack/attack.py`: {requests:,} generated requests in {result.seconds:.0f} s from {_ATTACKERS} addresses, while two honest "
-        f"clients of another address searched. {platform.machine()}, {os.cpu_count()} cores shared with other work, Python "
-        f"{platform.python_version()}.",
+        (
+            f"`tests/attack/attack.py`: {requests:,} generated requests in {result.seconds:.0f} s"
+            f" from {_ATTACKERS} addresses, while two honest clients of another address searched."
+            f" {platform.machine()}, {os.cpu_count()} cores shared with other work, Python"
+            f" {platform.python_version()}."
+        ),
         "",
         f"- 5xx without an overload to explain it: {len(result.faults)}",
-        f"- honest searches: {len(seen.answered):,} answered as before (median {honest[len(honest) // 2] * 1000:.0f} ms, 99th percentile "
-        f"{honest[int(len(honest) * 0.99)] * 1000:.0f} ms, longest {honest[-1]:.2f} s), {sum(seen.refused.values())} told to come again, "
-        f"{len(seen.wrong)} wrong, {len(seen.late)} beyond the deadline of {DEADLINE:g} s",
-        f"- memory of the server and its processes: {before.total / 1e6:,.0f} MB before, {after.total / 1e6:,.0f} MB after",
+        (
+            f"- honest searches: {len(seen.answered):,} answered as before (median"
+            f" {honest[len(honest) // 2] * 1000:.0f} ms, 99th percentile"
+            f" {honest[int(len(honest) * 0.99)] * 1000:.0f} ms, longest {honest[-1]:.2f} s),"
+            f" {sum(seen.refused.values())} told to come again, {len(seen.wrong)} wrong,"
+            f" {len(seen.late)} beyond the deadline of {DEADLINE:g} s"
+        ),
+        (
+            f"- memory of the server and its processes: {before.total / 1e6:,.0f} MB before,"
+            f" {after.total / 1e6:,.0f} MB after"
+        ),
         f"- lines in the log: {log:,}",
     ]
     if took:
         lines.append(
-            f"- SIGTERM at {len(took)} random moments of further attacks: gone after {min(took):.1f} to {max(took):.1f} s; "
-            f"{GRACE:g} are promised"
+            f"- SIGTERM at {len(took)} random moments of further attacks: gone after"
+            f" {min(took):.1f} to {max(took):.1f} s; {GRACE:g} are promised"
         )
     lines += [
         "",
@@ -355,7 +365,8 @@ def _memory(result: Result) -> list[str]:
     ]
     for name, held in rows:
         lines.append(
-            f"| {name} | {held.server / 1e6:.0f} | {held.decoders / 1e6:.0f} | {held.total / 1e6:.0f} |"
+            f"| {name} | {held.server / 1e6:.0f} | {held.decoders / 1e6:.0f} |"
+            f" {held.total / 1e6:.0f} |"
         )
     return lines
 

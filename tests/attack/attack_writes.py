@@ -244,7 +244,8 @@ def text_of(
     )
     text = text.replace(
         "while two honest clients",
-        "half of them with a key that may do everything to the index that they attack, while two honest clients",
+        "half of them with a key that may do everything to the index that they attack, while two"
+        " honest clients",
     )
     text = text.replace(
         "# An attack on the server", f"## A server of {processes} process{'es' * (processes > 1)}"
@@ -253,19 +254,31 @@ def text_of(
         "",
         "### What is left",
         "",
-        f"The server had two indexes, keys, snapshots and a record of changes ({changes:,} lines of it); attackers wrote to one index, honest clients searched the other. "
-        "Afterwards all items were deleted and the index was left alone for 40 s.",
+        (
+            f"The server had two indexes, keys, snapshots and a record of changes ({changes:,}"
+            " lines of it); attackers wrote to one index, honest clients searched the other."
+            " Afterwards all items were deleted and the index was left alone for 40 s."
+        ),
         "",
-        "Descriptors are of the server's own processes; a connection to the record takes two of them, and an index keeps up to 16 for the next searches. "
-        "The write-ahead log is used again from its beginning when it has 16 MB; free pages are used by the next items, and given back by `retrieval index compact`.",
+        (
+            "Descriptors are of the server's own processes; a connection to the record takes two of"
+            " them, and an index keeps up to 16 for the next searches. The write-ahead log is used"
+            " again from its beginning when it has 16 MB; free pages are used by the next items,"
+            " and given back by `retrieval index compact`."
+        ),
         "",
-        "| | resident MB | descriptors | connections to records | threads | processes that decode | temporary files | files of the index | their MB | of these the log | free pages, MB |",
+        (
+            "| | resident MB | descriptors | connections to records | threads | processes that"
+            " decode | temporary files | files of the index | their MB | of these the log | free"
+            " pages, MB |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, one in left.items():
         rows.append(
-            f"| {name} | {one.resident / 1e6:.0f} | {one.descriptors} | {one.connections} | {one.threads} | {one.decoders} | {one.temporary} | {one.files} "
-            f"| {one.bytes / 1e6:.1f} | {one.log / 1e6:.1f} | {one.free / 1e6:.1f} |"
+            f"| {name} | {one.resident / 1e6:.0f} | {one.descriptors} | {one.connections} |"
+            f" {one.threads} | {one.decoders} | {one.temporary} | {one.files} |"
+            f" {one.bytes / 1e6:.1f} | {one.log / 1e6:.1f} | {one.free / 1e6:.1f} |"
         )
     rows += [
         "",
@@ -280,7 +293,10 @@ def bombs_of(bombs: dict[str, list[float]]) -> str:
     rows = [
         "## Bombs",
         "",
-        f"Milliseconds from the connection to the refusal, {_TRIES} times each, one after the other; the upload is in it, and of the 10 MB it is most:",
+        (
+            f"Milliseconds from the connection to the refusal, {_TRIES} times each, one after the"
+            " other; the upload is in it, and of the 10 MB it is most:"
+        ),
         "",
         "| | MB | least | half | longest |",
         "| --- | --- | --- | --- | --- |",
@@ -360,7 +376,8 @@ def main() -> None:
         text, kept, took = run(processes, images, options)
         bombs, whole = bombs or took, whole and kept
         parts.append(
-            f"{text}\nLoad average: {load:.1f} when it began, {os.getloadavg()[0]:.1f} when it ended.\n"
+            f"{text}\nLoad average: {load:.1f} when it began, {os.getloadavg()[0]:.1f} when it"
+            " ended.\n"
             if text
             else ""
         )

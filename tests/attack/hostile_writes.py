@@ -191,7 +191,10 @@ class WritingGenerator(Generator):
         if chance.random() < 0.7:
             ids = list(dict.fromkeys(ids))
         if chance.random() < 0.5:
-            numbers = f'{{"items": [{", ".join(json.dumps({"id": one, "vector": [0.5] * self._width}) for one in ids)}]}}'
+            numbers = (
+                '{"items":'
+                f" [{', '.join(json.dumps({'id': one, 'vector': [0.5] * self._width}) for one in ids)}]}}"
+            )
             content = post(numbers.encode())
         else:
             images = [

@@ -186,7 +186,9 @@ def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(
     """
     script: Any = importlib.import_module("power_disk")
     (tmp_path / "disk").mkdir()
-    hold = f"inject={call}:delay_{held}={300_000 if held == 'exit' else 1_000_000}:when={500 if call == 'openat' else 1}"  # of each thread
+    hold = (  # of each thread
+        f"inject={call}:delay_{held}={300_000 if held == 'exit' else 1_000_000}:when={500 if call == 'openat' else 1}"
+    )
     program = [sys.executable, "-I", "-S", "-c", ENDED, tmp_path / "disk", call, held]
     done = subprocess.run([*script.strace(tmp_path / "trace"), "-e", hold, *program], timeout=60)
     assert done.returncode == -signal.SIGKILL

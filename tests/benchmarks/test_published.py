@@ -59,7 +59,10 @@ def test_no_script_holds_a_published_table(script: Path) -> None:
     "code",
     [
         'PAPER = {"breast": (0.040, 0.044, 0.052, 0.073)}',
-        'PAIRS = (("lifted", "+1.7"), ("proxy-NCA", "+3.5"), ("N-pair", "+3.2"), ("DANML", "+2.2"))',
+        (
+            'PAIRS = (("lifted", "+1.7"), ("proxy-NCA", "+3.5"), ("N-pair", "+3.2"), ("DANML",'
+            ' "+2.2"))'
+        ),
         'PAPER = {"contrastive": 9.6, "triplet": 15.5, "lifted": 12.6, "N-pair": 6.2}',
         'line = "| LEGO [.35] [.64] [.58] |"',
     ],

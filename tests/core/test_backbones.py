@@ -260,7 +260,9 @@ def test_no_network_is_one_sentence(
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(
         DataError,
-        match=r"weights 'DEFAULT' of mnasnet0_5 could not be loaded .*not known.*leave weights out\.$",
+        match=(
+            r"weights 'DEFAULT' of mnasnet0_5 could not be loaded .*not known.*leave weights out\.$"
+        ),
     ):
         build(plugins, "torchvision", model="mnasnet0_5", weights="DEFAULT")
 

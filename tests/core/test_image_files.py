@@ -95,9 +95,9 @@ def test_the_run_and_the_index_keep_it(
     monkeypatch.chdir(tmp_path)
     (photos / "0" / "cut").write_bytes(b"\xff\xd8\xff\xe0 no more")
     Path("r.toml").write_text(
-        '[data]\nname = "core.image_folder"\nfolder = "photos"\nskip_bad = true\n[split]\nby = "item"\n'
-        '[sampler]\nclasses = 4\nbatches = 2\n[backbone]\nname = "core.convnet"\nwidth = 2\ndepth = 2\nsize = 8\n'
-        '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n'
+        '[data]\nname = "core.image_folder"\nfolder = "photos"\nskip_bad = true\n[split]\nby ='
+        ' "item"\n[sampler]\nclasses = 4\nbatches = 2\n[backbone]\nname = "core.convnet"\nwidth ='
+        ' 2\ndepth = 2\nsize = 8\n[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n'
     )
     done = cli("train", "r.toml", "--output", "run")
     assert done.code == 0, done.err

@@ -154,11 +154,23 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces
     assert text.splitlines() == [
         f"{faces} has 6 problems:",
         "  - 1 image is not called NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
-        "  - there are several files of Person_01/Person_01_0001; which of them is meant cannot be told.",
-        "  - peopleDevTrain.txt: line 2: of Person_00's 5 images 1 are missing: Person_00/Person_00_0002.",
+        (
+            "  - there are several files of Person_01/Person_01_0001; which of them is meant cannot"
+            " be told."
+        ),
+        (
+            "  - peopleDevTrain.txt: line 2: of Person_00's 5 images 1 are missing:"
+            " Person_00/Person_00_0002."
+        ),
         "  - peopleDevTrain.txt: line 4: Person_01 is in line 3 already.",
-        "  - peopleDevTrain.txt: line 4: of Person_01's 7 images 2 are missing: Person_01/Person_01_0006, Person_01/Person_01_0007.",
-        "  - peopleDevTest.txt: line 2: of Person_09's 5 images 1 are missing: Person_09/Person_09_0001.",
+        (
+            "  - peopleDevTrain.txt: line 4: of Person_01's 7 images 2 are missing:"
+            " Person_01/Person_01_0006, Person_01/Person_01_0007."
+        ),
+        (
+            "  - peopleDevTest.txt: line 2: of Person_09's 5 images 1 are missing:"
+            " Person_09/Person_09_0001."
+        ),
     ]
 
 
@@ -239,10 +251,10 @@ def test_trained_on_one_view_and_verified_by_the_lists_of_both(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("faces.toml").write_text(
-        f'name = "faces"\n[data]\nname = "core.lfw"\nfolder = "{made / "faces"}"\nview = "folds"\nfold = 3\n'
-        "[split]\nvalidation = 0.0\n[sampler]\nclasses = 4\nitems = 2\nbatches = 4\n"
-        '[backbone]\nname = "core.convnet"\nsize = 16\nwidth = 4\ndepth = 2\n[head]\nembedding_size = 8\n'
-        '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n',
+        f'name = "faces"\n[data]\nname = "core.lfw"\nfolder = "{made / "faces"}"\nview ='
+        ' "folds"\nfold = 3\n[split]\nvalidation = 0.0\n[sampler]\nclasses = 4\nitems = 2\nbatches'
+        ' = 4\n[backbone]\nname = "core.convnet"\nsize = 16\nwidth = 4\ndepth ='
+        ' 2\n[head]\nembedding_size = 8\n[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n',
         encoding="utf-8",
     )
     assert cli("train", "faces.toml").code == 0

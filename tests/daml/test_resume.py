@@ -212,11 +212,12 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(
     stopped = retrieval(*train, str(run))
     assert isinstance(stopped.exception, DataError)
     epoch = 1 + (stop - 1) // 4
-    assert str(stopped.exception) == (
-        f"Training stopped at step {stop} (epoch {epoch}): the generator's output became NaN or infinite "
-        "(generator fragile.hard). "
-        f"The last good checkpoint is {run / 'checkpoints' / 'last.safetensors'}. "
-        'Try a smaller learning rate, [train] clip_norm, or precision = "no".'
+    assert (
+        str(stopped.exception)
+        == f"Training stopped at step {stop} (epoch {epoch}): the generator's output became NaN or"
+        " infinite (generator fragile.hard). The last good checkpoint is"
+        f" {run / 'checkpoints' / 'last.safetensors'}. Try a smaller learning rate, [train]"
+        ' clip_norm, or precision = "no".'
     )
     monkeypatch.delenv("NAN_AT")
     kept = checkpoint.load(run / "checkpoints" / "last.safetensors")

@@ -185,11 +185,13 @@ def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
     total = losses.metric + losses.generator
     expected = {
         name: gradients(
-            total
-            if coupling == "joint"
-            else losses.generator
-            if name == "generator"
-            else losses.metric,
+            (
+                total
+                if coupling == "joint"
+                else losses.generator
+                if name == "generator"
+                else losses.metric
+            ),
             name,
         )
         for name in sides

@@ -107,7 +107,10 @@ def test_what_is_mined_after_generation_by_loops() -> None:
                 "miner": {"name": "pml.embeddings_already_packaged_as_triplets"},
                 "train": {"mine": "after"},
             },
-            r"pick from a reference set, and pml.embeddings_already_packaged_as_triplets takes no `ref_emb`",
+            (
+                r"pick from a reference set, and pml.embeddings_already_packaged_as_triplets takes"
+                r" no `ref_emb`"
+            ),
         ),
         ({"loss": {"name": "pml.n_pairs"}}, r"takes no `ref_emb`. Use a loss that does: pml"),
         ({"loss": {"name": "pml.normalized_softmax"}}, r"takes no `ref_emb`|picks its own pairs"),

@@ -323,12 +323,12 @@ class TestFaults:
     def test_a_plugins_own_by_its_name(self, tmp_path: Path) -> None:
         plugin = tmp_path / "fog.py"
         plugin.write_text(
-            '"""Fog."""\nimport torch\nfrom retrieval import hookimpl\n\n'
-            'class Fog:\n    """Lighter by chance.\n\n    Args:\n        most: added at most.\n    """\n\n'
-            "    def __init__(self, most: int = 40) -> None:\n        self.most = most\n\n"
-            "    def __call__(self, pixels):\n"
-            "        return (pixels.int() + torch.randint(1, self.most, (1,))).clamp(max=255).to(torch.uint8)\n\n"
-            '@hookimpl\ndef retrieval_augmentations():\n    return {"fog": Fog}\n'
+            '"""Fog."""\nimport torch\nfrom retrieval import hookimpl\n\nclass Fog:\n    """Lighter'
+            ' by chance.\n\n    Args:\n        most: added at most.\n    """\n\n    def'
+            " __init__(self, most: int = 40) -> None:\n        self.most = most\n\n    def"
+            " __call__(self, pixels):\n        return (pixels.int() + torch.randint(1, self.most,"
+            " (1,))).clamp(max=255).to(torch.uint8)\n\n@hookimpl\ndef retrieval_augmentations():\n "
+            '   return {"fog": Fog}\n'
         )
         recipe = Recipe(
             **RECIPE,
@@ -357,7 +357,8 @@ class TestPreview:
     ) -> None:
         recipe = tmp_path / "r.toml"
         recipe.write_text(
-            'name = "r"\n[data]\nname = "core.digits"\n[split]\nby = "item"\n[backbone]\nname = "core.convnet"\n[sampler]\nclasses = 4\n[loss]\nname = "pml.contrastive"\n'
+            'name = "r"\n[data]\nname = "core.digits"\n[split]\nby = "item"\n[backbone]\nname ='
+            ' "core.convnet"\n[sampler]\nclasses = 4\n[loss]\nname = "pml.contrastive"\n'
         )
         done = cli(
             "data", "show", str(recipe), "--items", "2", "--output", str(tmp_path / "sheet.png")

@@ -143,7 +143,10 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
     }
     for line in (
         "2 items cannot be read:",
-        "3 pairs of images look the same (within 0.08), 2 across the split and 2 with different labels:",
+        (
+            "3 pairs of images look the same (within 0.08), 2 across the split and 2 with different"
+            " labels:"
+        ),
         "1 group of files is the same, 1 with different labels:",
         "LABEL  photos/train/c0/0.png (train, c0)  photos/train/c1/twice.png (train, c1)",
     ):
@@ -220,8 +223,9 @@ def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[
     for broken in ("train/c4/cut.png", "train/c4/empty.jpg"):
         (photos / broken).unlink()
     Path("r.toml").write_text(
-        'name = "r"\n[data]\nname = "core.image_folder"\nfolder = "photos"\n[split]\nvalidation = 0.0\n[sampler]\nclasses = 2\nitems = 2\n'
-        '[backbone]\nname = "core.pixels"\nsize = 8\n[loss]\nname = "pml.contrastive"\n'
+        'name = "r"\n[data]\nname = "core.image_folder"\nfolder = "photos"\n[split]\nvalidation ='
+        ' 0.0\n[sampler]\nclasses = 2\nitems = 2\n[backbone]\nname = "core.pixels"\nsize ='
+        ' 8\n[loss]\nname = "pml.contrastive"\n'
     )
     folder, recipe = check_data("photos", progress=False), check_data("r.toml", progress=False)
     assert folder.counts() == recipe.counts() and folder.counts()["leaks"] == 3
@@ -415,10 +419,11 @@ def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos: 
 
 def test_ctrl_c_leaves_nothing(photos: Path) -> None:
     code = (
-        "import sys, time\nimport retrieval.run.check_data as c\nfrom retrieval.cli.app import main\n"
-        "def slow(item):\n    sys.stdout.write('began\\n'); sys.stdout.flush()\n    time.sleep(0.2)\n    return first(item)\n"
-        "first = c.fingerprint\nc.fingerprint = slow\n"
-        "sys.argv = ['retrieval', 'data', 'check', 'photos', '--output', 'found.json']\nmain()\n"
+        "import sys, time\nimport retrieval.run.check_data as c\nfrom retrieval.cli.app import"
+        " main\ndef slow(item):\n    sys.stdout.write('began\\n'); sys.stdout.flush()\n   "
+        " time.sleep(0.2)\n    return first(item)\nfirst = c.fingerprint\nc.fingerprint ="
+        " slow\nsys.argv = ['retrieval', 'data', 'check', 'photos', '--output',"
+        " 'found.json']\nmain()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],

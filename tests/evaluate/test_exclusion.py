@@ -314,9 +314,10 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
         rows.append(f"{number}.png,{item},{side},c{camera}")
     Path("items.csv").write_text("\n".join(rows) + "\n")
     Path("r.toml").write_text(
-        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation = 0.5\n[sampler]\nclasses = 2\n'
-        'items = 2\nbatches = 2\n[backbone]\nname = "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n'
-        '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nexclude = "camera"\n'
+        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation ='
+        " 0.5\n[sampler]\nclasses = 2\nitems = 2\nbatches = 2\n[backbone]\nname ="
+        ' "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n[loss]\nname ='
+        ' "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nexclude = "camera"\n'
     )
     assert cli("train", "r.toml").code == 0
     done = cli("evaluate", "runs/r", "--json")

@@ -261,7 +261,8 @@ def test_map_says_what_it_cannot_draw(codes: Any, labels: Any, method: Any, said
 def test_no_picture_touches_pyplot(process: Any) -> None:
     done = process(
         "-c",
-        "import retrieval, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]); print('matplotlib.pyplot' in sys.modules)",
+        "import retrieval, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]);"
+        " print('matplotlib.pyplot' in sys.modules)",
     )
     assert done.out.strip() == "False", done.err
     assert "plot" in dir(retrieval) and sys.modules["retrieval.evaluation.plot"] is retrieval.plot

@@ -321,16 +321,18 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         )
     Path("items.csv").write_text("\n".join(rows) + "\n")
     Path("r.toml").write_text(
-        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation = 0\n[sampler]\nclasses = 2\n'
-        'items = 2\nbatches = 1\n[backbone]\nname = "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n'
-        '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nmetrics = ["recall_at_1", "ndcg_at_5"]\n'
+        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation ='
+        ' 0\n[sampler]\nclasses = 2\nitems = 2\nbatches = 1\n[backbone]\nname = "core.pixels"\nsize'
+        ' = 8\n[head]\nembedding_size = 4\n[loss]\nname = "pml.contrastive"\n[train]\nepochs ='
+        ' 1\n[evaluate]\nmetrics = ["recall_at_1", "ndcg_at_5"]\n'
     )
     return "r.toml"
 
 
 def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
-    text = Path(recipe).read_text() + (
-        'levels = ["genus"]\nby = "vendor"\ngallery_items = 1\nrepetitions = 2\nlatency = true\n'
+    text = (
+        Path(recipe).read_text()
+        + 'levels = ["genus"]\nby = "vendor"\ngallery_items = 1\nrepetitions = 2\nlatency = true\n'
         "rerank = { k1 = 5, k2 = 2 }\nexpand = { k = 2 }\naugment = { k = 2, alpha = 3.0 }\n"
     )
     Path(recipe).write_text(text)

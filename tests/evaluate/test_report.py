@@ -268,7 +268,10 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
     )
     page.fill("input[type=search]", "<b>8")
     assert page.inner_text("[role=status]") == "21 items"
-    bright = "() => [...document.querySelectorAll('circle')].filter(dot => dot.style.opacity === '1').length"
+    bright = (
+        "() => [...document.querySelectorAll('circle')].filter(dot => dot.style.opacity ==="
+        " '1').length"
+    )
     assert page.evaluate(bright) == 21
     assert "<b>8</b>" in page.inner_text(".shown")
     page.click("button.in")

@@ -31,7 +31,8 @@ def refused(folder: Path, text: str) -> list[str]:
 def test_csv(tmp_path: Path) -> None:
     pairs = read(
         tmp_path,
-        '\ufefffirst,second,note,same,fold\r\nc,a,x,1,10\r\n\r\n"b,1",a,"",0,10\r\na,b c,,1,2\r\nc,b c,,0,2\r\n',
+        '\ufefffirst,second,note,same,fold\r\nc,a,x,1,10\r\n\r\n"b,1",a,"",0,10\r\na,b'
+        " c,,1,2\r\nc,b c,,0,2\r\n",
         ["a", "b,1", "b c", "c"],
     )
     assert pairs.first.tolist() == [3, 1, 0, 3] and pairs.second.tolist() == [0, 0, 2, 2]
@@ -76,7 +77,10 @@ def test_all_faults_of_a_csv_file_at_once(tmp_path: Path) -> None:
         "line 7: a pair needs two items; one is empty.",
         "line 8: it has 3 values; the header names 4 columns.",
         "line 9: its fold is empty: each pair has one, or the file has no column 'fold'.",
-        "line 2: 'nobody': there is no such item (the data's have keys such as 'Ann_Lee/Ann_Lee_0001.png').",
+        (
+            "line 2: 'nobody': there is no such item (the data's have keys such as"
+            " 'Ann_Lee/Ann_Lee_0001.png')."
+        ),
         "line 3: 'Bo/Bo_0001.png' is paired with itself.",
         "line 5: Bo/Bo_0002.png and Bo/Bo_0001.png are different here and the same in line 4.",
     ]
@@ -133,7 +137,8 @@ def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) ->
         (
             LFW.replace("Bo\t1\t2", "Bo\t1\t4"),
             [
-                "line 2: the image Bo/Bo_0004: there is no such item (the data's have keys such as 'Ann_Lee/"
+                "line 2: the image Bo/Bo_0004: there is no such item (the data's have keys such as"
+                " 'Ann_Lee/"
             ],
         ),
         (
@@ -252,7 +257,10 @@ def test_few_items_are_shared_by_folds_but_no_pair_is() -> None:
         (
             [5, 5],
             {"count": 60},
-            "no more pairs than 20 of one class and 25 of two classes; 10 folds of 3 of each kind need more",
+            (
+                "no more pairs than 20 of one class and 25 of two classes; 10 folds of 3 of each"
+                " kind need more"
+            ),
         ),
         (
             [5, 5],

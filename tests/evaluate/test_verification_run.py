@@ -276,8 +276,10 @@ def test_pairs_with_items_that_trained_are_told(
     results = verify_run(run, pairs=path)
     assert results.notes == [
         "Of 1 pairs the list says the same, or different, against the data's labels.",
-        "24 of 36 pairs have an item that trained or chose this model, so these are not figures of held-out items; folds "
-        "without such pairs: new.",
+        (
+            "24 of 36 pairs have an item that trained or chose this model, so these are not figures"
+            " of held-out items; folds without such pairs: new."
+        ),
     ]
     assert set(results.folds["trained"].accuracy) == {"seen", "new", "both"}
     assert all(note in results.table() for note in results.notes)
@@ -309,9 +311,10 @@ def test_the_command_on_digits_from_end_to_end(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("digits.toml").write_text(
-        'name = "digits"\n[data]\nname = "core.digits"\n[split]\nby = "class"\ntest = 0.4\n'
-        '[sampler]\nclasses = 4\nitems = 4\nbatches = 5\n[backbone]\nname = "core.convnet"\nsize = 8\nwidth = 4\ndepth = 1\n'
-        '[head]\nembedding_size = 8\n[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n',
+        'name = "digits"\n[data]\nname = "core.digits"\n[split]\nby = "class"\ntest ='
+        " 0.4\n[sampler]\nclasses = 4\nitems = 4\nbatches = 5\n[backbone]\nname ="
+        ' "core.convnet"\nsize = 8\nwidth = 4\ndepth = 1\n[head]\nembedding_size = 8\n[loss]\nname'
+        ' = "pml.contrastive"\n[train]\nepochs = 1\n',
         encoding="utf-8",
     )
     assert cli("train", "digits.toml").code == 0
@@ -336,7 +339,10 @@ def test_the_command_on_digits_from_end_to_end(
     assert done.err.splitlines() == [
         "Error: wrong.csv has 3 problems:",
         "  - line 2: 'digits/1' is paired with itself.",
-        "  - line 3: 'digits/9999': there is no such item (the data's have keys such as 'digits/0').",
+        (
+            "  - line 3: 'digits/9999': there is no such item (the data's have keys such as"
+            " 'digits/0')."
+        ),
         "  - all 2 pairs are the same: both kinds are needed.",
     ]
     for wrong, says in {

@@ -17,8 +17,7 @@ from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from torch import nn
 
-SCRIPT = textwrap.dedent(
-    """
+SCRIPT = textwrap.dedent("""
     import resource, signal, sys, time
     import numpy as np, torch
     from torch import nn
@@ -47,8 +46,7 @@ SCRIPT = textwrap.dedent(
     except BundleError as fault:
         print(fault)
         sys.exit(2)
-    """
-)
+    """)
 
 
 @pytest.fixture

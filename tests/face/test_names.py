@@ -110,7 +110,10 @@ def test_importing_and_listing_are_light(process: Callable[..., Any]) -> None:
 
 
 def test_the_serving_half_needs_no_torch(process: Callable[..., Any]) -> None:
-    code = "import retrieval, sys; retrieval.open_index, retrieval.build_index, retrieval.open_bundle; print('torch' in sys.modules)"
+    code = (
+        "import retrieval, sys; retrieval.open_index, retrieval.build_index, retrieval.open_bundle;"
+        " print('torch' in sys.modules)"
+    )
     assert process("-c", code).out.split() == ["False"]
 
 

@@ -72,9 +72,10 @@ def test_a_cpu_searches_what_a_gpu_built(index_gpus: int, vectors: Any, tmp_path
     loaded("cagra", vectors, tmp_path)
     np.save(tmp_path / "vectors.npy", vectors)
     code = (
-        "import sys, numpy as np; from pathlib import Path; from retrieval.serving.index.backends import make_backend\n"
-        "folder = Path(sys.argv[1]); b = make_backend('cagra', {}); b.load(folder / 'cagra'); assert b._gpu is None\n"
-        "np.save(folder / 'rows.npy', b.search(np.load(folder / 'vectors.npy')[:100], 10)[1])"
+        "import sys, numpy as np; from pathlib import Path; from retrieval.serving.index.backends"
+        " import make_backend\nfolder = Path(sys.argv[1]); b = make_backend('cagra', {});"
+        " b.load(folder / 'cagra'); assert b._gpu is None\nnp.save(folder / 'rows.npy',"
+        " b.search(np.load(folder / 'vectors.npy')[:100], 10)[1])"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)

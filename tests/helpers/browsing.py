@@ -13,5 +13,6 @@ def first_is(page, key: str) -> None:
 
 def loaded(page) -> None:
     page.wait_for_function(
-        "() => [...document.querySelectorAll('.hit img')].every(image => image.complete && image.naturalWidth > 0)"
+        "() => [...document.querySelectorAll('.hit img')].every(image => image.complete &&"
+        " image.naturalWidth > 0)"
     )

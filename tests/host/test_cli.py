@@ -96,12 +96,17 @@ def test_a_plugin_adds_commands(shout: Path, process: Callable[..., Any]) -> Non
         ("permission", "cannot be used: "),
         (
             "module",
-            "Error: this command needs faiss, which is not installed. Install it: pip install 'embedding-retrieval[cpu]'.",
+            (
+                "Error: this command needs faiss, which is not installed. Install it: pip install"
+                " 'embedding-retrieval[cpu]'."
+            ),
         ),
         (
             "old",
-            "Error: this command needs pluggy.sooner, which the installed pluggy lacks: it is too old or damaged. "
-            "`retrieval doctor` says what versions are needed.",
+            (
+                "Error: this command needs pluggy.sooner, which the installed pluggy lacks: it is"
+                " too old or damaged. `retrieval doctor` says what versions are needed."
+            ),
         ),
         ("error", "Error: The data are wrong."),
     ],
@@ -147,7 +152,10 @@ def test_a_terminal_without_a_character_shows_a_question_mark(
     assert done.code == 0 and done.out.startswith("0 ? ") and done.err == ""
 
 
-HOOK = "from retrieval import hookimpl\nimport click\n@hookimpl\ndef retrieval_commands(app):\n    {}\n"
+HOOK = (
+    "from retrieval import hookimpl\nimport click\n@hookimpl\ndef retrieval_commands(app):\n   "
+    " {}\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +227,8 @@ def test_a_wrong_recipe_prints_every_problem_and_exits_2(
 ) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(
-        '[data]\nname = "core.digts"\n[backbone]\nname = "core.convnet"\n[loss]\nname = "pml.circl"\n'
+        '[data]\nname = "core.digts"\n[backbone]\nname = "core.convnet"\n[loss]\nname ='
+        ' "pml.circl"\n'
     )
     done = cli("check", path, "--set", "head.embedding_size=0")
     assert (done.code, done.out) == (2, "")

@@ -120,8 +120,7 @@ def asked(code: str, *, one_core: bool = True) -> Any:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_every_default_follows_the_affinity() -> None:
-    found = asked(
-        """
+    found = asked("""
 import faiss, torch
 import numpy as np
 from retrieval.data.datasets import ArrayDataset
@@ -145,8 +144,7 @@ print(json.dumps({
     "decoding threads": raw._threads._max_workers,
     "encoder of a server": Parts({}, Settings(workers=1)).threads,
 }))
-"""
-    )
+""")
     assert found.pop("explicit session") == 3
     assert found == dict.fromkeys(found, 1)
 

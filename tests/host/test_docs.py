@@ -43,8 +43,8 @@ def test_every_hook_is_documented_with_its_signature(hook: str, generated: dict[
     function = getattr(hookspecs, hook)
     signature = str(inspect.signature(function)).replace("'", "")
     assert (
-        f"## {hook}\n\n```python\ndef {hook}{signature}\n```\n\n{inspect.cleandoc(function.__doc__)}"
-        in text
+        f"## {hook}\n\n```python\ndef"
+        f" {hook}{signature}\n```\n\n{inspect.cleandoc(function.__doc__)}" in text
     )
     assert function.__doc__.startswith("Called ")
 

@@ -17,7 +17,10 @@ import pytest
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The command with `folder` before everything else on the path."""
-    code = "import sys; sys.argv = ['retrieval', 'doctor', *sys.argv[1:]]; from retrieval.cli.app import main; main()"
+    code = (
+        "import sys; sys.argv = ['retrieval', 'doctor', *sys.argv[1:]]; from retrieval.cli.app"
+        " import main; main()"
+    )
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", code, *options],
@@ -90,7 +93,8 @@ def test_a_driver_that_is_older_than_what_is_installed_is_a_fault(
     """What nvidia-smi says of a driver for CUDA 12, beside packages of CUDA 13."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        '#!/bin/sh\nif [ -n "$1" ]; then echo "NVIDIA H100, 550.54"; else echo "| Driver Version: 550.54  CUDA Version: 12.4 |"; fi\n'
+        '#!/bin/sh\nif [ -n "$1" ]; then echo "NVIDIA H100, 550.54"; else echo "| Driver Version:'
+        ' 550.54  CUDA Version: 12.4 |"; fi\n'
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

@@ -160,7 +160,10 @@ def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None
         ),
         (
             {"free": object()},
-            "[loss] free: is of type object, which nothing here takes. If it is text, put it in quotes.",
+            (
+                "[loss] free: is of type object, which nothing here takes. If it is text, put it in"
+                " quotes."
+            ),
         ),
         ({"name": "\udcff"}, "[loss] name: holds characters that are not valid Unicode."),
         ({"name": ["x" * 200]}, '[loss] name: should be text, not ["' + "x" * 75 + "…."),
@@ -201,11 +204,13 @@ def test_unknown_and_given_parameters() -> None:
         """
         return margin, embedding_size
 
-    assert only(loss, margn=1) == (
-        "[loss] margn: acme.thing has no such parameter (it has: margin). Did you mean 'margin'?"
+    assert (
+        only(loss, margn=1)
+        == "[loss] margn: acme.thing has no such parameter (it has: margin). Did you mean 'margin'?"
     )
-    assert only(loss, embedding_size=1) == (
-        "[loss] embedding_size: is given by the host (width of the codes); remove it."
+    assert (
+        only(loss, embedding_size=1)
+        == "[loss] embedding_size: is given by the host (width of the codes); remove it."
     )
     assert read(loss).parameters[1].default_text == "given by the host"
 

@@ -71,9 +71,9 @@ def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(tmp_path: Path) 
     path = tmp_path / "x"
     path.write_text("old")
     code = (
-        "import os, signal, sys; from pathlib import Path; from retrieval.host.files import whole_file\n"
-        "with whole_file(Path(sys.argv[1])) as temporary:\n"
-        "    temporary.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from retrieval.host.files import"
+        " whole_file\nwith whole_file(Path(sys.argv[1])) as temporary:\n   "
+        " temporary.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert done.returncode == -signal.SIGKILL

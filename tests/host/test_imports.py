@@ -170,7 +170,8 @@ def test_an_import_that_goes_up_is_found(tmp_path: Path) -> None:
     changed = copy / "serving" / "merging.py"
     changed.write_text(
         changed.read_text(encoding="utf-8")
-        + "\n\ndef late() -> None:\n    from retrieval.model.model import Model\n    assert Model\n",
+        + "\n\ndef late() -> None:\n    from retrieval.model.model import Model\n    assert"
+        " Model\n",
         encoding="utf-8",
     )
     assert rising(copy) == ["retrieval.serving.merging imports retrieval.model.model"]
@@ -298,7 +299,10 @@ def test_the_serving_side_never_imports_the_training_side(process: Callable[...,
 
 
 def test_loading_plugins_and_reading_recipes_loads_no_torch(process: Callable[..., Any]) -> None:
-    code = "import retrieval.recipe.read, retrieval.host.describe, retrieval.host.scaffold\nretrieval.host.plugins.load_plugins()"
+    code = (
+        "import retrieval.recipe.read, retrieval.host.describe,"
+        " retrieval.host.scaffold\nretrieval.host.plugins.load_plugins()"
+    )
     found = loaded(process, code)
     assert {"retrieval_core", "retrieval_pml"} <= found
     assert not found & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in found

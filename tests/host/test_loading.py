@@ -77,7 +77,10 @@ def test_two_distributions_with_one_name_are_refused_before_loading(
     assert done.code == 2
     assert "first-acme 1.2" in done.err and "second-acme 3.4" in done.err and "'acme'" in done.err
     assert "LOADED" not in done.out + done.err and "Traceback" not in done.err
-    code = "from retrieval.host.plugins import load_plugins; print([s.plugin for s in load_plugins().sources])"
+    code = (
+        "from retrieval.host.plugins import load_plugins; print([s.plugin for s in"
+        " load_plugins().sources])"
+    )
     blocked = process("-c", code, path=tmp_path, RETRIEVAL_BLOCK="acme")
     assert blocked.code == 0 and "'acme'" not in blocked.out and "'pml'" in blocked.out
 
@@ -124,9 +127,10 @@ def test_a_file_and_a_module_serve_as_plugins(
 
 def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path: Path) -> None:
     code = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom retrieval import hookimpl\n"
-        '@dataclass\nclass Data:\n    """Items.\n\n    Args:\n        size: pixels.\n    """\n    size: int = 3\n'
-        "@hookimpl\ndef retrieval_datasets():\n    return {'data': Data}\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom retrieval"
+        ' import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n        size:'
+        ' pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n    return'
+        " {'data': Data}\n"
     )
     plugins = load_plugins([write(tmp_path, "datas.py", code)])
     assert plugins.build("datasets", {"name": "datas.data", "size": 5}).size == 5

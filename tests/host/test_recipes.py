@@ -71,7 +71,10 @@ metrics = ["recall_at_1", "map_at_s"]
         [
             'seed: should be an integer, not "3". Write it without quotes.',
             "[data] name: There is no dataset 'everything.itms'. Did you mean 'everything.items'?",
-            '[split] by: should be "given" or "class" or "item", not "clas". Did you mean \'class\'?',
+            (
+                '[split] by: should be "given" or "class" or "item", not "clas". Did you mean'
+                " 'class'?"
+            ),
             "[backbone] widht: everything.same has no such parameter (it has: none).",
             "[head] embedding_size: should be an integer (≥ 1), not 0.",
             '[loss] margin: should be a number, not "0.1". Write it without quotes.',
@@ -95,7 +98,10 @@ metrics = ["recall_at_1", "map_at_s"]
     [
         (
             {"loss": "everything.margin"},
-            '[loss]: should be a table, not "everything.margin". Write: [loss] name = "everything.margin", or in Python loss={"name": "everything.margin"}.',
+            (
+                '[loss]: should be a table, not "everything.margin". Write: [loss] name ='
+                ' "everything.margin", or in Python loss={"name": "everything.margin"}.'
+            ),
         ),
         ({"loss": {"scale": 1}}, '[loss] must name a loss: name = "PLUGIN.NAME".'),
         ({"loss": {"name": 3}}, '[loss] must name a loss: name = "PLUGIN.NAME".'),
@@ -114,7 +120,10 @@ metrics = ["recall_at_1", "map_at_s"]
         ({"head": 3}, "[head]: should be a table, not 3."),
         (
             {"head": {"embeding_size": 3}},
-            "[head] embeding_size: unknown key (known: embedding_size, hidden, normalize, identity). Did you mean 'embedding_size'?",
+            (
+                "[head] embeding_size: unknown key (known: embedding_size, hidden, normalize,"
+                " identity). Did you mean 'embedding_size'?"
+            ),
         ),
         (
             {"split": {"test": "half"}},
@@ -142,7 +151,10 @@ metrics = ["recall_at_1", "map_at_s"]
         ({"optimizer": {"lr": float("nan")}}, "[optimizer] lr: is nan, which is not a number."),
         (
             {"optimizer": {"lr_factor": {"hed": 2}}},
-            "[optimizer] lr_factor.hed: unknown key (known: backbone, head, combiner, loss, generator). Did you mean 'head'?",
+            (
+                "[optimizer] lr_factor.hed: unknown key (known: backbone, head, combiner, loss,"
+                " generator). Did you mean 'head'?"
+            ),
         ),
         (
             {"optimizer": {"lr_factor": {"head": -2}}},
@@ -160,17 +172,26 @@ metrics = ["recall_at_1", "map_at_s"]
         ({"phase": [{"epochs": 0}]}, "[[phase]] 0.epochs: should be an integer (≥ 1), not 0."),
         (
             {"phase": [{"train": ["heads"]}]},
-            '[[phase]] 0.train.0: should be "backbone" or "head" or "combiner" or "loss" or "generator", not "heads". Did you mean \'head\'?',
+            (
+                '[[phase]] 0.train.0: should be "backbone" or "head" or "combiner" or "loss" or'
+                ' "generator", not "heads". Did you mean \'head\'?'
+            ),
         ),
         ({"phase": [{"train": []}]}, "[[phase]] train: train must name at least one part."),
         (
             {"phase": [{"epoch": 1}]},
-            "[[phase]] 0.epoch: unknown key (known: name, epochs, train, lr, generator_lr, synthetic). Did you mean 'epochs'?",
+            (
+                "[[phase]] 0.epoch: unknown key (known: name, epochs, train, lr, generator_lr,"
+                " synthetic). Did you mean 'epochs'?"
+            ),
         ),
         ({"phase": {"epochs": 1}}, "[[phase]]: should be a list of table, not { epochs = 1 }."),
         (
             {"train": {"precision": "bf61"}},
-            '[train] precision: should be "no" or "bf16" or "fp16", not "bf61". Did you mean \'bf16\'?',
+            (
+                '[train] precision: should be "no" or "bf16" or "fp16", not "bf61". Did you mean'
+                " 'bf16'?"
+            ),
         ),
         (
             {"train": {"device": None}},
@@ -178,7 +199,10 @@ metrics = ["recall_at_1", "map_at_s"]
         ),
         (
             {"evaluate": {"metrics": ["everything.bst"]}},
-            "[evaluate] metrics: There is no metric 'everything.bst'. Did you mean 'everything.best'?",
+            (
+                "[evaluate] metrics: There is no metric 'everything.bst'. Did you mean"
+                " 'everything.best'?"
+            ),
         ),
         (
             {"evaluate": {"metrics": ["recall_at_0"]}},
@@ -186,7 +210,10 @@ metrics = ["recall_at_1", "map_at_s"]
         ),
         (
             {"evaluate": {"metrics": ["map", {"name": "core.recal_at", "k": 5}]}},
-            "[evaluate] metrics.1 name: There is no metric 'core.recal_at'. Did you mean 'core.recall_at'?",
+            (
+                "[evaluate] metrics.1 name: There is no metric 'core.recal_at'. Did you mean"
+                " 'core.recall_at'?"
+            ),
         ),
         (
             {"evaluate": {"metrics": [{"name": "recal_at", "k": 5}]}},
@@ -194,7 +221,10 @@ metrics = ["recall_at_1", "map_at_s"]
         ),
         (
             {"evaluate": {"metrics": [{"name": "core.recall_at", "kk": 5}]}},
-            "[evaluate] metrics.0 kk: core.recall_at has no such parameter (it has: k). Did you mean 'k'?",
+            (
+                "[evaluate] metrics.0 kk: core.recall_at has no such parameter (it has: k). Did you"
+                " mean 'k'?"
+            ),
         ),
         (
             {"evaluate": {"metrics": [{"name": "core.recall_at", "k": 0}]}},
@@ -485,7 +515,10 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_and_windows_lines_are_no_mistake(tmp_path: Path) -> None:
-    text = '\ufeffname = "é"\r\n[data]\r\nname = "core.digits"\r\n[backbone]\r\nname = "core.convnet"\r\n[loss]\r\nname = "pml.contrastive"\r\n'
+    text = (
+        '\ufeffname = "é"\r\n[data]\r\nname = "core.digits"\r\n[backbone]\r\nname ='
+        ' "core.convnet"\r\n[loss]\r\nname = "pml.contrastive"\r\n'
+    )
     (tmp_path / "recipe.toml").write_bytes(text.encode())
     assert read_recipe(tmp_path / "recipe.toml").name == "é"
 

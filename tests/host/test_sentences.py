@@ -52,11 +52,17 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (
             ["train.device=gpu"],
-            '[train] device: should be "auto" or "cpu" or "cuda", not "gpu". Did you mean \'cuda\'?',
+            (
+                '[train] device: should be "auto" or "cpu" or "cuda", not "gpu". Did you mean'
+                " 'cuda'?"
+            ),
         ),
         (
             ["backbone.name=resnet50"],
-            'core.timm and core.torchvision take a model by its name: name = "core.torchvision", model = "resnet50".',
+            (
+                "core.timm and core.torchvision take a model by its name: name ="
+                ' "core.torchvision", model = "resnet50".'
+            ),
         ),
         (["optimizer.weight_decay=0.1"], "It is an argument of AdamW: write options.weight_decay."),
         (
@@ -140,7 +146,8 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
     run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
     assert (
         instead(run, "bundle")
-        == f" It is a run. Make its bundle with: retrieval export {run} (in Python retrieval.export_run)"
+        == f" It is a run. Make its bundle with: retrieval export {run} (in Python"
+        " retrieval.export_run)"
     )
     assert instead(bundle, "run") == " It is a bundle. Name the run that it was exported from."
     assert instead(bundle, "index").startswith(

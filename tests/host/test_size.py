@@ -48,7 +48,10 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 
 def test_a_long_function_is_found() -> None:
-    code = "def f():\n    '''One.\n\n    Two.\n    '''\n    # three\n\n    return [\n        4,\n    ]\n"
+    code = (
+        "def f():\n    '''One.\n\n    Two.\n    '''\n    # three\n\n    return [\n        4,\n  "
+        "  ]\n"
+    )
     assert long_functions(code, 3) == {"f (line 1)": 4}
     assert long_functions(code, 4) == {}
     assert long_functions(f"class A:\n    async {code.replace(chr(10), chr(10) + '    ')}", 3) == {

@@ -192,11 +192,17 @@ def test_the_last_set_of_a_key_counts() -> None:
         ),
         (
             "phase.first.epochs=3",
-            "--set phase.first.epochs=3: phase has 1 entry, numbered from 0; 'first' is none of them.",
+            (
+                "--set phase.first.epochs=3: phase has 1 entry, numbered from 0; 'first' is none of"
+                " them."
+            ),
         ),
         (
             "phase.epochs=3",
-            "--set phase.epochs=3: phase is a list; name an entry's key by the entry's number, as in phase.0.epochs=…",
+            (
+                "--set phase.epochs=3: phase is a list; name an entry's key by the entry's number,"
+                " as in phase.0.epochs=…"
+            ),
         ),
         ("phases.0.epochs=3", "--set phases.0.epochs=3: the recipe has no list 'phases'."),
     ],

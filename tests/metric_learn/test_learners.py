@@ -276,5 +276,8 @@ def test_without_metric_learn(monkeypatch: pytest.MonkeyPatch, wine: Any) -> Non
 
 
 def test_the_plugin_imports_neither_metric_learn_nor_torch() -> None:
-    code = "import retrieval_metric_learn, sys; assert not {'torch', 'metric_learn', 'sklearn'} & set(sys.modules)"
+    code = (
+        "import retrieval_metric_learn, sys; assert not {'torch', 'metric_learn', 'sklearn'} &"
+        " set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

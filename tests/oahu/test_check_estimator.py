@@ -20,10 +20,16 @@ LEARNERS = [
     OASIS(**SHORT),  # type: ignore[arg-type]
     OPML(),
 ]
-TRIPLETS = "partial_fit takes triplets (T, 3, F): a stream of them has neither rows nor labels, which the check gives it"
+TRIPLETS = (
+    "partial_fit takes triplets (T, 3, F): a stream of them has neither rows nor labels, which the"
+    " check gives it"
+)
 
 
-ROUNDING = "compares to 1e-9, and products in float32 round by the order of rows: a machine's BLAS decides; dtype float64 passes"
+ROUNDING = (
+    "compares to 1e-9, and products in float32 round by the order of rows: a machine's BLAS"
+    " decides; dtype float64 passes"
+)
 
 
 def expected_failures(learner: Any) -> dict[str, str]:

@@ -320,7 +320,10 @@ test = 0.3
 [backbone]
 name = "core.features"
 """
-LEARNER = '[learner]\nname = "oahu.oahu"\ndepth = 2\nhidden = 16\nembedding = 8\nseeds = 400\nclosure = 400\nsearch = "{search}"\n'
+LEARNER = (
+    '[learner]\nname = "oahu.oahu"\ndepth = 2\nhidden = 16\nembedding = 8\nseeds = 400\nclosure ='
+    ' 400\nsearch = "{search}"\n'
+)
 DEEP = """
 [sampler]
 classes = 5

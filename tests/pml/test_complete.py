@@ -108,9 +108,9 @@ def test_exclusions_exist_and_have_reasons() -> None:
 @pytest.mark.parametrize(("kind", "cls"), OFFERED, ids=lambda x: getattr(x, "__name__", x))
 def test_makes_upstreams_class(kind: str, cls: type) -> None:
     required = {
-        "pml.multiple": {"losses": ["pml.circle"]}
-        if kind == "losses"
-        else {"reducers": [], "names": []},
+        "pml.multiple": (
+            {"losses": ["pml.circle"]} if kind == "losses" else {"reducers": [], "names": []}
+        ),
         "pml.cross_batch_memory": {"loss": "pml.circle"},
         "pml.self_supervised": {"loss": "pml.circle"},
         "pml.ranked_list": {"margin": 0.4, "Tn": 1.0},
@@ -135,5 +135,8 @@ def test_names() -> None:
 
 
 def test_the_plugin_itself_imports_nothing_heavy() -> None:
-    code = "import retrieval_pml, sys; assert not {'torch', 'pytorch_metric_learning'} & set(sys.modules)"
+    code = (
+        "import retrieval_pml, sys; assert not {'torch', 'pytorch_metric_learning'} &"
+        " set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -74,8 +74,10 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
         answer = wire.ask(port, request)
         assert answer.status == 403, method
         assert 'error="insufficient_scope", scope="write"' in answer.headers["www-authenticate"]
-        assert answer.error == (
-            "This key has the role read; adding, changing and deleting takes a key with the role write."
+        assert (
+            answer.error
+            == "This key has the role read; adding, changing and deleting takes a key with the role"
+            " write."
         )
     for request in (
         wire.get("/metrics"),

@@ -150,10 +150,9 @@ def test_a_stamp_follows_tag_or_time():
 
 def test_without_fsspec_there_is_a_sentence(tmp_path):
     code = (
-        "import sys; sys.modules['fsspec'] = None\n"
-        "from retrieval.errors import MissingDependency\n"
-        "from retrieval.serving.index.sources import collect\n"
-        "try:\n    collect(['s3://b/x'], 'image')\nexcept MissingDependency as fault:\n    print(fault)\n"
+        "import sys; sys.modules['fsspec'] = None\nfrom retrieval.errors import"
+        " MissingDependency\nfrom retrieval.serving.index.sources import collect\ntry:\n   "
+        " collect(['s3://b/x'], 'image')\nexcept MissingDependency as fault:\n    print(fault)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path

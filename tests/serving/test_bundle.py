@@ -310,7 +310,10 @@ def test_two_distributions_of_one_module_are_refused(tmp_path, monkeypatch):
     for load, says in (
         (
             runtime.load_faiss,
-            "faiss-cpu and faiss-gpu-cu12 are both installed.*pip uninstall -y faiss-cpu faiss-gpu-cu12",
+            (
+                "faiss-cpu and faiss-gpu-cu12 are both installed.*pip uninstall -y faiss-cpu"
+                " faiss-gpu-cu12"
+            ),
         ),
         (
             runtime.load_onnxruntime,

@@ -330,7 +330,10 @@ def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path, 
             progress=False,
         )
 
-    named = rf"he index back end mine\.brute, asked to {method}, failed: KeyError: 'no such key' \(.*mine\.py, line {line}\)\."
+    named = (
+        rf"he index back end mine\.brute, asked to {method}, failed: KeyError: 'no such key'"
+        rf" \(.*mine\.py, line {line}\)\."
+    )
     if method == "load":  # searched exactly, and the log says why
         build()
         assert re.search(named, caplog.text)

@@ -324,10 +324,9 @@ def test_a_small_table_of_huge_texts_takes_little_memory(tmp_path):
 def test_without_pyarrow_there_is_a_sentence(tmp_path):
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
     code = (
-        "import sys; sys.modules['pyarrow'] = None\n"
-        "from retrieval.errors import MissingDependency\n"
-        "from retrieval.serving.index.sources import collect\n"
-        "try:\n    collect([sys.argv[1]], 'image')\nexcept MissingDependency as fault:\n    print(fault)\n"
+        "import sys; sys.modules['pyarrow'] = None\nfrom retrieval.errors import"
+        " MissingDependency\nfrom retrieval.serving.index.sources import collect\ntry:\n   "
+        " collect([sys.argv[1]], 'image')\nexcept MissingDependency as fault:\n    print(fault)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "t.parquet")],

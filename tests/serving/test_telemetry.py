@@ -84,7 +84,10 @@ def test_strace_sees_a_name_that_is_looked_up(tmp_path: Path) -> None:
 def test_every_module_turns_it_off_unless_the_user_has_said_otherwise(
     module: str, said: str | None, stays: str, tmp_path: Path
 ) -> None:
-    code = f"import sys, os, {module}; print('onnxruntime' in sys.modules, os.environ['ORT_DISABLE_TELEMETRY'])"
+    code = (
+        f"import sys, os, {module}; print('onnxruntime' in sys.modules,"
+        " os.environ['ORT_DISABLE_TELEMETRY'])"
+    )
     more = {} if said is None else {"ORT_DISABLE_TELEMETRY": said}
     done = subprocess.run(
         [sys.executable, "-c", code],

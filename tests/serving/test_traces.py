@@ -137,7 +137,10 @@ def test_the_console_exporter_by_its_variable(environment):
 
 
 def test_it_costs_no_import_where_it_is_not_asked_for():
-    code = "import sys, retrieval.serving.http.monitoring as t; assert t.traces_of_environment() is None; print('opentelemetry' in sys.modules)"
+    code = (
+        "import sys, retrieval.serving.http.monitoring as t; assert t.traces_of_environment() is"
+        " None; print('opentelemetry' in sys.modules)"
+    )
     clean = {"PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
     assert done.stdout.strip() == "False", done.stderr

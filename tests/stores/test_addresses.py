@@ -178,7 +178,8 @@ def test_what_a_store_does_not_know_is_refused(tmp_path: Path) -> None:
 def test_a_store_that_is_none(body: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "odd.py"
     file.write_text(
-        f"from retrieval import hookimpl\n\n@hookimpl\ndef retrieval_stores():\n    return {{'odd': {body}}}\n"
+        "from retrieval import hookimpl\n\n@hookimpl\ndef retrieval_stores():\n    return {'odd':"
+        f" {body}}}\n"
     )
     with pytest.raises((PluginError, StoreError)) as fault:
         retrieval.open_index("odd://here", plugins=[str(file)])

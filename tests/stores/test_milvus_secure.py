@@ -136,7 +136,10 @@ def test_a_token_that_is_refused(
     [
         (
             "?tls=true",
-            "the certificate of localhost:{port} is not trusted: self-signed certificate. Name the file",
+            (
+                "the certificate of localhost:{port} is not trusted: self-signed certificate. Name"
+                " the file"
+            ),
         ),
         (
             "?tls=true&ca={folder}/none.pem",

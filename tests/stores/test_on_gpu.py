@@ -118,17 +118,28 @@ def test_what_is_set_on_an_index_where_a_call_takes_no_parameters(monkeypatch: A
     ("text", "words"),
     [
         (
-            "Error in void* StandardGpuResourcesImpl::allocMemory at x.cpp:452: Error: 'err == cudaSuccess' failed: alloc fail type FlatData "
-            "dev 0 space Device (cudaMalloc error out of memory [2])",
+            (
+                "Error in void* StandardGpuResourcesImpl::allocMemory at x.cpp:452: Error: 'err =="
+                " cudaSuccess' failed: alloc fail type FlatData dev 0 space Device (cudaMalloc"
+                " error out of memory [2])"
+            ),
             "too little memory for 1,500 vectors of 16 numbers. Use the back end's option float16",
         ),
         (
-            "Error in GpuIndex at /project/GpuIndex.cu:65: Error: 'config_.device < getNumDevices()' failed: Invalid GPU device 0",
-            "FAISS cannot use the GPU: 'config_.device < getNumDevices()' failed: Invalid GPU device 0",
+            (
+                "Error in GpuIndex at /project/GpuIndex.cu:65: Error: 'config_.device <"
+                " getNumDevices()' failed: Invalid GPU device 0"
+            ),
+            (
+                "FAISS cannot use the GPU: 'config_.device < getNumDevices()' failed: Invalid GPU"
+                " device 0"
+            ),
         ),
         (
-            "Error in virtual void* StandardGpuResourcesImpl::allocMemory(const AllocRequest&) at /project/StandardGpuResources.cpp:518: "
-            "CUDA memory allocation error",
+            (
+                "Error in virtual void* StandardGpuResourcesImpl::allocMemory(const AllocRequest&)"
+                " at /project/StandardGpuResources.cpp:518: CUDA memory allocation error"
+            ),
             "too little memory for 1,500 vectors of 16 numbers",
         ),
     ],

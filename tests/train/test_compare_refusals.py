@@ -24,7 +24,10 @@ def test_what_is_wrong_is_told_at_once(write: Callable[..., Path], tmp_path: Pat
         go(bad, out)
     with pytest.raises(
         DataError,
-        match=r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet': change the `name` of one\.$",
+        match=(
+            r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet': change the `name` of"
+            r" one\.$"
+        ),
     ):
         go([good, write("triplet", "other")], out)
     for options, sentence in (

@@ -93,7 +93,8 @@ def test_sentences_say_what_is_known_and_what_is_not() -> None:
     fitted = result(a=[0.9, 0.9], b=[0.8, 0.8], c=[0.9, 0.9])
     assert (
         fitted.sentences[0]
-        == "a is 0.100 above b with every seed: neither depends on the seed, so seeds cannot say how certain that is."
+        == "a is 0.100 above b with every seed: neither depends on the seed, so seeds cannot say"
+        " how certain that is."
     )
     assert fitted.sentences[1] == "a and c have the same MAP@R with every seed."
     assert conclusion(fitted.differences, ["a", "b", "c"], 2).startswith("Nothing can be said")

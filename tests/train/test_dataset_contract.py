@@ -48,7 +48,10 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
     [
         (
             lambda x: (Image.fromarray(x), "3"),
-            r"gave a tuple of 2 \(a Image, a str\); it must give a Pillow image, or uint8 pixels .* Give the image alone",
+            (
+                r"gave a tuple of 2 \(a Image, a str\); it must give a Pillow image, or uint8"
+                r" pixels .* Give the image alone"
+            ),
         ),
         (lambda x: {"image": x}, "gave a dict; it must give a Pillow image.* Give the image alone"),
         (lambda x: None, "gave None; it must give a Pillow image"),
@@ -73,7 +76,10 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
             r"failed: ZeroDivisionError: division by zero \(.*test_dataset_contract.py, line \d+\)",
         ),
         (lambda x: {}["x"], "failed: KeyError: 'x'"),
-        (lambda x: open("nowhere/3.png"), "cannot read it: No such file or directory"),  # noqa: SIM115, PTH123
+        (
+            lambda x: open("nowhere/3.png"),
+            "cannot read it: No such file or directory",
+        ),  # noqa: SIM115, PTH123
         (
             lambda x: Image.fromarray(x.astype(np.float32)),
             r"gave an image that is floating-point grey \(mode F\)",
@@ -137,7 +143,10 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
     [
         (
             {"labels": [float(i % 4) for i in range(40)]},
-            r"labels has 0\.0 for item 0 \(and 39 more such entries\), and a label is text or a whole number",
+            (
+                r"labels has 0\.0 for item 0 \(and 39 more such entries\), and a label is text or a"
+                r" whole number"
+            ),
         ),
         ({"labels": [*NAMES[1:], float("nan")]}, "labels has nan for item 39, and a label is text"),
         ({"labels": [name.encode() for name in NAMES]}, "labels has text as bytes"),

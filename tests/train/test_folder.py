@@ -178,7 +178,10 @@ def test_two_processes_cannot_train_one_run(recipe: Path, tmp_path: Path) -> Non
     folder = tmp_path / "run"
     shutil.copytree(recipe.parent / "whole", folder)
     (folder / "summary.json").unlink()
-    code = "import sys; from pathlib import Path; from retrieval.run.folder import claimed\nwith claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    code = (
+        "import sys; from pathlib import Path; from retrieval.run.folder import claimed\nwith"
+        " claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(folder)],
         stdin=subprocess.PIPE,

@@ -114,8 +114,8 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> N
     (mine / "mine" / "factors.py").write_text("FACTOR = 3.0\n")
     said = train(mine, "run", "--resume")
     assert (
-        "The plugin 'mine' has changed since the run began (factors.py is another); the run goes on with its own copy"
-        in said
+        "The plugin 'mine' has changed since the run began (factors.py is another); the run goes on"
+        " with its own copy" in said
     )
     assert "--replace-plugins" in said
     assert same(load(mine / "run")["model"], load(mine / "whole")["model"])
@@ -211,7 +211,8 @@ def test_a_cosine_goes_on_along_the_longer_curve_and_says_so(mine: Path) -> None
 def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine: Path) -> None:
     with (mine / "recipe.toml").open("a") as file:
         file.write(
-            '[[phase]]\nname = "head"\nepochs = 1\ntrain = ["head"]\n[[phase]]\nname = "all"\nepochs = 1\n'
+            '[[phase]]\nname = "head"\nepochs = 1\ntrain = ["head"]\n[[phase]]\nname ='
+            ' "all"\nepochs = 1\n'
         )
     train(mine, "whole", "--set", "phase.1.epochs=2")
     train(mine, "run")
@@ -234,7 +235,10 @@ def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine: Path)
     for changes, said in (
         (
             ["optimizer.lr=0.5"],
-            r"\[optimizer\] differs \(optimizer\.lr was 0\.001, and is 0\.5\).*Only these may change: train\.epochs",
+            (
+                r"\[optimizer\] differs \(optimizer\.lr was 0\.001, and is 0\.5\).*Only these may"
+                r" change: train\.epochs"
+            ),
         ),
         (
             ["optimizer.lr=0.5", "train.epochs=9", "loss.margin=2.0"],

@@ -70,7 +70,8 @@ def report(
     target = Path(output)
     if target.is_dir():
         raise DataError(
-            f"{target} is a folder, and a report is a file: give --output a name such as {target / 'report.html'}."
+            f"{target} is a folder, and a report is a file: give --output a name such as"
+            f" {target / 'report.html'}."
         )
     opened = _opened(runs)
     method = None if map == "none" else map
@@ -132,7 +133,8 @@ def panels(run: Run) -> dict[str, bytes]:
     for each in given:
         if not isinstance(each, Mapping):
             raise PluginError(
-                f"A plugin's retrieval_report_panels gave {type(each).__name__}, not drawings by title."
+                f"A plugin's retrieval_report_panels gave {type(each).__name__}, not drawings by"
+                " title."
             )
         for name, picture in each.items():
             drawn = isinstance(picture, bytes) and picture.startswith(
@@ -140,7 +142,8 @@ def panels(run: Run) -> dict[str, bytes]:
             )
             if not drawn or len(picture) > LARGEST_PANEL:
                 raise PluginError(
-                    f"A plugin's panel '{name}' is no SVG or PNG of at most {LARGEST_PANEL >> 20} MB, as bytes."
+                    f"A plugin's panel '{name}' is no SVG or PNG of at most {LARGEST_PANEL >> 20}"
+                    " MB, as bytes."
                 )
             found[str(name)] = picture
     return found

@@ -215,8 +215,9 @@ def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) ->
         )
     if (before.sources, before.items) != (wanted.sources, wanted.items):
         raise DataError(
-            f"{folder} holds the embedding of other sources ({before.items:,} items; now there are "
-            f"{wanted.items:,}), or their files, labels or metadata have changed since it was begun. {other}"
+            f"{folder} holds the embedding of other sources ({before.items:,} items; now there are"
+            f" {wanted.items:,}), or their files, labels or metadata have changed since it was"
+            f" begun. {other}"
         )
     wanted = replace(wanted, part=part or before.part, batch=batch or before.batch)
     options = {
@@ -230,7 +231,8 @@ def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) ->
     ]
     if differing:
         raise DataError(
-            f"{folder} was begun with other values of {', '.join(differing)}: leave them as they were. {other}"
+            f"{folder} was begun with other values of {', '.join(differing)}: leave them as they"
+            f" were. {other}"
         )
     return replace(before, complete=False, bad=None)
 
@@ -302,10 +304,10 @@ def _fill(
                 faults = [entry.fault for entry in embedded.entries if entry.fault is not None]
                 if faults and sum(counts.values()) + len(faults) > most_bad:
                     raise DataError(
-                        f"More than {most_bad:,} items cannot be used, the last of them because: {faults[0]} "
-                        "Mend what is wrong, or let more be bad with --max-bad (in Python most_bad). The same "
-                        "command goes on; with --retry-bad (retry_bad=True) it does again what was bad. "
-                        f"{folder / BAD} names them."
+                        f"More than {most_bad:,} items cannot be used, the last of them because:"
+                        f" {faults[0]} Mend what is wrong, or let more be bad with --max-bad (in"
+                        " Python most_bad). The same command goes on; with --retry-bad"
+                        f" (retry_bad=True) it does again what was bad. {folder / BAD} names them."
                     )
                 counts[embedded.number] = write_part(folder, plan, items, embedded)
                 for fault in faults[: max(0, _FAULTS_ON_STANDARD_ERROR - printed)]:
@@ -331,9 +333,9 @@ def _refuse_unseen(items: Sequence[Source], embedded: EmbeddedPart) -> None:
     for at, seen in embedded.seen.items():
         if seen.endswith("missing") and not look(items[at]).endswith("missing"):
             raise DataError(
-                f"{items[at].name} is on this machine, but not on node {embedded.node} of the cluster: every "
-                "node must have the sources at the same path, on a shared file system for example, or they "
-                "must be at an address (s3://…)."
+                f"{items[at].name} is on this machine, but not on node {embedded.node} of the"
+                " cluster: every node must have the sources at the same path, on a shared file"
+                " system for example, or they must be at an address (s3://…)."
             )
 
 

@@ -84,7 +84,8 @@ class Cluster:
             import ray
         except ImportError:
             raise MissingDependency(
-                "A cluster needs Ray. Install it, on every node: pip install 'embedding-retrieval[ray]'"
+                "A cluster needs Ray. Install it, on every node: pip install"
+                " 'embedding-retrieval[ray]'"
             ) from None
         if ray.is_initialized():
             yield cls(ray, device, cpus)
@@ -133,9 +134,9 @@ class Cluster:
                 room_seen = time.monotonic() if slots else room_seen
                 if time.monotonic() - room_seen > _PATIENCE_SECONDS:
                     raise DataError(
-                        f"No node of the cluster has had {self.cpus} CPU cores for "
-                        f"{_PATIENCE_SECONDS / 60:.0f} minutes. Finished parts are kept; ask for fewer "
-                        "with --cpus, or come back later with the same command."
+                        f"No node of the cluster has had {self.cpus} CPU cores for"
+                        f" {_PATIENCE_SECONDS / 60:.0f} minutes. Finished parts are kept; ask for"
+                        " fewer with --cpus, or come back later with the same command."
                     )
                 while len(running) < max(1, 2 * slots):
                     if (order := lost.popleft() if lost else next(fresh, None)) is None:
@@ -150,9 +151,10 @@ class Cluster:
                     except _Lost as fault:
                         if tries == _TRIES:
                             raise DataError(
-                                f"One task has ended {_TRIES} workers, the last one so: {fault}. What is "
-                                "finished is kept. Its items may need more memory than a worker has: ask "
-                                "for fewer workers, with more --cpus each, or for smaller parts."
+                                f"One task has ended {_TRIES} workers, the last one so: {fault}."
+                                " What is finished is kept. Its items may need more memory than a"
+                                " worker has: ask for fewer workers, with more --cpus each, or for"
+                                " smaller parts."
                             ) from None
                         lost.append((task, tries + 1))
         finally:
@@ -201,8 +203,8 @@ def _do(version: str, shared: list[Any], task: Any) -> Any:
     """Do a task in a worker's process. What all tasks share is fetched by the first of them."""
     if version != installed_version():
         raise DataError(
-            f"Node {socket.gethostname()} has retrieval {installed_version()}, this machine {version}: "
-            "install the same on every node."
+            f"Node {socket.gethostname()} has retrieval {installed_version()}, this machine"
+            f" {version}: install the same on every node."
         )
     call = shared[0].hex()
     if call not in _ready:
@@ -227,8 +229,8 @@ def _refuse_unreachable(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         raise DataError(
-            f"'{address}' is no address of a Ray cluster: it is HOST:PORT of its head (6379 as a rule), "
-            "or auto on one of its nodes."
+            f"'{address}' is no address of a Ray cluster: it is HOST:PORT of its head (6379 as a"
+            " rule), or auto on one of its nodes."
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()

@@ -117,7 +117,10 @@ def _elsewhere(path: str) -> str:
             "path is an address, and images are read from files. Download them and name the files."
         )
     if os.name != "nt" and _DRIVE.match(path):
-        return "path begins with a Windows drive, which this machine lacks. Write paths relative to the CSV file."
+        return (
+            "path begins with a Windows drive, which this machine lacks. Write paths relative to"
+            " the CSV file."
+        )
     return ""
 
 
@@ -156,10 +159,14 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
         where = "first" if not written[0] else "last" if not written[-1] else "middle"
         problems.append(
             {
-                "first": "the header has a column without a name, the first: pandas writes row numbers so. "
-                "Write the file with to_csv(…, index=False).",
-                "last": "the header has a column without a name, the last: the line ends with a comma. Remove it "
-                "(of pandas' row numbers: to_csv(…, index=False)).",
+                "first": (
+                    "the header has a column without a name, the first: pandas writes row numbers"
+                    " so. Write the file with to_csv(…, index=False)."
+                ),
+                "last": (
+                    "the header has a column without a name, the last: the line ends with a comma."
+                    " Remove it (of pandas' row numbers: to_csv(…, index=False))."
+                ),
                 "middle": "the header has a column without a name. Name or remove it.",
             }[where]
         )

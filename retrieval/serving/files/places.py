@@ -28,7 +28,10 @@ _INSTEAD = {
     (
         "bundle",
         "index",
-    ): "Make an index with: retrieval index create NAME IMAGES --bundle {0} (in Python retrieval.build_index)",
+    ): (
+        "Make an index with: retrieval index create NAME IMAGES --bundle {0} (in Python"
+        " retrieval.build_index)"
+    ),
     ("bundle", "run"): "Name the run that it was exported from.",
     ("index", "bundle"): "The bundles that embedded its items lie in {0}/bundles.",
     ("index", "run"): "Name the run that its bundle was exported from.",

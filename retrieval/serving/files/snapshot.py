@@ -171,7 +171,8 @@ def read_all(
     total, room = sum(sizes.values()), available_memory()
     if total > room:
         raise error(
-            f"{what} has {total / 1e9:,.1f} GB, which are held in memory; {room / 1e9:,.1f} GB are available here."
+            f"{what} has {total / 1e9:,.1f} GB, which are held in memory; {room / 1e9:,.1f} GB are"
+            " available here."
         )
     for name in sizes:
         try:

@@ -242,7 +242,8 @@ def _plain(value: Any, where: str, depth: int) -> Any:
         return [_plain(element, where, depth + 1) for element in value]
     if not isinstance(value, Mapping):
         raise DataError(
-            f"{where} is a {type(value).__name__}; JSON has text, numbers, true, false, null, lists, objects."
+            f"{where} is a {type(value).__name__}; JSON has text, numbers, true, false, null,"
+            " lists, objects."
         )
     for name in value:
         if not isinstance(name, str):

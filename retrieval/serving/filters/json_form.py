@@ -128,6 +128,7 @@ def _joined(kind: type[And | Or], parts: list[Filter]) -> Filter:
 def _field(text: str) -> Field:
     if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
         raise DataError(
-            f"{shown(text)} is not a field: names joined by dots, in double quotes where a name holds a dot."
+            f"{shown(text)} is not a field: names joined by dots, in double quotes where a name"
+            " holds a dot."
         )
     return field_of(tuple(name.strip('"') for name in _NAME.findall(text)))

@@ -275,7 +275,8 @@ def _checked_field(field: Any) -> Field:
         or not all(isinstance(name, str) for name in field)
     ):
         raise DataError(
-            f"A field is 'id', 'label' or a tuple of names such as ('maker', 'country'), not {shown(field)}."
+            "A field is 'id', 'label' or a tuple of names such as ('maker', 'country'), not"
+            f" {shown(field)}."
         )
     return _checked_path(tuple(str.__str__(name) for name in field))
 
@@ -292,9 +293,9 @@ def _checked_path(names: tuple[str, ...]) -> tuple[str, ...]:
             )
         if _UNFIT.search(name) or has_surrogate(name):
             raise DataError(
-                f"The field {shown(name)} cannot be filtered by: double quotes, backslashes, control "
-                "characters and lone surrogates are not possible in its name. Give the metadata entry "
-                "another name."
+                f"The field {shown(name)} cannot be filtered by: double quotes, backslashes,"
+                " control characters and lone surrogates are not possible in its name. Give the"
+                " metadata entry another name."
             )
     return names
 
@@ -307,7 +308,8 @@ def _checked_value(value: Any) -> Value:
     if isinstance(value, str):
         if len(value) > MOST_CHARACTERS:
             raise DataError(
-                f"A text in a filter has at most {MOST_CHARACTERS:,} characters, not {len(value):,}."
+                f"A text in a filter has at most {MOST_CHARACTERS:,} characters, not"
+                f" {len(value):,}."
             )
         if "\0" in value or has_surrogate(value):
             raise DataError(

@@ -66,11 +66,13 @@ class Caller(NamedTuple):
         if not self.keyed:
             raise RequestError(
                 403,
-                "This server is read-only. Its operator can allow changes with keys, or with --open.",
+                "This server is read-only. Its operator can allow changes with keys, or with"
+                " --open.",
             )
         if not self.name:
             raise _unauthorised(
-                f"A key is needed for {_DOES[role]}. Send one in the header: Authorization: Bearer KEY."
+                f"A key is needed for {_DOES[role]}. Send one in the header: Authorization: Bearer"
+                " KEY."
             )
         sentence = (
             f"This key has the role {self.role}; {_DOES[role]} takes a key with the role {role}."
@@ -116,7 +118,10 @@ class Access:
                 )
             return caller
         if host and not self._is_served(host):
-            sentence = "The server does not answer for this host name. Its operator can add names with --allow-host."
+            sentence = (
+                "The server does not answer for this host name. Its operator can add names with"
+                " --allow-host."
+            )
             raise RequestError(421, sentence, headers=_CLOSE)
         if method not in ("GET", "HEAD"):
             self._refuse_other_sites(host, dict(scope["headers"]))

@@ -61,8 +61,10 @@ _SENTENCES = {
 _HEADERS = [
     (
         b"content-security-policy",
-        b"default-src 'none'; img-src 'self' blob: data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
-        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        (
+            b"default-src 'none'; img-src 'self' blob: data:; style-src 'self'; script-src 'self';"
+            b" connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
     ),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"x-content-type-options", b"nosniff"),

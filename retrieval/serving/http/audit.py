@@ -36,7 +36,10 @@ _MAX_FILTER = 4000
 _FLAGS = (
     os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 )
-_REFUSED = "The server cannot record changes now, and so makes none. Its log says why. Try again in a moment."
+_REFUSED = (
+    "The server cannot record changes now, and so makes none. Its log says why. Try again in a"
+    " moment."
+)
 
 
 @dataclass

@@ -95,7 +95,8 @@ def _of_vectors(
         return _arrays(bundle, widths, vectors)
     if set(widths) != {VECTOR}:
         raise DataError(
-            "This index keeps more of an item than its vector: give the image, or features where it takes them."
+            "This index keeps more of an item than its vector: give the image, or features where it"
+            " takes them."
         )
     with np.errstate(over="ignore"):
         return [{VECTOR: row} for row in vectors.astype(np.float32)]
@@ -121,7 +122,8 @@ def write(
     size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
     if len(changes) > 1 and size > _COPIED_BYTES:
         raise DataError(
-            f"The originals of these items have more than {_COPIED_BYTES:,} bytes. Change fewer at a time."
+            f"The originals of these items have more than {_COPIED_BYTES:,} bytes. Change fewer at"
+            " a time."
         )
     with stage("write", len(new_items)):
         whole = [items.get(new.id) or _changed(index, stored[new.id], new) for new in new_items]

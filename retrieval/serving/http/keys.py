@@ -37,7 +37,10 @@ MAX_SENT = 200
 """Characters of a key that a request sends."""
 
 _KEY = re.compile(r"rk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-_HEAD = b"# Keys of `retrieval serve`, as salted hashes, one JSON object a line. See: retrieval keys --help\n"
+_HEAD = (
+    b"# Keys of `retrieval serve`, as salted hashes, one JSON object a line. See: retrieval keys"
+    b" --help\n"
+)
 _Index = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -118,7 +121,10 @@ def _problems(error: ValidationError) -> str:
     for fault in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
         member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
         if member == "name" and fault["type"] == "string_pattern_mismatch":
-            message = "it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter or digit"
+            message = (
+                "it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter"
+                " or digit"
+            )
         problems.append(f"{member}: {message}")
     return "; ".join(problems)
 
@@ -187,7 +193,8 @@ def add_key(path: Path, key: Key) -> None:
         text = _read(path) if path.exists() else _HEAD
         if any(other.name == key.name for other in parse_keys(text, str(path))):
             raise RetrievalError(
-                f"{path} has a key {key.name} already. Choose another name, or remove that one first."
+                f"{path} has a key {key.name} already. Choose another name, or remove that one"
+                " first."
             )
         text += (b"" if text.endswith(b"\n") else b"\n") + key.line().encode()
         parse_keys(text, str(path))  # refuses one key too many
@@ -227,7 +234,8 @@ def _read(path: Path) -> bytes:
         return read_plain(Path(os.path.realpath(path)), MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise RetrievalError(
-            f"There is no file of keys {path}. Make one with: retrieval keys add NAME --output {path}"
+            f"There is no file of keys {path}. Make one with: retrieval keys add NAME --output"
+            f" {path}"
         ) from None
     except OSError as error:
         raise RetrievalError(f"{path} cannot be read: {error.strerror or error}.") from None
@@ -305,7 +313,8 @@ def key_source(path: Path | None) -> KeySource | None:
     text = os.environ.get(VARIABLE, "")
     if path is not None and text:
         raise RetrievalError(
-            f"Keys are given twice: by --keys and by the environment variable {VARIABLE}. Give one of them."
+            f"Keys are given twice: by --keys and by the environment variable {VARIABLE}. Give one"
+            " of them."
         )
     if text and not text.lstrip().startswith(("{", "#")):
         path = Path(text)

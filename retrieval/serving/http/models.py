@@ -18,10 +18,13 @@ from retrieval.serving.http.bodies import Body, read_form
 from retrieval.serving.http.problems import RequestError
 
 SEARCH_TYPES = (
-    'Send multipart/form-data with a field "image", the image itself as image/… or application/octet-stream, '
-    'or application/json with {"vector": [...]}.'
+    'Send multipart/form-data with a field "image", the image itself as image/… or'
+    ' application/octet-stream, or application/json with {"vector": [...]}.'
 )
-BATCH_TYPES = 'Send multipart/form-data with files in the field "image", or application/json with {"queries": [...]}.'
+BATCH_TYPES = (
+    'Send multipart/form-data with files in the field "image", or application/json with {"queries":'
+    " [...]}."
+)
 PUT_TYPES = (
     'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
 )
@@ -119,8 +122,8 @@ class SearchBody(Options, GivenBody):
     """A search with a vector, or with an item of the index."""
 
     shape = (
-        'JSON must be {"vector": [numbers], "k": 10, "filter": {"label": "shoe"}}, or "id" in the place of "vector"; '
-        "see /v1/openapi.json for all fields."
+        'JSON must be {"vector": [numbers], "k": 10, "filter": {"label": "shoe"}}, or "id" in the'
+        ' place of "vector"; see /v1/openapi.json for all fields.'
     )
 
 
@@ -149,7 +152,10 @@ class ListParameters(JsonBody):
 class ItemChangeBody(JsonBody):
     """What of an item is to be changed; what is not named stays."""
 
-    shape = 'JSON must be {"label": "shoe", "metadata": {"price": 20}}; what is left out stays as it is.'
+    shape = (
+        'JSON must be {"label": "shoe", "metadata": {"price": 20}}; what is left out stays as'
+        " it is."
+    )
 
     label: Annotated[str | None, Field(description="text, or null for none")] = None
     metadata: Annotated[dict[str, JsonValue], Field(description="an object")] = {}
@@ -165,8 +171,8 @@ class ItemBody(ItemChangeBody):
     """What an item is to be."""
 
     shape = (
-        'JSON must be {"vector": [numbers], "label": "shoe", "metadata": {"price": 20}}. PUT replaces an item as a '
-        "whole; PATCH changes its label or metadata."
+        'JSON must be {"vector": [numbers], "label": "shoe", "metadata": {"price": 20}}. PUT'
+        " replaces an item as a whole; PATCH changes its label or metadata."
     )
 
     vector: Annotated[Vector, Field(description=_VECTOR)]
@@ -178,7 +184,10 @@ class NamedItemBody(ItemChangeBody):
     Without a vector the item is there, and what is not named stays.
     """
 
-    shape = 'An item must be {"id": "its id", "vector": [numbers], "label": "shoe", "metadata": {"price": 20}}.'
+    shape = (
+        'An item must be {"id": "its id", "vector": [numbers], "label": "shoe", "metadata":'
+        ' {"price": 20}}.'
+    )
 
     id: Annotated[ItemId, Field(description="text of 1 to 1,000 characters")]
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
@@ -402,7 +411,8 @@ def several_items(body: Body, most: int, max_bytes: int) -> list[NewItem]:
         if len(items) != len(images) or any(item.vector is not None for item in items):
             raise RequestError(
                 400,
-                f'The field "items" must list what each of the {len(images)} images is, in their order, without vectors.',
+                f'The field "items" must list what each of the {len(images)} images is, in their'
+                " order, without vectors.",
             )
     if len(items) > most:
         raise RequestError(400, f"The request has {len(items):,} items; {most:,} are the most.")

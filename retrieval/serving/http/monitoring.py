@@ -361,7 +361,8 @@ def traces_of_environment() -> Traces | None:
     if point is None:
         known = f"installed: {', '.join(sorted(exporters)) or 'none'}"
         raise MissingDependency(
-            f"{variable} asks for the exporter '{name}', which is not installed ({known}). {install}"
+            f"{variable} asks for the exporter '{name}', which is not installed ({known})."
+            f" {install}"
         )
     try:
         exporter = point.load()()

@@ -14,15 +14,18 @@ from retrieval.serving.http.access import is_free, needed_role
 from retrieval.serving.http.problems import MEDIA_TYPE
 
 _INTRODUCTION = (
-    "Search an index of images and change it. Errors are `application/problem+json`. An address with "
-    "`/indexes/{index}` names the index; without it, the server's only one is meant. Where the server has keys, an "
-    "operation takes one of the role that its `security` names, or of a higher one: read, write, admin. Where it has "
-    "none, or is open for so much, none is sent."
+    "Search an index of images and change it. Errors are `application/problem+json`. An address"
+    " with `/indexes/{index}` names the index; without it, the server's only one is meant. Where"
+    " the server has keys, an operation takes one of the role that its `security` names, or of a"
+    " higher one: read, write, admin. Where it has none, or is open for so much, none is sent."
 )
 _KEY = {
     "type": "http",
     "scheme": "bearer",
-    "description": "An API key from the server's operator. 401: none, or an unknown one; 403: one of another role or index.",
+    "description": (
+        "An API key from the server's operator. 401: none, or an unknown one; 403: one of another"
+        " role or index."
+    ),
 }
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/bmp", "image/webp")
 _BINARY = {"type": "string", "format": "binary"}
@@ -263,9 +266,9 @@ def _described(operation: Operation, *, named: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": operation.id + ("Of" if named else ""),
         "summary": operation.summary,
-        "security": []
-        if is_free(method, path)
-        else [{"key": [needed_role(method, path, keyed=True)]}, {}],
+        "security": (
+            [] if is_free(method, path) else [{"key": [needed_role(method, path, keyed=True)]}, {}]
+        ),
         "parameters": _parameters(operation, named=named),
         "responses": _responses(operation),
     }

@@ -16,7 +16,10 @@ from retrieval.serving.store.contract import StoreUnavailable, TooSlow
 
 log = logging.getLogger("retrieval.serving.http")
 
-UNREACHABLE = "The store of this index cannot be reached now. Nothing is known to be damaged: try again in a moment."
+UNREACHABLE = (
+    "The store of this index cannot be reached now. Nothing is known to be damaged: try again in a"
+    " moment."
+)
 MEDIA_TYPE = "application/problem+json"
 
 

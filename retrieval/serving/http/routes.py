@@ -267,7 +267,10 @@ class Routes:
         served, folder = self._served(request), self._settings.snapshots
         parameters_of(request)
         if folder is None:
-            sentence = "This server writes no snapshots. Its operator can name a folder: --snapshots FOLDER."
+            sentence = (
+                "This server writes no snapshots. Its operator can name a folder: --snapshots"
+                " FOLDER."
+            )
             raise RequestError(403, sentence)
         name = (
             f"{served.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{secrets.token_hex(4)}"
@@ -302,7 +305,10 @@ class Routes:
             return self.indexes[name]
         sentence = "This server has no index of this name."
         if name is None:
-            sentence = "This server has several indexes: name one in the address, as in /v1/indexes/NAME/search."
+            sentence = (
+                "This server has several indexes: name one in the address, as in"
+                " /v1/indexes/NAME/search."
+            )
         raise RequestError(
             404, sentence, members={"indexes": sorted(filter(caller.may_use, self.indexes))}
         )
@@ -340,9 +346,15 @@ class Routes:
             async with asyncio.timeout(self._settings.deadline):
                 yield
         except TimeoutError:
-            sentence = f"There was no answer within {self._settings.deadline:g} seconds. Try again in a moment."
+            sentence = (
+                f"There was no answer within {self._settings.deadline:g} seconds. Try again in a"
+                " moment."
+            )
             if request.method not in ("GET", "HEAD") and "/search" not in request.url.path:
-                sentence += " What was to be written may have been written or not: sent again, it changes nothing more."
+                sentence += (
+                    " What was to be written may have been written or not: sent again, it changes"
+                    " nothing more."
+                )
             raise RequestError(503, sentence, "deadline") from None
 
 

@@ -44,8 +44,8 @@ DAMAGED = (
 )
 _UNREADABLE = "The item cannot be read. The server's log says why."
 _NOT_WRITTEN = (
-    "The index cannot be written to now: another process writes to it, it is read-only, or its disk refuses. "
-    "The server's log says which."
+    "The index cannot be written to now: another process writes to it, it is read-only, or its disk"
+    " refuses. The server's log says which."
 )
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
 _TRIES = 5
@@ -326,7 +326,8 @@ class Served:
         if item.path is None:
             raise RequestError(
                 404,
-                f"Item {item.id} was indexed from features, or the index keeps nothing of its image.",
+                f"Item {item.id} was indexed from features, or the index keeps nothing of its"
+                " image.",
             )
         path, image = Path(os.path.realpath(item.path)), f"The image of item {item.id}"
         if not any(path.is_relative_to(folder) for folder in self._folders):
@@ -385,7 +386,8 @@ def _stored(index: Index, queries: Sequence[Given]) -> Encoded:
     bundle, ids = index.bundle, [str(query.id) for query in queries]
     if bundle.manifest.query_vectors:
         raise DataError(
-            "The bundle of this index encodes queries in another way than items: search with the item's image."
+            "The bundle of this index encodes queries in another way than items: search with the"
+            " item's image."
         )
     items = index.get(ids, arrays=True)
     if index.follow() is not bundle:  # what was read may be of the bundle that is served since

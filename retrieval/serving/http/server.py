@@ -42,7 +42,10 @@ close first.
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?")
-_RULE = "A name has 1 to 100 letters, digits, dots, dashes and underscores, and begins with a letter or digit"
+_RULE = (
+    "A name has 1 to 100 letters, digits, dots, dashes and underscores, and begins with a letter or"
+    " digit"
+)
 
 Given = StrPath | Address | Index
 
@@ -194,7 +197,8 @@ class Parts:
         """Refuse what several processes cannot serve: StoreError."""
         if beside:
             raise StoreError(
-                "Several processes serve in the foreground only: start them with `retrieval serve --processes N`."
+                "Several processes serve in the foreground only: start them with `retrieval serve"
+                " --processes N`."
             )
         if any(isinstance(index, Index) for index in self.given.values()):
             raise StoreError(
@@ -308,8 +312,9 @@ def checked(settings: Settings, host: str) -> Settings:
         where = "through a proxy (--proxy-header-from)" if proxies else f"at {host}"
         if proxies or not _is_loopback(host):
             raise StoreError(
-                f"This server has no keys, and others could reach it {where}. Make keys (retrieval keys add NAME "
-                "--output KEYS) and name them with --keys KEYS, or say with --open read what everybody may do."
+                f"This server has no keys, and others could reach it {where}. Make keys (retrieval"
+                " keys add NAME --output KEYS) and name them with --keys KEYS, or say with --open"
+                " read what everybody may do."
             )
     names = {_host(text) for text in settings.hosts or ()}
     return replace(
@@ -325,8 +330,8 @@ def _host(text: str) -> str:
     """
     if not _HOST.fullmatch(text.lower()):
         raise RetrievalError(
-            f"--allow-host takes a host name as clients write it, such as photos.example: no scheme, port or star. "
-            f"'{text}' would never match."
+            "--allow-host takes a host name as clients write it, such as photos.example: no"
+            f" scheme, port or star. '{text}' would never match."
         )
     return text.lower().removesuffix(".")
 
@@ -337,8 +342,8 @@ def _proxy(text: str) -> str:
         network = ipaddress.ip_network(plain_address(text))
     except ValueError:
         raise RetrievalError(
-            "--proxy-header-from takes the address of a proxy or its network, such as 10.0.0.5 or 10.0.0.0/24, "
-            f"not '{text}'."
+            "--proxy-header-from takes the address of a proxy or its network, such as 10.0.0.5 or"
+            f" 10.0.0.0/24, not '{text}'."
         ) from None
     return str(network) if "/" in text else str(network.network_address)
 
@@ -367,8 +372,8 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise StoreError(
-            f"Cannot listen on {host}: {error.strerror or error}. --host takes an address of this machine, such as "
-            "127.0.0.1, or 0.0.0.0 for all."
+            f"Cannot listen on {host}: {error.strerror or error}. --host takes an address of this"
+            " machine, such as 127.0.0.1, or 0.0.0.0 for all."
         ) from None
     try:
         if os.name == "posix":
@@ -379,7 +384,10 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         listener.close()
         advice = f"Choose another port with {option}."
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            advice = "No network interface of this machine has that address: use 127.0.0.1, or 0.0.0.0 for all, with --host."
+            advice = (
+                "No network interface of this machine has that address: use 127.0.0.1, or 0.0.0.0"
+                " for all, with --host."
+            )
         reason = error.strerror or error
         raise StoreError(f"Cannot listen on {host}, port {port}: {reason}. {advice}") from None
     return listener
@@ -432,7 +440,8 @@ def require_packages() -> None:
         except ImportError:
             package = module.replace("_", "-")
             raise MissingDependency(
-                f"Serving needs {package}. Install it with: pip install 'embedding-retrieval[serve]'"
+                f"Serving needs {package}. Install it with: pip install"
+                " 'embedding-retrieval[serve]'"
             ) from None
 
 

@@ -87,8 +87,8 @@ def make_backend(
     if factory is None and "." not in name:
         names = [*_own(), "auto"]
         raise PluginError(
-            f"There is no index back end '{name}' (built in: {', '.join(names)}; a plugin's is called PLUGIN.name)."
-            + did_you_mean(name, names)
+            f"There is no index back end '{name}' (built in: {', '.join(names)}; a plugin's is"
+            " called PLUGIN.name)." + did_you_mean(name, names)
         )
     if factory is None:
         from retrieval.host.plugins import load_plugins
@@ -100,6 +100,7 @@ def make_backend(
     backend = factory.build(values)
     if not isinstance(backend, IndexBackend):
         raise PluginError(
-            f"The index back end '{name}' made a {type(backend).__name__}, not a retrieval.IndexBackend."
+            f"The index back end '{name}' made a {type(backend).__name__}, not a"
+            " retrieval.IndexBackend."
         )
     return backend

@@ -53,7 +53,8 @@ def check_store(store: Store) -> list[str]:
                 != generation.bundle
             ):
                 damaged.append(
-                    f"The bundle of generation {generation.number} is another than the one that embedded its items."
+                    f"The bundle of generation {generation.number} is another than the one that"
+                    " embedded its items."
                 )
         except RetrievalError as fault:
             damaged.append(str(fault))
@@ -134,5 +135,6 @@ def _fill(snapshot: Path, at: StorePlace) -> list[str]:
     if not behind:
         return []
     return [
-        f"{len(behind):,} items were left behind, which could not be embedded when the snapshot's index was migrated."
+        f"{len(behind):,} items were left behind, which could not be embedded when the snapshot's"
+        " index was migrated."
     ]

@@ -75,7 +75,8 @@ class IndexBackend(ABC):
             keep: (N,), True for those to search among.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no search_selected. Write it, or let its `selective` be False"
+            f"{type(self).__name__} has no search_selected. Write it, or let its `selective` be"
+            " False"
         )
 
     @abstractmethod
@@ -180,11 +181,13 @@ def checked_search(
         or rows.max(initial=0) >= count
     ):
         raise StoreError(
-            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for {len(queries)} "
-            f"queries and k = {k}, or with rows beyond the {count:,} items. Report it to the back end's author."
+            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for"
+            f" {len(queries)} queries and k = {k}, or with rows beyond the {count:,} items. Report"
+            " it to the back end's author."
         )
     if keep is not None and not keep[rows[rows >= 0]].all():
         raise StoreError(
-            f"The index back end '{name}' found vectors that it was not to find. Report it to the back end's author."
+            f"The index back end '{name}' found vectors that it was not to find. Report it to the"
+            " back end's author."
         )
     return rows.astype(np.int64, copy=False)

@@ -179,22 +179,22 @@ def _free_address(
     """
     if structured:
         raise DataError(
-            f"A back end and its parameters are of folders. What the store of {address} can be told stands in "
-            "its address; 'retrieval plugins show' names it."
+            f"A back end and its parameters are of folders. What the store of {address} can be told"
+            " stands in its address; 'retrieval plugins show' names it."
         )
     place = store_place(address, plugins)
     if not replace and place.exists():
         raise StoreError(
-            f"{address} exists already. Add to it with 'retrieval index add', choose another name, or pass "
-            "--replace (in Python replace=True), which deletes it first."
+            f"{address} exists already. Add to it with 'retrieval index add', choose another name,"
+            " or pass --replace (in Python replace=True), which deletes it first."
         )
     return place
 
 
 def _exists(output: Path) -> StoreError:
     return StoreError(
-        f"{output} exists already. Choose another name, or pass --replace (in Python replace=True) to put "
-        "the new index there."
+        f"{output} exists already. Choose another name, or pass --replace (in Python replace=True)"
+        " to put the new index there."
     )
 
 

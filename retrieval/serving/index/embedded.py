@@ -172,7 +172,8 @@ def rows(
                         }
                     if set(texts.pop("bundle")) - {plan.bundle}:
                         raise DataError(
-                            f"{table.location} holds vectors of another bundle than {folder / PLAN} names."
+                            f"{table.location} holds vectors of another bundle than {folder / PLAN}"
+                            " names."
                         )
                     values = zip(*texts.values(), strict=True)
                     yield (
@@ -240,12 +241,13 @@ class Vectors:
     def __init__(self, named: Sequence[object], index: Index, keep: Keep) -> None:
         if not all(map(is_embedding, named)):
             raise DataError(
-                "Folders of embeddings and other sources are added one after the other: name one kind at a time."
+                "Folders of embeddings and other sources are added one after the other: name one"
+                " kind at a time."
             )
         if keep in ("copy", "thumbnail"):
             raise DataError(
-                "A folder of embeddings holds no originals: an index of it keeps 'reference' or 'nothing', "
-                f"not '{keep}'."
+                "A folder of embeddings holds no originals: an index of it keeps 'reference' or"
+                f" 'nothing', not '{keep}'."
             )
         self._arrays = list(index.generation.widths)
         self._plans = {
@@ -293,12 +295,14 @@ def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
         ours = f"{bundle.sha256[:12]}…" + (f" (variant {bundle.variant})" if bundle.variant else "")
         theirs = f"{plan.bundle[:12]}…" + (f" (variant {plan.variant})" if plan.variant else "")
         raise DataError(
-            f"{folder} holds vectors of the bundle {theirs}; this index is of {ours}. Embed with the index's bundle."
+            f"{folder} holds vectors of the bundle {theirs}; this index is of {ours}. Embed with"
+            " the index's bundle."
         )
     if lacking := [name for name in index.generation.widths if name not in plan.widths]:
         option = " with --features" if lacking == [FEATURES] else ""
         raise DataError(
-            f"{folder} holds no {lacking[0]}, which this index keeps of each item. Embed again{option}."
+            f"{folder} holds no {lacking[0]}, which this index keeps of each item. Embed"
+            f" again{option}."
         )
 
 
@@ -317,7 +321,8 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
     name = column or (FEATURES if FEATURES in plan.widths else VECTOR)
     if name not in plan.widths:
         raise DataError(
-            f"{folder} has no column '{name}'. Embed again with --features, for a bundle that has them."
+            f"{folder} has no column '{name}'. Embed again with --features, for a bundle that has"
+            " them."
         )
     batches = list(rows(folder, plan, [name]))
     items = [item for batch, _ in batches for item, _ in batch]

@@ -206,7 +206,8 @@ class FaissBackend(IndexBackend):
         """Refuse another number or width of vectors; see `IndexBackend`."""
         if (self._index.ntotal, self._index.d) != (count, width):
             raise StoreError(
-                f"it holds {self._index.ntotal:,} vectors of {self._index.d} numbers instead of {count:,} of {width}"
+                f"it holds {self._index.ntotal:,} vectors of {self._index.d} numbers instead of"
+                f" {count:,} of {width}"
             )
 
 
@@ -350,7 +351,8 @@ class Cagra(Hnsw):
                 graph.copyTo(index)
             except REFUSALS as fault:
                 raise StoreError(
-                    f"The index back end cagra cannot build it: {refused(len(vectors), vectors.shape[1], fault)}."
+                    "The index back end cagra cannot build it:"
+                    f" {refused(len(vectors), vectors.shape[1], fault)}."
                 ) from fault
         return index
 
@@ -551,7 +553,8 @@ class Rabitq(ListsBackend):
             "IndexIVFRaBitQ",
         ):
             raise StoreError(
-                f"it is a {type(turn).__name__} and a {type(lists).__name__}, which this back end does not write"
+                f"it is a {type(turn).__name__} and a {type(lists).__name__}, which this back end"
+                " does not write"
             )
         width = index.d
         if (turn.d_in, turn.d_out, turn.A.size(), turn.have_bias) != (

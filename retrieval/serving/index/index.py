@@ -466,8 +466,8 @@ class Index:
             raise DataError(f"The index {self.path} has no item '{id}'.")
         if not item.arrays:
             raise DataError(
-                f"The generation that is served in {self.path} does without the item '{id}': it could "
-                "not be embedded when the index was migrated. Add it again."
+                f"The generation that is served in {self.path} does without the item '{id}': it"
+                " could not be embedded when the index was migrated. Add it again."
             )
         return np.array(item.vector)
 
@@ -565,7 +565,8 @@ class Index:
         store = self.store
         if not store.structures:
             raise StoreError(
-                f"The store of {self.path} chooses by itself how it searches: there is nothing to tune."
+                f"The store of {self.path} chooses by itself how it searches: there is nothing to"
+                " tune."
             )
         with showing(progress):
             tuned = tune(self, recall=recall, memory=memory, most=most)
@@ -626,7 +627,8 @@ def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, F
     if isinstance(queries, Encoded):
         if queries.bundle not in ("", bundle.sha256):
             raise Superseded(
-                "The queries were encoded with another bundle than the one that is served. Encode them again."
+                "The queries were encoded with another bundle than the one that is served. Encode"
+                " them again."
             )
         query, code = queries.query, queries.code
     else:

@@ -173,7 +173,8 @@ class Location:
         climbs = ".." in PurePosixPath(name).parts
         if name.startswith(("/", "\\")) or is_address(name) or "::" in name or climbs:
             raise DataError(
-                f"{self.text} names '{printable(name)[:100]}'; a manifest at an address names files below its own folder."
+                f"{self.text} names '{printable(name)[:100]}'; a manifest at an address names files"
+                " below its own folder."
             )
         before, link, behind = _split(self.text)
         return Location(f"{before}{link[: link.rindex('/') + 1]}{name}{behind}")
@@ -304,7 +305,8 @@ def _file_system(address: str) -> tuple[Any, str]:
     scheme, _, path = link.partition("://")
     if urlsplit(link).password:
         raise DataError(
-            f"An address with a password would be kept in the index. Configure {scheme} for fsspec instead."
+            f"An address with a password would be kept in the index. Configure {scheme} for fsspec"
+            " instead."
         )
     if scheme in _ARCHIVES and behind and not before:
         return _archive(f"{scheme}://{behind}"), path  # an archive's table of contents is read once
@@ -385,7 +387,8 @@ class Origin:
             raise DataError(f"{self.location}: {str(fault).rstrip('.')}.") from None
         if len(content) > most:
             raise DataError(
-                f"{self.location} has more than {most:,} bytes, the limit. Save it smaller, or raise the limit."
+                f"{self.location} has more than {most:,} bytes, the limit. Save it smaller, or"
+                " raise the limit."
             )
         return content
 

@@ -89,12 +89,14 @@ def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
     width = index.generation.widths.get(FEATURES)
     if width is None:
         raise BundleError(
-            f"The bundle {head.path} takes features, and the index {index.path} keeps none: migrate to a bundle of images, or create "
-            "the index again with --keep-features (in Python keep_features=True)."
+            f"The bundle {head.path} takes features, and the index {index.path} keeps none: migrate"
+            " to a bundle of images, or create the index again with --keep-features (in Python"
+            " keep_features=True)."
         )
     if head.manifest.input.shape != (width,):
         raise BundleError(
-            f"The bundle {head.path} takes {head.manifest.input.shape[0]:,} features, and the index {index.path} keeps {width:,} of an item."
+            f"The bundle {head.path} takes {head.manifest.input.shape[0]:,} features, and the index"
+            f" {index.path} keeps {width:,} of an item."
         )
     if index.bundle.manifest.input.kind == "features":
         return head
@@ -125,8 +127,9 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
             if wrong and not skip_bad:
                 raise DataError(
                     listed("Some items cannot be embedded again", list(wrong.values()))
-                    + "\nThe index is served as before. Mend them and repeat the command, which goes on where it "
-                    "stopped; or leave them out of the new generation with --skip-bad (in Python skip_bad=True)."
+                    + "\nThe index is served as before. Mend them and repeat the command, which"
+                    " goes on where it stopped; or leave them out of the new generation with"
+                    " --skip-bad (in Python skip_bad=True)."
                 )
             store.embed(generation, embedded, list(wrong))
             faults += wrong.values()

@@ -118,7 +118,11 @@ def refused(count: int, width: int, fault: RuntimeError | MemoryError) -> str:
     text = str(fault)
     if isinstance(fault, MemoryError) or any(words in text for words in _SHORT_OF_MEMORY):
         return (
-            f"the GPU has too little memory for {count:,} vectors of {width} numbers. Use the back end's option float16, "
-            "or gpus = shards with several; CUDA_VISIBLE_DEVICES= (empty) searches on the CPU"
+            f"the GPU has too little memory for {count:,} vectors of {width} numbers. Use the back"
+            " end's option float16, or gpus = shards with several; CUDA_VISIBLE_DEVICES= (empty)"
+            " searches on the CPU"
         )
-    return f"FAISS cannot use the GPU: {text.strip().splitlines()[-1].strip().rpartition('Error: ')[2][:300]}"
+    return (
+        "FAISS cannot use the GPU:"
+        f" {text.strip().splitlines()[-1].strip().rpartition('Error: ')[2][:300]}"
+    )

@@ -283,7 +283,8 @@ class ShardImages:
         offset, size = int(found[2]), int(found[3])
         if size > most:
             raise DataError(
-                f"{self._location}, {_clean(found[1])}, has {size:,} bytes; the limit is {most:,}. Save it smaller, or raise the limit."
+                f"{self._location}, {_clean(found[1])}, has {size:,} bytes; the limit is {most:,}."
+                " Save it smaller, or raise the limit."
             )
         with _sentences(self._location):
             if offset < self._stream.tell():

@@ -67,7 +67,8 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     """
     if not sources:
         raise DataError(
-            "There is nothing to index: name image files, folders, a CSV manifest or an .npz of features."
+            "There is nothing to index: name image files, folders, a CSV manifest or an .npz of"
+            " features."
         )
     places = [Location.of(source) for source in sources]
     for place in places:
@@ -248,7 +249,8 @@ class _Spool:
             raise DataError(f"{place}: a vector of {width:,} numbers; 1 to {MAX_WIDTH:,} are read.")
         if self.width not in (0, width):
             raise DataError(
-                f"{place} holds vectors of {width:,} numbers, others of {self.width:,}: one index takes one width."
+                f"{place} holds vectors of {width:,} numbers, others of {self.width:,}: one index"
+                " takes one width."
             )
         self.width = width
         self._file.write(np.ascontiguousarray(features, "<f4").tobytes())
@@ -330,12 +332,14 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
         ) from None
     if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.size:
         raise DataError(
-            f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype} {features.shape}."
+            f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype}"
+            f" {features.shape}."
         )
     for key, values in columns.items():
         if values.shape != (len(features),) or values.dtype.kind not in "iuUb":
             raise DataError(
-                f"{path}: '{key}' must be {len(features)} texts or whole numbers, not {values.dtype} {values.shape}."
+                f"{path}: '{key}' must be {len(features)} texts or whole numbers, not"
+                f" {values.dtype} {values.shape}."
             )
     texts = {key: [str(value) for value in values] for key, values in columns.items()}
     with np.errstate(over="ignore"):
@@ -367,7 +371,8 @@ class Readers:
             self.close()
             if origin.location.stamp() != origin.file_stamp:
                 raise DataError(
-                    f"{origin.location.name} is gone, or has changed since its items were found. Add it again."
+                    f"{origin.location.name} is gone, or has changed since its items were found."
+                    " Add it again."
                 )
             self._open = origin.location, _container(origin.location)
         return self._open[1].read(origin.part, most)

@@ -75,7 +75,8 @@ def pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError:
         raise MissingDependency(
-            "Parquet tables need pyarrow. Install it with: pip install 'embedding-retrieval[parquet]'"
+            "Parquet tables need pyarrow. Install it with: pip install"
+            " 'embedding-retrieval[parquet]'"
         ) from None
     return pyarrow
 
@@ -117,8 +118,8 @@ def numbers_of(
         if (lengths != width).any():
             at = int(np.argmax(lengths != width))
             raise DataError(
-                f"{location}: row {first + at} has a vector of {int(lengths[at]):,} numbers instead of {width:,}: "
-                "one index takes one width."
+                f"{location}: row {first + at} has a vector of {int(lengths[at]):,} numbers instead"
+                f" of {width:,}: one index takes one width."
             )
         with np.errstate(over="ignore"):
             values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
@@ -190,7 +191,8 @@ class Table:
                 )
             if not _is_list(types[self.vector]):
                 raise DataError(
-                    f"{self.location}: '{self.vector}' must be a list of numbers, not {types[self.vector]}."
+                    f"{self.location}: '{self.vector}' must be a list of numbers, not"
+                    f" {types[self.vector]}."
                 )
         elif "image" in types and _is_binary(types["image"]):
             self.content = "image"
@@ -210,7 +212,8 @@ class Table:
         others = [name for name in names if name not in {*used, self.key, self.label}]
         self.metadata = [name for name in others if not _holds_binary(types[name])]
         self.left_out = [
-            f"{self.location}: the column '{name}' is left out, being {types[name]}, which is no JSON."
+            f"{self.location}: the column '{name}' is left out, being {types[name]}, which is no"
+            " JSON."
             for name in others
             if name not in self.metadata
         ]
@@ -251,9 +254,10 @@ class Table:
         for chunk in self._chunks(group, columns):
             if chunk.total_uncompressed_size > _GROUP_BYTES or chunk.num_values > _GROUP_VALUES:
                 raise DataError(
-                    f"{self.location}: row group {group} has {chunk.total_uncompressed_size:,} bytes and "
-                    f"{chunk.num_values:,} values in '{chunk.path_in_schema}'; {_GROUP_BYTES:,} and "
-                    f"{_GROUP_VALUES:,} are read. Write it with smaller row groups."
+                    f"{self.location}: row group {group} has {chunk.total_uncompressed_size:,}"
+                    f" bytes and {chunk.num_values:,} values in '{chunk.path_in_schema}';"
+                    f" {_GROUP_BYTES:,} and {_GROUP_VALUES:,} are read. Write it with smaller row"
+                    " groups."
                 )
         with sentences(self.location):
             yield from self._file.iter_batches(
@@ -317,7 +321,8 @@ class Table:
             longest = arrow.compute.max(arrow.compute.binary_length(column.dictionary)).as_py()
             if (longest or 0) > 4 * ROW_CHARACTERS:
                 raise DataError(
-                    f"{self.location}: a text in '{name}' has more than {ROW_CHARACTERS:,} characters."
+                    f"{self.location}: a text in '{name}' has more than {ROW_CHARACTERS:,}"
+                    " characters."
                 )
         portable = _portable(column.type)
         values: list[Any] = (
@@ -379,7 +384,8 @@ class TableImages:
             content = image.as_buffer()
             if content.size > most:
                 raise DataError(
-                    f"{name} has {content.size:,} bytes; the limit is {most:,}. Save it smaller, or raise the limit."
+                    f"{name} has {content.size:,} bytes; the limit is {most:,}. Save it smaller, or"
+                    " raise the limit."
                 )
             return bytes(content)
 

@@ -123,9 +123,9 @@ def _refuse_secrets(scheme: str, rest: str) -> None:
     names = [part.partition("=")[0] for part in query.split("&")]
     if "@" in where or any(_SECRET.search(unquote(name)) for name in names):
         raise StoreError(
-            "An address holds no names, passwords or tokens, since it is printed and logged: write "
-            f"{scheme}://HOST:PORT/NAME, and give {scheme} its token by the environment variable that "
-            "its documentation names. (An @ in a name is written %40.)"
+            "An address holds no names, passwords or tokens, since it is printed and logged: write"
+            f" {scheme}://HOST:PORT/NAME, and give {scheme} its token by the environment variable"
+            " that its documentation names. (An @ in a name is written %40.)"
         )
 
 

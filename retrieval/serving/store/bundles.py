@@ -90,7 +90,8 @@ def _fetch(pieces: Iterable[bytes], packed: IO[bytes]) -> None:
         size += len(piece)
         if size > BUNDLE_BYTES:
             raise StoreError(
-                f"The store gives a bundle of more than {BUNDLE_BYTES / 1e9:.1f} GB, which is not fetched."
+                f"The store gives a bundle of more than {BUNDLE_BYTES / 1e9:.1f} GB, which is not"
+                " fetched."
             )
         packed.write(piece)
     packed.seek(0)
@@ -131,5 +132,6 @@ def _is(folder: Path, sha256: str) -> bool:
 
 def _damaged(sha256: str) -> StoreError:
     return StoreError(
-        f"What the store gives for the bundle {sha256[:16]}… is another bundle, or none: it is damaged."
+        f"What the store gives for the bundle {sha256[:16]}… is another bundle, or none: it is"
+        " damaged."
     )

@@ -104,7 +104,8 @@ class LocalStore(Store):
                 known = value(connection, "select value from state where key = 'index'")
             if hashlib.sha256(index_text(folder)).hexdigest() != known:
                 raise StoreError(
-                    f"The index {folder} is damaged: {INDEX} was altered. Restore it from a snapshot."
+                    f"The index {folder} is damaged: {INDEX} was altered. Restore it from a"
+                    " snapshot."
                 )
         except BaseException:
             self.record.close()
@@ -136,7 +137,8 @@ class LocalStore(Store):
         generation = served(connection)
         if generation.bundle != bundle:
             raise Superseded(
-                f"The index {self.folder} is served with another bundle by now. Embed the items again."
+                f"The index {self.folder} is served with another bundle by now. Embed the items"
+                " again."
             )
         return generation
 

@@ -91,7 +91,8 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
         raise StoreError(f"{address}: {' '.join(fault.problems)}") from None
     if not isinstance(opened, StorePlace):
         raise PluginError(
-            f"The store '{factory.name}' made a {type(opened).__name__}, not a retrieval.stores.StorePlace."
+            f"The store '{factory.name}' made a {type(opened).__name__}, not a"
+            " retrieval.stores.StorePlace."
         )
     return opened
 

@@ -503,7 +503,8 @@ def _connect(path: Path | str, flags: int) -> apsw.Connection:
     connection.set_busy_timeout(int(_BUSY_SECONDS * 1000))
     connection.limit(apsw.SQLITE_LIMIT_LENGTH, _ROW_BYTES)
     connection.execute(
-        f"pragma trusted_schema = off; pragma cell_size_check = on; pragma cache_size = -{_CACHE_KIB}"
+        "pragma trusted_schema = off; pragma cell_size_check = on; pragma cache_size ="
+        f" -{_CACHE_KIB}"
     )
     return connection
 

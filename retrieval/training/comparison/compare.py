@@ -197,7 +197,8 @@ def _nothing(line: str) -> None:
 def _refuse_numbers(seeds: int, trials: int, folds: int, workers: int) -> None:
     if seeds < 2:
         raise DataError(
-            f"A comparison needs two seeds at least, and five to say much: with {seeds} there is no interval. Give --seeds 5."
+            f"A comparison needs two seeds at least, and five to say much: with {seeds} there is no"
+            " interval. Give --seeds 5."
         )
     if trials < 0:
         raise DataError("--search is a number of trials: 0 for none, or 1 and more.")

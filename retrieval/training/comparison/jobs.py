@@ -123,8 +123,8 @@ def fold_classes(splits: Splits, seed: int, folds: int) -> list[list[str]]:
     classes = np.unique(splits.labels[training_side(splits)])
     if len(classes) < max(2 * folds, 4):
         raise DataError(
-            f"The training side has {len(classes)} classes, and each of {folds} folds needs two: take fewer with --folds, or hold "
-            "out fewer for the test."
+            f"The training side has {len(classes)} classes, and each of {folds} folds needs two:"
+            " take fewer with --folds, or hold out fewer for the test."
         )
     order = np.random.default_rng([seed % 2**64, *b"folds"]).permutation(classes)
     return [[splits.classes[i] for i in sorted(part)] for part in np.array_split(order, folds)]
@@ -197,8 +197,8 @@ def _fold(job: Job) -> Figures:
         raise
     except RetrievalError as error:
         raise DataError(
-            f"{recipe.name}, in the search, where one of {job.fold[1]} parts of the training classes is held out each time: {error}\n"
-            "More --folds leave more classes to train on."
+            f"{recipe.name}, in the search, where one of {job.fold[1]} parts of the training"
+            f" classes is held out each time: {error}\nMore --folds leave more classes to train on."
         ) from error
     return {"trained": found.figures["trained"]}
 

@@ -105,8 +105,9 @@ class RayWorkers:
                 raise Interrupted("The comparison was asked to stop.") from None
             lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
             raise DataError(
-                f"A training on the cluster was lost: {' '.join([*lines[:1], *lines[-1:]])[:400].rstrip('.')}. The same command goes on; more "
-                "--cpus leave each training more of its node's memory."
+                "A training on the cluster was lost:"
+                f" {' '.join([*lines[:1], *lines[-1:]])[:400].rstrip('.')}. The same command goes"
+                " on; more --cpus leave each training more of its node's memory."
             ) from None
         finally:
             with self._counted:
@@ -161,10 +162,16 @@ def _perform_there(
 
     node = socket.gethostname()
     if version != installed_version():
-        sentence = f"Node {node} has retrieval {installed_version()}, this machine {version}: install the same on every node."
+        sentence = (
+            f"Node {node} has retrieval {installed_version()}, this machine {version}: install the"
+            " same on every node."
+        )
         return {}, sentence, DataError.exit_code
     if not plan.is_file() or _sum(plan) != plan_sum:
-        sentence = f"Node {node} does not see {plan.parent}: with --ray, --output lies in a folder that all nodes share."
+        sentence = (
+            f"Node {node} does not see {plan.parent}: with --ray, --output lies in a folder that"
+            " all nodes share."
+        )
         return {}, sentence, DataError.exit_code
     quiet_threads()
     torch.set_num_threads(cpus)

@@ -78,7 +78,8 @@ def read_recipes(
     for path, recipe in zip(paths, recipes, strict=True):
         if recipe.name in names:
             problems.append(
-                f"{names[recipe.name]} and {path} are both called '{recipe.name}': change the `name` of one."
+                f"{names[recipe.name]} and {path} are both called '{recipe.name}': change the"
+                " `name` of one."
             )
         names.setdefault(recipe.name, path)
     if problems:
@@ -158,7 +159,8 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
             listed(
                 "These recipes cannot be compared fairly: what should be the same", found, shown=50
             )
-            + "\nMake them the same, or take them as they are with --allow-different; the table then says so."
+            + "\nMake them the same, or take them as they are with --allow-different; the table"
+            " then says so."
         )
     return found
 

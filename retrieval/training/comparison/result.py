@@ -118,14 +118,21 @@ class Comparison:
     def notes(self) -> list[str]:
         """How the figures came about, and what they do not say."""
         tuned = (
-            f"{self.trials} settings were tried for each recipe (Optuna's TPE), each judged by MAP@R on the training side alone, "
-            f"its classes divided into {self.folds} folds; no item of the test side was within reach."
+            f"{self.trials} settings were tried for each recipe (Optuna's TPE), each judged by"
+            f" MAP@R on the training side alone, its classes divided into {self.folds} folds; no"
+            " item of the test side was within reach."
             if self.trials
-            else "Nothing was tuned: each recipe was taken as it is. How much each was tuned before is not known."
+            else (
+                "Nothing was tuned: each recipe was taken as it is. How much each was tuned before"
+                " is not known."
+            )
         )
         notes = [
-            f"Mean ± 95 % interval (Student's t) over {self.seeds} seeds, which all rows share. A seed decides on weights and batches; the "
-            "split is the same, so an interval says nothing of other test items.",
+            (
+                f"Mean ± 95 % interval (Student's t) over {self.seeds} seeds, which all rows share."
+                " A seed decides on weights and batches; the split is the same, so an interval"
+                " says nothing of other test items."
+            ),
             tuned,
             "p values: paired t test over seeds by MAP@R, corrected together by Holm's method.",
             f"Baselines have the data and the net of {self.base}.",

@@ -53,7 +53,8 @@ def require_optuna() -> None:
         import optuna  # noqa: F401
     except ImportError:
         raise MissingDependency(
-            "--search needs optuna, which is not installed. Install it: pip install 'embedding-retrieval[compare]'."
+            "--search needs optuna, which is not installed. Install it: pip install"
+            " 'embedding-retrieval[compare]'."
         ) from None
 
 
@@ -145,7 +146,8 @@ def search(recipe: Recipe, trials: int, folds: int, folder: Path, do: Do) -> lis
         proposals.tell(done[-1].score)
     if all(trial.score is None for trial in done):
         raise DataError(
-            f"{recipe.name}: in each of the {trials} trials the loss became NaN or infinite. Narrow [search], above all the learning rate."
+            f"{recipe.name}: in each of the {trials} trials the loss became NaN or infinite. Narrow"
+            " [search], above all the learning rate."
         )
     return done
 

@@ -52,14 +52,16 @@ def faults(recipe: Tables) -> list[str]:
     """
     if not recipe.search:
         return [
-            "it has no [search]: say which values may be tried, as in loss.margin = { low = 0.01, high = 1.0 }."
+            "it has no [search]: say which values may be tried, as in loss.margin = { low = 0.01,"
+            " high = 1.0 }."
         ]
     table, problems = table_of(recipe), []
     for key, values in recipe.search.items():
         if (key.partition(".")[0] not in SEARCHED and key not in WEIGHTS) or "." not in key:
             problems.append(
-                f"[search] {key}: data, split, batches, epochs and backbone are the same for all that is compared. A search may "
-                f"change keys of {', '.join(f'[{name}]' for name in SEARCHED)}, and {', '.join(WEIGHTS)}."
+                f"[search] {key}: data, split, batches, epochs and backbone are the same for all"
+                " that is compared. A search may change keys of"
+                f" {', '.join(f'[{name}]' for name in SEARCHED)}, and {', '.join(WEIGHTS)}."
             )
             continue
         for value in tried(values):

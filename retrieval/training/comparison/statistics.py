@@ -95,9 +95,11 @@ def compare(figures: Mapping[str, Sequence[float]], recipes: Sequence[str]) -> l
             found.append(Difference(one, other, mean_of(apart.tolist()), p))
     corrected = iter(holm([each.p for each in found if each.p is not None]))
     return [
-        each
-        if each.p is None
-        else Difference(each.one, each.other, each.mean, each.p, next(corrected))
+        (
+            each
+            if each.p is None
+            else Difference(each.one, each.other, each.mean, each.p, next(corrected))
+        )
         for each in found
     ]
 
@@ -110,15 +112,18 @@ def said(each: Difference, seeds: int, tests: int) -> str:
             return f"{each.one} and {each.other} have the same MAP@R with every seed."
         better = "above" if each.mean.value > 0 else "below"
         return (
-            f"{each.one} is {number(abs(each.mean.value))} {better} {each.other} with every seed: neither depends on the seed, so seeds "
-            "cannot say how certain that is."
+            f"{each.one} is {number(abs(each.mean.value))} {better} {each.other} with every seed:"
+            " neither depends on the seed, so seeds cannot say how certain that is."
         )
     assert each.corrected is not None
     after = f", p {'' if each.corrected < 0.001 else '= '}{probability(each.corrected)}" + (
         f" after Holm's correction for {tests} comparisons" if tests > 1 else ""
     )
     if not each.certain:
-        return f"Nothing can be said of {each.one} and {each.other} with {seeds} seeds: they are {apart} apart{after}."
+        return (
+            f"Nothing can be said of {each.one} and {each.other} with {seeds} seeds: they are"
+            f" {apart} apart{after}."
+        )
     better = "better" if each.mean.value > 0 else "worse"
     return f"{each.one} is {better} than {each.other} by {apart}{after}."
 
@@ -137,8 +142,9 @@ def conclusion(differences: Sequence[Difference], recipes: Sequence[str], seeds:
     worse = {d.other if d.mean.value > 0 else d.one for d in among if d.certain}
     rest = [name for name in recipes if name not in worse]
     return (
-        f"No recipe is shown to be the best with {seeds} seeds. It is one of {', '.join(rest)}; "
-        f"{', '.join(name for name in recipes if name in worse)} {'is' if len(worse) == 1 else 'are'} worse than at least one of them."
+        f"No recipe is shown to be the best with {seeds} seeds. It is one of {', '.join(rest)};"
+        f" {', '.join(name for name in recipes if name in worse)}"
+        f" {'is' if len(worse) == 1 else 'are'} worse than at least one of them."
     )
 
 

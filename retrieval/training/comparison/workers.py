@@ -58,8 +58,8 @@ class Workers:
                 found.append(outcome(each.result()) if isinstance(each, Future) else each)
             except BrokenProcessPool:
                 raise DataError(
-                    "A worker process ended before its work was done, perhaps for want of memory. The same command goes on; fewer --workers "
-                    "take less memory."
+                    "A worker process ended before its work was done, perhaps for want of memory."
+                    " The same command goes on; fewer --workers take less memory."
                 ) from None
             self._count()
         return found

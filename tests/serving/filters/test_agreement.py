@@ -233,7 +233,8 @@ def test_true_and_1_are_two_filters() -> None:
 
 def test_fields_are_the_entries_of_the_metadata() -> None:
     filter = parse_filter(
-        "id = 'x' and (maker.country = 'DE' or not exists(metadata.label)) and label = 'y' and \"a.b\".c in (1)"
+        "id = 'x' and (maker.country = 'DE' or not exists(metadata.label)) and label = 'y' and"
+        ' "a.b".c in (1)'
     )
     assert fields(filter) == {"maker", "label", "a.b"}
     assert fields(Exists("label")) == frozenset()
