@@ -205,7 +205,7 @@ def main() -> None:
     runs = Arms(options.work.resolve())
     reduced_fashion(runs.work / "all", PER_CLASS, 10)
     reduced_fashion(runs.work / "choose", PER_CLASS, 5)
-    report("\n".join(lines(measure(runs))), options.report)
+    report("\n".join(lines(measure(runs))), options.report, runs)
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def main() -> None:
     torch.set_num_threads(1)
     runs = Runs(options.work.resolve())
     prepare(runs.work)
-    report("\n".join(lines(measure(runs, options.sets))), options.report)
+    report("\n".join(lines(measure(runs, options.sets))), options.report, runs)
 
 
 if __name__ == "__main__":

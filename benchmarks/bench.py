@@ -289,11 +289,12 @@ def reduced_fashion(folder: Path, per_class: int, classes: int) -> Path:
     return folder
 
 
-def report(text: str, file: Path | None) -> None:
-    """Print a report, and write it where a file is given."""
+def report(text: str, file: Path | None, runs: Runs) -> None:
+    """Print a report; where a file is given, write it there and its runs to results/raw."""
     print(text)
     if file:
         write(file, text.rstrip() + "\n")
+        write(RAW / f"{file.stem}.jsonl", runs.file.read_text(encoding="utf-8"))
 
 
 def child(script: str, *words: object, limit: float | None = None) -> Any:

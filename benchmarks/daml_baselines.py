@@ -396,7 +396,7 @@ def main() -> None:
     prepare(runs.work, options.sets)
     table = measure(runs, options.sets, options.losses, options.methods)
     rows = [] if options.no_untuned else untuned(runs, options.sets, options.losses)
-    report("\n".join(lines(table, rows)), options.report)
+    report("\n".join(lines(table, rows)), options.report, runs)
 
 
 if __name__ == "__main__":
