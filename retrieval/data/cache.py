@@ -31,7 +31,7 @@ from retrieval.data.identity import dataset_identity
 from retrieval.data.loading import inputs
 from retrieval.data.raw import RawInputs
 from retrieval.errors import BundleError, DataError, MissingDependency
-from retrieval.host.files import cache_folder as cache_folder
+from retrieval.host.files import cache_folder
 from retrieval.serving.progress import Meter
 from retrieval.serving.threads import ahead
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from retrieval.data.cache import cache_folder
 from retrieval.data.identity import files_identity
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
-from retrieval.host.files import write_bytes
+from retrieval.host.files import cache_folder, write_bytes
 from retrieval.serving.image_files import ImageFiles
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Meter

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("retrieval")
 hookimpl = pluggy.HookimplMarker("retrieval")
 
-Factories = Mapping[str, Callable[..., Any]]
-"""What a factory hook returns."""
+Factories = Mapping[str, Callable[..., Any] | str]
+"""What a factory hook returns: each a class, a function, or the text `MODULE:NAME` of one, whose
+module is imported when something names the factory.
+"""
 
 
 @hookspec

@@ -6,6 +6,7 @@ or modules that a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` leave
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -49,7 +50,8 @@ class Plugins:
         self.manager = manager
         self.sources = sources
         self.objects: dict[str, Any] = {}
-        self._read: dict[tuple[str, str], tuple[dict[str, Factory], dict[str, str]]] = {}
+        self._offers: dict[tuple[str, str], dict[str, Any]] = {}
+        self._read: dict[tuple[str, str], Factory | PluginError] = {}
 
     def give(self, objects: Mapping[str, Any]) -> None:
         """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`.
@@ -69,6 +71,7 @@ class Plugins:
             raise PluginError(f"A plugin may not be called '{OBJECT}': rename it.") from None
         self.sources.append(PluginSource(OBJECT, "objects made in Python"))
         self.objects = dict(objects)
+        self._offers.clear()
         self._read.clear()
 
     @property
@@ -104,57 +107,95 @@ class Plugins:
             MissingDependency: a plugin needs a package of the training side, and it is not
                 installed.
         """
-        offers = (self._offered(kind, impl)[0] for impl in self._impls(kind))
-        return dict(sorted((name, factory) for sound in offers for name, factory in sound.items()))
+        every = [self._factory(kind, name) for name in self._offered(kind)]
+        sound = {each.name: each for each in every if isinstance(each, Factory)}
+        return dict(sorted(sound.items()))
 
     def disabled(self, kind: str) -> dict[str, str]:
         """Return what of a kind cannot be used, by its full name (or the plugin's, when its whole
         hook failed), and why.
         """
-        offers = (self._offered(kind, impl)[1] for impl in self._impls(kind))
-        return dict(sorted((name, why) for faults in offers for name, why in faults.items()))
-
-    def _impls(self, kind: str) -> list[Any]:
-        impls: list[Any] = getattr(self.hook, f"retrieval_{kind}").get_hookimpls()
-        return impls
-
-    def _offered(self, kind: str, impl: Any) -> tuple[dict[str, Factory], dict[str, str]]:
-        """Return what one plugin offers of a kind, and what is wrong with the rest; each plugin is
-        asked once.
-        """
-        if (known := self._read.get((kind, impl.plugin_name))) is not None:
-            return known
-        sound: dict[str, Factory] = {}
-        faults: dict[str, str] = {}
-        offered: Mapping[Any, Any] = {}
-        try:
-            offered = self._call(impl.plugin_name, kind, impl.function)
-        except PluginError as error:
-            faults[impl.plugin_name] = str(error)
-        for short, make in offered.items():
-            name = f"{impl.plugin_name}.{short}"
-            try:
-                _refuse_offer(impl.plugin_name, kind, short, make)
-                sound[name] = Factory.read(kind, name, make)
-            except PluginError as error:
-                faults[name] = str(error)
-        self._read[kind, impl.plugin_name] = sound, faults
-        return sound, faults
+        read = {name: self._factory(kind, name) for name in self._offered(kind)}
+        return {
+            name: str(fault)
+            for name, fault in sorted(read.items())
+            if isinstance(fault, PluginError)
+        }
 
     def named(self, kind: str, name: str) -> Factory | None:
         """Return a sound factory by its full name; None if there is none.
 
-        Only its own plugin is asked: what others offer may take long to load.
+        Only its own plugin is asked, and only this factory is loaded: the others may take long.
         """
-        for impl in self._impls(kind):
-            if impl.plugin_name == name.partition(".")[0]:
-                return self._offered(kind, impl)[0].get(name)
-        return None
+        plugin = name.partition(".")[0]
+        factory = self._factory(kind, name) if name in self._offered(kind, plugin) else None
+        return factory if isinstance(factory, Factory) else None
+
+    def _offered(self, kind: str, plugin: str | None = None) -> dict[str, Any]:
+        """Return what plugins (or one of them) offer of a kind by full name, unread.
+
+        Each is asked once. A hook that failed is its plugin's name with the error.
+        """
+        offered: dict[str, Any] = {}
+        for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
+            key = kind, impl.plugin_name
+            if plugin not in (None, impl.plugin_name):
+                continue
+            if key not in self._offers:
+                try:
+                    made = self._call(impl.plugin_name, kind, impl.function)
+                    self._offers[key] = {
+                        f"{key[1]}.{short}": (short, make) for short, make in made.items()
+                    }
+                except PluginError as error:
+                    self._offers[key] = {impl.plugin_name: error}
+            offered |= self._offers[key]
+        return offered
+
+    def _factory(self, kind: str, name: str) -> Factory | PluginError:
+        """Return a factory that is offered under a name, read once; or what is wrong with it."""
+        if (kind, name) not in self._read:
+            plugin = name.partition(".")[0]
+            offer = self._offered(kind, plugin)[name]
+            try:
+                if isinstance(offer, PluginError):
+                    raise offer
+                short, make = offer
+                if isinstance(make, str):
+                    make = self._load(plugin, kind, make)
+                _refuse_offer(plugin, kind, short, make)
+                self._read[kind, name] = Factory.read(kind, name, make)
+            except PluginError as error:
+                self._read[kind, name] = error
+        return self._read[kind, name]
+
+    def _load(self, plugin: str, kind: str, place: str) -> Any:
+        """Return the class or function that a text `MODULE:NAME` of a hook names."""
+        module, _, attribute = place.partition(":")
+        if not (module and attribute):
+            raise PluginError(
+                f"The plugin '{plugin}' offers the text '{place}' in retrieval_{kind}; write it as"
+                " MODULE:NAME, such as acme.losses:Margin."
+            )
+
+        def imported() -> Any:
+            return getattr(importlib.import_module(module), attribute)
+
+        return self._guarded(plugin, kind, imported)
 
     def _call(self, plugin: str, kind: str, function: Any) -> Mapping[Any, Any]:
-        hook = f"retrieval_{kind}"
+        made = self._guarded(plugin, kind, function)
+        if not isinstance(made, Mapping):
+            raise PluginError(
+                f"The plugin '{plugin}' returned {type(made).__name__} from retrieval_{kind}; it must"
+                " return {name: factory}."
+            )
+        return made
+
+    def _guarded(self, plugin: str, kind: str, function: Callable[[], Any]) -> Any:
+        """Return what a plugin's function gives; its errors become one sentence."""
         try:
-            made = function()
+            return function()
         except (PluginError, MissingDependency):
             raise
         except Exception as error:
@@ -174,14 +215,8 @@ class Plugins:
                     " 'embedding-retrieval[train]'."
                 ) from error
             raise PluginError(
-                f"The plugin '{plugin}' failed in {hook}: {reason(error)}."
+                f"The plugin '{plugin}' failed in retrieval_{kind}: {reason(error)}."
             ) from error
-        if not isinstance(made, Mapping):
-            raise PluginError(
-                f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return"
-                " {name: factory}."
-            )
-        return made
 
     def full_name(self, kind: str, name: str) -> str:
         """Return a built-in part's name in full where it is short (see `retrieval.host.built_in`),

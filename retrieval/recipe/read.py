@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -25,7 +25,9 @@ from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.overrides import apply_overrides
 from retrieval.recipe.section import Section
 from retrieval.recipe.tables import Backbone, Component, Tables, host_keys
-from retrieval.serving.files.places import StrPath
+
+if TYPE_CHECKING:
+    from retrieval.serving.files.places import StrPath
 
 
 class Recipe(Tables):

@@ -39,7 +39,6 @@ MOST_ENTRIES = 13
 
 # A plugin imports the face; what it may need besides is here, and is kept stable for it.
 INNER = {
-    "retrieval.data.cache": {"cache_folder"},
     "retrieval.data.counts": {"Count", "Counts", "differing"},
     "retrieval.data.datasets": {"ArrayDataset", "Box", "FileDataset"},
     "retrieval.data.idx": {"read_idx"},
@@ -50,7 +49,7 @@ INNER = {
     "retrieval.data.records": {"read_records"},
     "retrieval.data.readable": {"ADVICE", "report_left_out", "skip_unreadable"},
     "retrieval.data.splits": {"ROLES", "SIDES", "SPLITS", "sides"},
-    "retrieval.host.files": {"whole_file", "write_bytes"},
+    "retrieval.host.files": {"cache_folder", "whole_file", "write_bytes"},
     "retrieval.host.hookspecs": {"Factories"},
     "retrieval.host.lazy": {"lazy"},
     "retrieval.model.labels": {"learner_labels", "read_labels"},
