@@ -125,22 +125,22 @@ def retrieval_augmentations() -> Factories:
 @hookimpl
 def retrieval_metrics() -> Factories:
     """The package's own metrics."""
-    from retrieval.model import built_in
+    from retrieval.model.metrics import retrieval_metrics as own
 
-    return built_in.retrieval_metrics()
+    return own()
 
 
 @hookimpl
 def retrieval_indexes() -> Factories:
     """The package's own index back ends."""
-    from retrieval.serving.index import backends
+    from retrieval.serving.index.backends import retrieval_indexes as own
 
-    return backends.retrieval_indexes()
+    return own()
 
 
 @hookimpl
 def retrieval_stores() -> Factories:
     """The package's own store, a folder."""
-    from retrieval.serving.store import built_in
+    from retrieval.serving.store.built_in import retrieval_stores as own
 
-    return built_in.retrieval_stores()
+    return own()

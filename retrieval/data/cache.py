@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval.data.identity import dataset_identity
-from retrieval.data.loading import inputs
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs, inputs
 from retrieval.errors import BundleError, DataError, MissingDependency
 from retrieval.host.files import cache_folder
 from retrieval.serving.progress import Meter
@@ -38,6 +36,7 @@ from retrieval.serving.threads import ahead
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
     from retrieval.serving.images import Preprocessing
+
 
 log = logging.getLogger(__name__)
 
@@ -342,3 +341,52 @@ def _locked(path: Path) -> Iterator[None]:
             )
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def dataset_identity(dataset: Dataset) -> str | None:
+    """Return a hash of the items in their order; None where their content cannot be known without
+    reading all.
+
+    Arrays are hashed whole; files (`dataset.files`) by path, size and time of change, with the
+    boxes that are cut from them.
+
+    Raises:
+        DataError: a file is gone.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{dataset.kind} {len(dataset)}\n".encode())
+    if dataset.arrays is not None:
+        array = dataset.arrays
+        digest.update(f"{array.dtype.str} {array.shape}\n".encode())
+        rows = max(
+            1, (1 << 24) // max(1, array[:1].nbytes)
+        )  # a mapped array need not fit in memory
+        for start in range(0, len(array), rows):
+            digest.update(np.ascontiguousarray(array[start : start + rows]).data.cast("B"))
+        return digest.hexdigest()
+    files = getattr(dataset, "files", None)
+    if files is None:
+        return None
+    digest.update(files_identity(files).encode())
+    if (boxes := getattr(dataset, "boxes", None)) is not None:
+        digest.update(
+            repr([None if box is None else tuple(map(float, box)) for box in boxes]).encode()
+        )
+    return digest.hexdigest()
+
+
+def files_identity(files: Iterable[Path]) -> str:
+    """Return a hash of files by path, size and time of change, in their order.
+
+    Raises:
+        DataError: a file is gone.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        try:
+            state = file.stat()
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
+        line = f"{file.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

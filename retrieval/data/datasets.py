@@ -18,7 +18,6 @@ from retrieval.serving.images import decode, from_array, full_size
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-
 Box = tuple[float, float, float, float]
 """A part of an image: left, top, right, bottom, in pixels from its upper left corner."""
 
@@ -154,3 +153,24 @@ def _cut(image: Image, box: Box, key: str) -> Image:
             f" {image.height} pixels."
         )
     return image.crop((left, top, right, bottom))
+
+
+class Subset(Dataset):
+    """Some items of a dataset, without its split and roles.
+
+    Args:
+        dataset: all items.
+        items: (N,) which ones, by number.
+    """
+
+    def __init__(self, dataset: Dataset, items: NDArray[np.int64]) -> None:
+        self._dataset, self._items = dataset, items
+        self.kind = dataset.kind
+        self.labels = [dataset.labels[i] for i in items]
+        self.keys = [dataset.keys[i] for i in items]
+        self.metadata = None if dataset.metadata is None else [dataset.metadata[i] for i in items]
+        self.arrays = None if dataset.arrays is None else dataset.arrays[items]
+        self.files = None if dataset.files is None else [dataset.files[i] for i in items]
+
+    def __getitem__(self, index: int) -> Image | NDArray[Any]:
+        return self._dataset[int(self._items[index])]

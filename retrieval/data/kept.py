@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs
 from retrieval.data.splits import Splits
 from retrieval.errors import DataError
 from retrieval.model.contracts import Dataset

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from retrieval.data.identity import files_identity
+from retrieval.data.cache import files_identity
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
 from retrieval.host.files import cache_folder, write_bytes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from retrieval.data.findings import Subject
-from retrieval.data.fingerprints import digest
+from retrieval.data.near import digest
 from retrieval.data.splits import SIDES, Splits
 from retrieval.errors import DataError
 from retrieval.serving.images import Limits, decode, from_array, read_image

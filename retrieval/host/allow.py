@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from retrieval.errors import PluginError
-from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+from retrieval.host.importing import FilePlugin, is_file_plugin
 
 ALLOW = "RETRIEVAL_ALLOW_PLUGINS"
 _YES = "1"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import textwrap
 
 from retrieval.errors import PluginError, did_you_mean
-from retrieval.host.built_in import BUILT_IN, SHORT
 from retrieval.host.factory import COMPONENTS, KINDS, Factory, Parameter
-from retrieval.host.plugins import Plugins
+from retrieval.host.plugins import BUILT_IN, SHORT, Plugins
 from retrieval.host.values import toml_value
 
 

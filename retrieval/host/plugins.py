@@ -27,7 +27,7 @@ from retrieval.errors import (
     RetrievalError,
     did_you_mean,
 )
-from retrieval.host.built_in import BUILT_IN, SHORT, new_manager
+from retrieval.host import hookspecs
 from retrieval.host.factory import GIVEN, KINDS, Factory, Parameter
 from retrieval.host.importing import (
     PluginSource,
@@ -39,6 +39,36 @@ from retrieval.host.importing import (
     refuse_misspelt,
 )
 from retrieval.host.objects import OBJECT, is_object, missing, object_plugin, refuse_no_objects
+
+BUILT_IN = "core"
+"""The plugin that passes on what the package itself offers."""
+SHORT = ("augmentations", "indexes", "metrics", "stores")
+"""The kinds whose parts in that plugin need no more than their short names: `flat` is `core.flat`.
+"""
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Return a plugin manager that knows every hook and no plugin."""
+    manager = pluggy.PluginManager("retrieval")
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def own_factories(kind: str, module: ModuleType) -> dict[str, Factory]:
+    """Return what a module of the package itself offers through its hook, by short name.
+
+    Args:
+        kind: one of `SHORT`.
+        module: it carries the hook.
+    """
+    manager = new_manager()
+    manager.register(module, BUILT_IN)
+    return {
+        short: Factory.read(kind, f"{BUILT_IN}.{short}", make)
+        for offered in getattr(manager.hook, f"retrieval_{kind}")()
+        for short, make in offered.items()
+    }
+
 
 GROUP = "retrieval"
 
@@ -219,7 +249,7 @@ class Plugins:
             ) from error
 
     def full_name(self, kind: str, name: str) -> str:
-        """Return a built-in part's name in full where it is short (see `retrieval.host.built_in`),
+        """Return a built-in part's name in full where it is short (see `retrieval.host.plugins`),
         any other name as it is.
         """
         whole = f"{BUILT_IN}.{name}"
@@ -487,3 +517,61 @@ def installed_plugins() -> dict[str, str]:
     in `load_plugins`.
     """
     return {name: origin for name, (_, origin) in _entry_points(set()).items()}
+
+
+def names(kind: str) -> list[str]:
+    """Return the names of all parts of a kind that the installed plugins make, sorted.
+
+    Args:
+        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "metric",
+            "index", "store", "distance", "reducer" or "regularizer"; the plural will do.
+
+    Raises:
+        PluginError: there is no such kind; the sentence suggests the closest.
+    """
+    return list(load_plugins().factories(_plural(kind)))
+
+
+def create(kind: str, name: str, /, **parameters: Any) -> Any:
+    """Return a part that a plugin makes, as in `create("loss", "pml.triplet_margin", margin=0.1)`.
+
+    Parameters are checked as in a recipe; one that there is not is refused with the list of those
+    there are (on the command line `retrieval plugins show NAME` explains them). A part of the part
+    is a name, a table `{"name": …, parameters}` or an object. What training knows and gives
+    (`features`, `embedding_size`, `classes`) is a parameter here.
+
+    Args:
+        kind: see `names`.
+        name: the part's, as `PLUGIN.NAME`.
+        parameters: the part's own.
+
+    Raises:
+        PluginError: there is no such kind or name; the sentence suggests the closest.
+        RecipeError: with every problem of the parameters.
+    """
+    plural = _plural(kind)
+    plugins = load_plugins()
+    factory = plugins.find(plural, name)
+    asked = {p.name: p for p in factory.parameters if p.given}
+    given = {key: parameters[key] for key in asked if key in parameters}
+    table = {"name": name} | {key: value for key, value in parameters.items() if key not in given}
+    problems = plugins.check(plural, table, f"[{KINDS[plural]}]")
+    problems += [
+        f"[{KINDS[plural]}] {key}: is required ({GIVEN[key]})."
+        for key, p in asked.items()
+        if p.default is inspect.Parameter.empty and key not in given
+    ]
+    if problems:
+        raise RecipeError(problems, f"{name}, as create() was asked for it,")
+    return plugins.build(plural, table, given)
+
+
+def _plural(kind: str) -> str:
+    """Return a kind as `KINDS` has it, of its singular or plural."""
+    for plural, singular in KINDS.items():
+        if kind in (plural, singular):
+            return plural
+    known = list(KINDS.values())
+    raise PluginError(
+        f"There is no kind '{kind}' (known: {', '.join(known)}).{did_you_mean(kind, known)}"
+    )

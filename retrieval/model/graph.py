@@ -201,11 +201,11 @@ def to_onnx(
                     raise RuntimeError("torch.onnx.export gave nothing")
                 proto = program.model_proto
             else:
-                file = io.BytesIO()
+                file: Any = io.BytesIO()  # its types know only paths
                 with _silent_stdout():
                     torch.onnx.export(
                         module, example, file, dynamo=False, dynamic_axes=axes, **options
-                    )  # type: ignore[arg-type]
+                    )
                 proto = onnx.load_from_string(file.getvalue())
     except (
         Exception

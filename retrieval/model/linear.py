@@ -64,7 +64,7 @@ class LinearMap(MetricLearner):
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
         """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""
-        from retrieval.model.linear_head import linear_head
+        from retrieval.model.model import linear_head
 
         check_is_fitted(self, "components_")
         return linear_head(self.components_, self.mean_), None

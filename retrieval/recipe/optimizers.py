@@ -13,7 +13,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim import lr_scheduler
 
 from retrieval.errors import did_you_mean
-from retrieval.model.compiler import optimizing
+from retrieval.host.lazy import optimizing
 from retrieval.recipe.tables import Optimizer, Schedule
 
 SHAPES: dict[str, Callable[[float], float]] = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check_names(recipe: Tables) -> list[str]:
     """Return problems of names outside plugin tables: optimiser, schedule, transforms, metrics."""
-    from retrieval.model.compiler import load_compiler
+    from retrieval.host.lazy import load_compiler
     from retrieval.recipe.optimizers import check_optimizer, check_schedule
 
     if recipe.train.compile:
@@ -38,7 +38,7 @@ def check_names(recipe: Tables) -> list[str]:
 
 def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) -> list[str]:
     """Return the problems of one of `[evaluate] metrics`."""
-    from retrieval.model.built_in import metric
+    from retrieval.model.metrics import metric
 
     if not isinstance(named, str):
         return plugins.check("metrics", named, f"[evaluate] metrics.{number}")

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from retrieval.data import onnx_features
 from retrieval.data.datasets import FileDataset
-from retrieval.data.features import backbone_features
-from retrieval.data.onnx_features import OnnxBackbone, way_of
-from retrieval.data.raw import RawInputs
+from retrieval.data.features import OnnxBackbone, backbone_features, way_of
+from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, PluginError
 from retrieval.model.contracts import Backbone, Dataset
 from retrieval.model.graph import TOLERANCE

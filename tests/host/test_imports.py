@@ -56,7 +56,7 @@ INNER = {
     "retrieval.model.linear": {"class_codes", "deviations"},
     "retrieval.model.loss": {"Distance", "Pairs", "Reducer", "listed_pairs", "nothing"},
     "retrieval.model.metric_learner": {"MetricLearner"},
-    "retrieval.model.built_in": {"retrieval_metrics"},
+    "retrieval.model.metrics": {"retrieval_metrics"},
     "retrieval.model.model": {"Normalize"},
     "retrieval.model.precision": {"as_given", "full_precision"},
     "retrieval.model.rows": {"Rows", "Sums", "first_row", "summed"},

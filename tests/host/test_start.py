@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retrieval.host.lazy import kept_out
+from retrieval.host.lazy import keep_compiler_out, kept_out, optimizing
 from retrieval.model import compiler
-from retrieval.model.compiler import keep_compiler_out, optimizing
 
 UNUSED = [
     "torch._dynamo",
