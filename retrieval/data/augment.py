@@ -87,8 +87,8 @@ def built_transforms(recipe: Recipe) -> tuple[Transform, ...]:
         PluginError: the plugins have no such part.
         RecipeError: the parameters do not fit, or the factory refuses them.
     """
-    made = recipe.augmentation.transforms
-    return tuple(recipe.loaded.build("augmentations", values) for values in made)
+    tables = recipe.augmentation.transforms
+    return tuple(recipe.loaded.build("augmentations", values) for values in tables)
 
 
 @dataclass(frozen=True)
@@ -267,15 +267,15 @@ class Mix:
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
         return cls(partner, 1 - area / (shape[0] * shape[1]), (rows, columns))
 
-    def of(self, own: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def of(self, images: NDArray[np.uint8], partners: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return images (B, channels, H, W) with others mixed in."""
         if self.box is None:
-            mean = self.weight * own.astype(np.float32) + (1 - self.weight) * other.astype(
+            mean = self.weight * images.astype(np.float32) + (1 - self.weight) * partners.astype(
                 np.float32
             )
             return np.rint(mean).astype(np.uint8)
-        mixed = own.copy()
-        mixed[:, :, *self.box] = other[:, :, *self.box]
+        mixed = images.copy()
+        mixed[:, :, *self.box] = partners[:, :, *self.box]
         return mixed
 
 
@@ -298,7 +298,9 @@ class MixedLabels:
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Return them on a device."""
-        own, other = (each.to(device, non_blocking=non_blocking) for each in (self.own, self.other))
+        own, other = (
+            labels.to(device, non_blocking=non_blocking) for labels in (self.own, self.other)
+        )
         return type(self)(own, other, self.weight)
 
     def pin_memory(self) -> Self:
@@ -403,14 +405,14 @@ def without_asking(transform: Any) -> Any:
     """
     if not type(transform).__module__.startswith("torchvision.transforms.v2."):
         return transform
-    made = copy.copy(transform)
-    own = vars(made)
+    copied = copy.copy(transform)
+    own = vars(copied)
     for name in _AFTERWARDS:
-        if hasattr(made, name):
-            own[name] = _Outside(made, name)
+        if hasattr(copied, name):
+            own[name] = _Outside(copied, name)
     if isinstance(own.get("transforms"), list):  # of RandomApply and its like
-        own["transforms"] = [without_asking(each) for each in own["transforms"]]
-    return made
+        own["transforms"] = [without_asking(inner) for inner in own["transforms"]]
+    return copied
 
 
 class _Outside:

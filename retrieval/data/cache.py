@@ -114,8 +114,8 @@ def frozen_features(
     if quicker is not None and not (place / _JOURNAL).exists():
         compute = partial(_in_threads, quicker, RawInputs(dataset, preprocessing, budget=0), batch)
         try:
-            own = None if content is None else entries / _key([*parts, quicker.name])
-            return _filled(own, dataset, batch, compute, progress)
+            entry = None if content is None else entries / _key([*parts, quicker.name])
+            return _filled(entry, dataset, batch, compute, progress)
         except (BundleError, MissingDependency) as fault:
             log.info("Features are computed by torch: %s", fault)
     return _filled(None if content is None else place, dataset, batch, plain, progress)
@@ -133,14 +133,14 @@ def _in_threads(
 ) -> Iterator[NDArray[np.float32]]:
     """Yield the features of items, `batch` at a time; each thread decodes and computes."""
     blocks = [items[i : i + batch] for i in range(0, len(items), batch)]
-    few = (block[i : i + way.rows] for block in blocks for i in range(0, len(block), way.rows))
+    shares = (block[i : i + way.rows] for block in blocks for i in range(0, len(block), way.rows))
 
     def features(chosen: NDArray[np.int64]) -> NDArray[np.float32]:
         return way.features(torch.from_numpy(raw.batch(chosen))).numpy()
 
-    made = ahead(features, few, workers=way.threads, most=2 * way.threads)
+    computed = ahead(features, shares, workers=way.threads, most=2 * way.threads)
     for block in blocks:
-        yield np.concatenate(list(itertools.islice(made, -(-len(block) // way.rows))))
+        yield np.concatenate(list(itertools.islice(computed, -(-len(block) // way.rows))))
 
 
 def _filled(
@@ -151,10 +151,10 @@ def _filled(
     """
 
     def computed(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
-        made = compute(items)
+        blocks = compute(items)
         while True:
             try:
-                features = next(made)
+                features = next(blocks)
             except StopIteration:
                 return
             except OSError as error:  # a dataset's own: the cache has nothing to do with it
@@ -167,10 +167,10 @@ def _filled(
                 log.warning(
                     "The dataset names no files, so its features are computed for this run only."
                 )
-                made = tempfile.TemporaryDirectory(
+                temporary = tempfile.TemporaryDirectory(
                     prefix="retrieval-features-", ignore_cleanup_errors=True
                 )
-                place = Path(stack.enter_context(made))
+                place = Path(stack.enter_context(temporary))
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(place / "lock"))

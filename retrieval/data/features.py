@@ -131,10 +131,10 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield value.tobytes()
     elif isinstance(value, Mapping | list | tuple):
         yield f"{type(value).__name__} {len(value)} ".encode()
-        for each in value.items() if isinstance(value, Mapping) else value:
-            yield from _parts(each)
+        for item in value.items() if isinstance(value, Mapping) else value:
+            yield from _parts(item)
     elif isinstance(value, set | frozenset):
-        yield from _parts(sorted(b"".join(_parts(each)) for each in value))
+        yield from _parts(sorted(b"".join(_parts(item)) for item in value))
     elif value is None or isinstance(
         value, bool | int | float | complex | str | bytes | np.generic
     ):
@@ -210,17 +210,17 @@ class OnnxBackbone:
         return torch.from_numpy(self._run(self._session, pixels.numpy()))
 
     def _run(self, session: Any, pixels: NDArray[Any]) -> NDArray[np.float32]:
-        given = pixels
+        padded = pixels
         if len(pixels) < self.rows:
-            given = np.concatenate(
+            padded = np.concatenate(
                 [pixels, np.zeros((self.rows - len(pixels), *self._shape), pixels.dtype)]
             )
         try:
-            (features,) = session.run(["features"], {"input": np.ascontiguousarray(given)})
+            (features,) = session.run(["features"], {"input": np.ascontiguousarray(padded)})
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(f"ONNX Runtime refuses: {fault}") from fault
-        found: NDArray[np.float32] = features[: len(pixels)]
-        return found
+        rows: NDArray[np.float32] = features[: len(pixels)]
+        return rows
 
     def _agreed(self) -> Any:
         """Return a session whose features are torch's, of items one by one and of items among
@@ -245,21 +245,21 @@ class OnnxBackbone:
         )
         with ready(self._model):
             module = FeatureEncoder(self._model).eval()
-            (wanted,) = module(torch.from_numpy(samples))
+            (reference,) = module(torch.from_numpy(samples))
             example = torch.from_numpy(np.resize(samples, (self.rows, *self._shape)))
             # the older exporter: it takes a second where the other takes sixteen, and of fixed
             # sizes its graphs are as fast
             proto = to_onnx(module, (example,), signature, opset=OPSET, exporter="torchscript")
         opened = session(proto.SerializeToString(), threads=1)
-        expected = wanted.numpy().astype(np.float64)
+        expected = reference.numpy().astype(np.float64)
         scale = float(np.linalg.norm(expected, axis=1).mean()) or 1.0
         for size in {1, self.rows}:
-            found = np.concatenate(
+            computed = np.concatenate(
                 [self._run(opened, samples[i : i + size]) for i in range(0, len(samples), size)]
             )
             if (
-                found.shape != expected.shape
-                or not np.abs(found - expected).max() <= TOLERANCE * scale
+                computed.shape != expected.shape
+                or not np.abs(computed - expected).max() <= TOLERANCE * scale
             ):
                 raise BundleError("The graph of the backbone does not agree with torch.")
         return opened

@@ -82,12 +82,14 @@ def read_inputs(path: Path) -> KeptInputs:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             labels = json.loads(metadata["labels"])
-            found = KeptInputs(
+            kept_inputs = KeptInputs(
                 metadata["kind"], file.get_tensor("inputs"), [str(label) for label in labels]
             )
-        if metadata["format"] != FORMAT or not 0 < len(found.labels) == len(found.inputs):
+        if metadata["format"] != FORMAT or not 0 < len(kept_inputs.labels) == len(
+            kept_inputs.inputs
+        ):
             raise ValueError("it is of another format")
-        return found
+        return kept_inputs
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
@@ -115,7 +117,7 @@ def by_class(
     if len(indices) <= number:
         return indices
     classes, counts = np.unique(labels[indices], return_counts=True)
-    each = max(2, min(8, int(np.median(counts))), number // len(classes))
-    kept = spread(classes, max(1, number // each))
-    rows = [spread(indices[labels[indices] == label], each) for label in kept]
+    per_class = max(2, min(8, int(np.median(counts))), number // len(classes))
+    kept = spread(classes, max(1, number // per_class))
+    rows = [spread(indices[labels[indices] == label], per_class) for label in kept]
     return np.sort(np.concatenate(rows))[:number]

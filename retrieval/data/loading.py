@@ -37,9 +37,12 @@ if TYPE_CHECKING:
     from retrieval.serving.images import Preprocessing
 
 BUDGET = 1 << 30
-_PARTS = 4  # that each thread has of a batch: some images take longer
-_TRIED = 4  # items that tell how long one takes
-_WORTH = 0.4e-3  # seconds of an item from which on threads are quicker: below, they wait for one another, and cost twice the CPU time
+"""Bytes of decoded pixels that are kept in memory at most."""
+# Several parts for each thread, because some images take longer.
+_PARTS_PER_THREAD = 4
+_TIMED_ITEMS = 4
+# Threads pay from here on: below, they wait for one another and cost twice the CPU time.
+_SECONDS_WORTH_A_THREAD = 0.4e-3
 
 
 class RawInputs:
@@ -162,17 +165,19 @@ class RawInputs:
         done: list[Any] = []
         if work not in self._quick:
             spent = []
-            for job in jobs[:_TRIED]:
+            for job in jobs[:_TIMED_ITEMS]:
                 start = time.perf_counter()
                 done.append(function(job))
                 spent.append(time.perf_counter() - start)
-            self._quick[work] = median(spent[1:]) < _WORTH  # the first one loads code
-        rest = jobs[len(done) :]
+            self._quick[work] = (
+                median(spent[1:]) < _SECONDS_WORTH_A_THREAD
+            )  # the first one loads code
+        remaining = jobs[len(done) :]
         if self._quick[work]:
-            return done + [function(job) for job in rest]
+            return done + [function(job) for job in remaining]
         # to hand over each image by itself would cost a twentieth of decoding a small one
-        size = -(-len(rest) // (_PARTS * _decoders())) or 1
-        parts = [rest[start : start + size] for start in range(0, len(rest), size)]
+        size = -(-len(remaining) // (_PARTS_PER_THREAD * _decoders())) or 1
+        parts = [remaining[start : start + size] for start in range(0, len(remaining), size)]
         for part in self._threads.map(lambda part: [function(job) for job in part], parts):
             done += part
         return done
@@ -214,7 +219,7 @@ def _decoders() -> int:
 
 
 def batches_in_epoch(items: int, sampler: Sampler) -> int:
-    """Return how many batches an epoch has: what the recipe says, or items / (P × M), at least one."""
+    """Return the batches in an epoch: the recipe's number, or items / (P × M), at least 1."""
     return sampler.batches or max(1, items // (sampler.classes * sampler.items))
 
 
@@ -303,11 +308,11 @@ class BatchMaker:
             )
         rows = np.arange(len(job.items))[job.share]
         needed, place = np.unique(np.concatenate([rows, mix.partner[rows]]), return_inverse=True)
-        made = self.raw.batch(job.items[needed], self.changes, draws[needed])[place]
-        return torch.from_numpy(mix.of(made[: len(rows)], made[len(rows) :]))
+        pixels = self.raw.batch(job.items[needed], self.changes, draws[needed])[place]
+        return torch.from_numpy(mix.of(pixels[: len(rows)], pixels[len(rows) :]))
 
     def mix(self, epoch: int, batch: int) -> Mix | None:
-        """Return what a batch's images are mixed with; None where nothing is, or items are vectors."""
+        """Return what a batch's images are mixed with; None for no mixing and for vectors."""
         if self.raw.preprocessing is None:
             return None
         key = (self.seed, epoch, batch)
@@ -380,14 +385,14 @@ class Workers:
         """
         self._jobs.jobs = jobs
         try:
-            made = iter(self._loader)
+            batches = iter(self._loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
                 f"The dataset cannot be sent to other processes ({error}). Set [train] workers = 0."
             ) from error
         while True:
             try:
-                batch = next(made)
+                batch = next(batches)
             except StopIteration:
                 return
             except RuntimeError as error:
@@ -459,7 +464,9 @@ class TrainBatches:
         self.sampler = sampler
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
-        changes = Changes(augmentation, tuple(without_asking(each) for each in transforms))
+        changes = Changes(
+            augmentation, tuple(without_asking(transform) for transform in transforms)
+        )
         self._make = BatchMaker(raw, changes, seed, self.batch_size)
         self._workers: Workers | None = None
         # pixels that stay in memory are of use to no other process; a random crop is another one
@@ -511,12 +518,12 @@ class TrainBatches:
         ]
         jobs = [Job(items, number, start + i, share) for i, items in enumerate(self.indices[drawn])]
         if self._workers is not None:
-            made = self._workers.run(jobs)
+            batches = self._workers.run(jobs)
         elif self._slices and self._make.raw.ready(self.indices):
-            made = map(self._make, jobs)
+            batches = map(self._make, jobs)
         else:
-            made = _ahead(self._make, jobs)
-        return zip(made, labels, strict=True)
+            batches = _ahead(self._make, jobs)
+        return zip(batches, labels, strict=True)
 
     def _labels(self, labels: NDArray[np.int64], epoch: int, batch: int, share: slice) -> Labels:
         """Return a share of a batch's class ids."""

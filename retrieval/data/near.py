@@ -75,12 +75,12 @@ def picture(image: Image.Image) -> NDArray[np.float32] | None:
     part = SIDE // COLOURS
     colours = values[..., 1:].reshape(COLOURS, part, COLOURS, part, 2).mean((1, 3)) - 128
     brightness = values[..., 0] - values[..., 0].mean()
-    both = np.concatenate(
+    whole_picture = np.concatenate(
         [brightness.ravel(), part * colours.ravel()]
     )  # each colour stands for so many pixels
     if float(brightness.std()) < _FLAT:
         return None
-    unit: NDArray[np.float32] = (both / np.linalg.norm(both)).astype(np.float32)
+    unit: NDArray[np.float32] = (whole_picture / np.linalg.norm(whole_picture)).astype(np.float32)
     return unit
 
 
@@ -139,27 +139,33 @@ def near_pairs(
     total, done = 0, 0
     with Meter(what, size, "items") as meter:
         while done < size and total <= MOST_PAIRS:
-            asked, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
-            done += len(asked)
-            meter.update(len(asked))
-            while len(asked):
-                rows, apart = _candidates(vectors, asked, min(count, size), spans, measure, threads)
+            queries, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
+            done += len(queries)
+            meter.update(len(queries))
+            while len(queries):
+                rows, apart = _candidates(
+                    vectors, queries, min(count, size), spans, measure, threads
+                )
                 close: NDArray[np.bool_] = apart <= within
                 more = np.count_nonzero(close | np.isnan(apart), axis=1) == close.shape[1]
                 if count >= min(_MOST, size):
                     more[:] = False  # else there may be others
                 row, place = np.nonzero(close & ~more[:, None])
-                one, other = asked[row], rows[row, place]
-                kept = one != other if same is None else (one != other) & (same[one] != same[other])
-                parts.append((one[kept], other[kept], apart[row, place][kept]))
+                item, neighbor = queries[row], rows[row, place]
+                kept = (
+                    item != neighbor
+                    if same is None
+                    else (item != neighbor) & (same[item] != same[neighbor])
+                )
+                parts.append((item[kept], neighbor[kept], apart[row, place][kept]))
                 total += int(kept.sum())
-                asked, count = asked[more], 4 * count
+                queries, count = queries[more], 4 * count
     return _once(parts, done == size and total <= MOST_PAIRS)
 
 
 def _candidates(
     vectors: NDArray[np.float32],
-    asked: Rows,
+    queries: Rows,
     count: int,
     spans: Sequence[tuple[int, int] | None],
     measure: Measure | None,
@@ -168,14 +174,16 @@ def _candidates(
     """Return rows (Q, n) near to those that are asked for, and how far they are; NaN for one that
     is there twice.
     """
-    found = [nearest(vectors[asked], vectors, count, span=span, threads=threads) for span in spans]
+    searches = [
+        nearest(vectors[queries], vectors, count, span=span, threads=threads) for span in spans
+    ]
     if measure is None:
-        return found[0][1], np.sqrt(found[0][0])
-    rows = np.sort(np.concatenate([each for _, each in found], axis=1), axis=1)
+        return searches[0][1], np.sqrt(searches[0][0])
+    rows = np.sort(np.concatenate([rows_of_span for _, rows_of_span in searches], axis=1), axis=1)
     apart = np.full(rows.shape, np.nan)
-    for place, one in enumerate(asked.tolist()):
-        own, first = np.unique(rows[place], return_index=True)
-        apart[place, first] = measure(one, own)
+    for place, query in enumerate(queries.tolist()):
+        unique, first = np.unique(rows[place], return_index=True)
+        apart[place, first] = measure(query, unique)
     return rows, apart
 
 
@@ -187,9 +195,9 @@ def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:
     low, high = np.minimum(first, second), np.maximum(first, second)
     order = np.lexsort((apart, high, low))
     low, high, apart = low[order], high[order], apart[order]
-    new = np.ones(len(low), bool)
-    new[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
-    low, high, apart = low[new], high[new], apart[new]
+    is_new = np.ones(len(low), bool)
+    is_new[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    low, high, apart = low[is_new], high[is_new], apart[is_new]
     order = np.argsort(apart, kind="stable")
     return Near(low[order], high[order], apart[order], complete)
 

@@ -35,17 +35,17 @@ def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
         ask: is given the question once, a sentence that names the files; None refuses them.
         allowed: whether they may run unasked.
     """
-    token, before = _ask.set(ask), os.environ.get(ALLOW)
+    token, setting = _ask.set(ask), os.environ.get(ALLOW)
     if allowed:
         os.environ[ALLOW] = _YES
     try:
         yield
     finally:
         _ask.reset(token)
-        if before is None:
+        if setting is None:
             os.environ.pop(ALLOW, None)
         else:
-            os.environ[ALLOW] = before
+            os.environ[ALLOW] = setting
 
 
 def require(items: Sequence[str], where: Path) -> None:
@@ -63,15 +63,15 @@ def require(items: Sequence[str], where: Path) -> None:
     files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
     if not files:
         return
-    several = len(files) > 1
+    plural = len(files) > 1
     brings = (
-        f"{where} brings {'plugin files that run' if several else 'a plugin file that runs'} with"
+        f"{where} brings {'plugin files that run' if plural else 'a plugin file that runs'} with"
         f" your rights: {', '.join(map(str, files))}."
     )
     ask = _ask.get()
     if ask is None or not ask(brings):
         raise PluginError(
-            f"{brings} Nothing was run. Read {'them' if several else 'it'}, then repeat the command"
+            f"{brings} Nothing was run. Read {'them' if plural else 'it'}, then repeat the command"
             f" with --allow-plugins (in Python with {ALLOW}=1 in the environment)."
         )
     os.environ[ALLOW] = _YES  # asked once: the command's other recipes and processes know
@@ -102,7 +102,7 @@ def _module_files(name: str, near: Path) -> list[Path]:
     except (ImportError, ValueError):
         return []
     installed = [
-        Path(sysconfig.get_path(each)).resolve() for each in ("stdlib", "purelib", "platlib")
+        Path(sysconfig.get_path(scheme)).resolve() for scheme in ("stdlib", "purelib", "platlib")
     ]
     places = [Path.cwd().resolve(), near.resolve()]
     files: list[Path] = []

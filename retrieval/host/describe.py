@@ -30,23 +30,25 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
         if kind is None
         else []
     )
-    for each in [kind] if kind else KINDS:
-        factories = plugins.factories(each)
+    for shown in [kind] if kind else KINDS:
+        factories = plugins.factories(shown)
         if factories:
             width = max(map(len, factories))
             lines += [
                 "",
-                each,
+                shown,
                 *(
                     f"  {f.name:<{width}}  {textwrap.shorten(f.summary, 76, placeholder=' …')}"
                     for f in factories.values()
                 ),
             ]
-    wrong = {
-        n: why for each in ([kind] if kind else KINDS) for n, why in plugins.disabled(each).items()
+    disabled = {
+        n: why
+        for shown in ([kind] if kind else KINDS)
+        for n, why in plugins.disabled(shown).items()
     }
-    if wrong:
-        lines += ["", "disabled", *(f"  {name}: {why}" for name, why in wrong.items())]
+    if disabled:
+        lines += ["", "disabled", *(f"  {name}: {why}" for name, why in disabled.items())]
     return "\n".join(lines).strip("\n")
 
 
@@ -58,12 +60,12 @@ def show_text(plugins: Plugins, name: str) -> str:
         PluginError: nothing has that name (the sentence suggests the closest), or it is disabled
             (the sentence says why).
     """
-    found = [
+    matches = [
         factories[full]
         for kind in KINDS
         if (full := plugins.full_name(kind, name)) in (factories := plugins.factories(kind))
     ]
-    if not found:
+    if not matches:
         for kind in KINDS:
             if name in plugins.disabled(kind):
                 raise PluginError(plugins.disabled(kind)[name])
@@ -73,7 +75,7 @@ def show_text(plugins: Plugins, name: str) -> str:
             "Nothing is called"
             f" '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
         )
-    return "\n\n".join(_one(factory, plugins) for factory in found)
+    return "\n\n".join(_one(factory, plugins) for factory in matches)
 
 
 def _one(factory: Factory, plugins: Plugins) -> str:

@@ -469,7 +469,7 @@ def read_signature(make: Callable[..., Any]) -> Reading:
         Exception: whatever resolving a type raises, for that runs the plugin's own text.
     """
     reading = Reading()
-    for function, signature, given in _chain(make):
+    for function, signature, supplied in _chain(make):
         hints = get_type_hints(function, include_extras=True)
         reading.homes.append(function)
         reading.loose = None
@@ -478,7 +478,7 @@ def read_signature(make: Callable[..., Any]) -> Reading:
                 reading.loose = p.name
             elif (
                 p.kind is not p.VAR_POSITIONAL
-                and p.name not in given
+                and p.name not in supplied
                 and p.name not in reading.parameters
             ):
                 reading.parameters[p.name] = p
@@ -505,7 +505,10 @@ def documentation(
     texts = [own]
     if inspect.isclass(make):
         sources = [
-            each for c in make.__mro__ for each in (vars(c).get("__init__"), c) if _spells(c, homes)
+            owner
+            for c in make.__mro__
+            for owner in (vars(c).get("__init__"), c)
+            if _spells(c, homes)
         ]
         texts += [
             docstring_parser.parse(inspect.cleandoc(x.__doc__ or ""))
@@ -546,7 +549,7 @@ def _chain(
         for c in make.__mro__
         if inspect.isfunction(vars(c).get("__init__"))
     ]
-    given: set[str] = set()
+    supplied: set[str] = set()
     for (_, function), (base, inherited) in itertools.pairwise(inits):
         if not _takes_more(function) or base.__module__ in _MODULES_THAT_TAKE_NOTHING:
             return
@@ -556,18 +559,18 @@ def _chain(
         if passed is None:
             # without source: what has no default there is given here, or the class could not be
             # made without a recipe's help
-            given |= {
+            supplied |= {
                 n for n in names if signature.parameters[n].default is inspect.Parameter.empty
             }
         else:
             keywords, positional, whole = passed
             if not whole:
                 return
-            given |= keywords | set(names[:positional])
+            supplied |= keywords | set(names[:positional])
         yield (
             inherited,
             signature.replace(parameters=list(signature.parameters.values())[1:]),
-            set(given),
+            set(supplied),
         )
 
 
@@ -594,12 +597,12 @@ def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | Non
             and call.func.attr == "__init__"
         ):
             continue
-        arguments = [each for each in call.args if not isinstance(each, ast.Starred)]
+        arguments = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
         if not isinstance(
             call.func.value, ast.Call
         ):  # Base.__init__(self, …) instead of super().__init__(…)
             arguments = arguments[1:]
-        keywords |= {each.arg for each in call.keywords if each.arg}
+        keywords |= {argument.arg for argument in call.keywords if argument.arg}
         positional = max(positional, len(arguments))
-        whole |= any(each.arg is None for each in call.keywords)
+        whole |= any(argument.arg is None for argument in call.keywords)
     return keywords, positional, whole

@@ -294,17 +294,17 @@ def import_extra(item: str) -> ModuleType:
 
 def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     """Refuse a hook that does not exist, and a function named like a hook that lacks its mark."""
-    known = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
+    hooks = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
     for name, value in list(vars(module).items()):
         marked = getattr(value, "retrieval_impl", None)
         if isinstance(marked, dict):
             hook = marked.get("specname") or name
-            if hook not in known:
+            if hook not in hooks:
                 raise PluginError(
                     f"The plugin '{source.plugin}' ({source.origin}) marks '{hook}' as a hook, and"
-                    f" there is no such hook.{did_you_mean(hook, known)}"
+                    f" there is no such hook.{did_you_mean(hook, hooks)}"
                 )
-        elif name in known and inspect.isfunction(value):
+        elif name in hooks and inspect.isfunction(value):
             raise PluginError(
                 f"The plugin '{source.plugin}' ({source.origin}) defines {name} without"
                 " @retrieval.hookimpl above it, so it would never be called. Add that line, or"
@@ -314,11 +314,12 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
 
 def misfit(error: Exception) -> str:
     """What pluggy says of a hook with other parameters than its specification, in one sentence."""
-    found = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
-    if not found:
+    definition = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
+    if not definition:
         return " ".join(str(error).split()).rstrip(".")
-    asked = inspect.signature(getattr(hookspecs, found[1])).parameters
-    return f"it defines {found[1]}{found[2]}, and the host calls {found[1]}({', '.join(asked)})"
+    parameters = inspect.signature(getattr(hookspecs, definition[1])).parameters
+    name, defined = definition.groups()
+    return f"it defines {name}{defined}, and the host calls {name}({', '.join(parameters)})"
 
 
 def reason(error: BaseException) -> str:

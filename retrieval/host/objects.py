@@ -116,8 +116,8 @@ def described(value: Any) -> dict[str, Any]:
     """Return what a run's folder says of an object: its class, and the settings that it was made
     with as far as it keeps them.
     """
-    made = _maker(value)
-    return {"class": f"{made.__module__}.{made.__qualname__}", "settings": _settings(value)}
+    maker = _maker(value)
+    return {"class": f"{maker.__module__}.{maker.__qualname__}", "settings": _settings(value)}
 
 
 def _maker(value: Any) -> Any:
@@ -146,10 +146,10 @@ def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
         return value if table == "data" else _copied(value)
 
     def give_measuring(distance: Any = None) -> Any:
-        made = _copied(value)
+        part = _copied(value)
         if distance is not None:
-            made.distance = distance
-        return made
+            part.distance = distance
+        return part
 
     factory = give_measuring if shared else give
     call = getattr(value, "forward", value)
@@ -184,21 +184,23 @@ def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
     """
     if inspect.isroutine(value):
         return {}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for cls in type(value).__mro__:
         try:
             names = inspect.signature(vars(cls).get("__init__", object.__init__)).parameters
         except (TypeError, ValueError):
             continue
-        for name in [n for n in names if n not in ("self", "args", "kwargs") and n not in found]:
-            kept = getattr(value, name, None)
-            if isinstance(kept, bool | int | float | str):
-                found[name] = kept
-            elif kept is not None:
-                inner = _settings(kept, depth - 1) if depth and hasattr(kept, "__dict__") else {}
-                found[name] = (
-                    f"{type(kept).__name__}({', '.join(f'{k}={v}' for k, v in inner.items())})"
+        for name in [n for n in names if n not in ("self", "args", "kwargs") and n not in settings]:
+            setting = getattr(value, name, None)
+            if isinstance(setting, bool | int | float | str):
+                settings[name] = setting
+            elif setting is not None:
+                inner = (
+                    _settings(setting, depth - 1) if depth and hasattr(setting, "__dict__") else {}
+                )
+                settings[name] = (
+                    f"{type(setting).__name__}({', '.join(f'{k}={v}' for k, v in inner.items())})"
                 )
     if hasattr(value, "preprocessing"):
-        found["preprocessing"] = str(value.preprocessing)
-    return found
+        settings["preprocessing"] = str(value.preprocessing)
+    return settings

@@ -138,7 +138,7 @@ class Plugins:
                 installed.
         """
         every = [self._factory(kind, name) for name in self._offered(kind)]
-        sound = {each.name: each for each in every if isinstance(each, Factory)}
+        sound = {factory.name: factory for factory in every if isinstance(factory, Factory)}
         return dict(sorted(sound.items()))
 
     def disabled(self, kind: str) -> dict[str, str]:
@@ -173,9 +173,9 @@ class Plugins:
                 continue
             if key not in self._offers:
                 try:
-                    made = self._call(impl.plugin_name, kind, impl.function)
+                    offers = self._call(impl.plugin_name, kind, impl.function)
                     self._offers[key] = {
-                        f"{key[1]}.{short}": (short, make) for short, make in made.items()
+                        f"{key[1]}.{short}": (short, make) for short, make in offers.items()
                     }
                 except PluginError as error:
                     self._offers[key] = {impl.plugin_name: error}
@@ -214,13 +214,13 @@ class Plugins:
         return self._guarded(plugin, kind, imported)
 
     def _call(self, plugin: str, kind: str, function: Any) -> Mapping[Any, Any]:
-        made = self._guarded(plugin, kind, function)
-        if not isinstance(made, Mapping):
+        offers = self._guarded(plugin, kind, function)
+        if not isinstance(offers, Mapping):
             raise PluginError(
-                f"The plugin '{plugin}' returned {type(made).__name__} from retrieval_{kind}; it must"
-                " return {name: factory}."
+                f"The plugin '{plugin}' returned {type(offers).__name__} from retrieval_{kind}; it"
+                " must return {name: factory}."
             )
-        return made
+        return offers
 
     def _guarded(self, plugin: str, kind: str, function: Callable[[], Any]) -> Any:
         """Return what a plugin's function gives; its errors become one sentence."""
@@ -371,12 +371,12 @@ class Plugins:
                     ]
                 )
             elif p.part and p.name in checked:
-                made = [
-                    self.build(p.part, part, one)
+                parts = [
+                    self.build(p.part, part, context)
                     for _, part in _parts(p, checked[p.name], p.name)
-                    for one in _widths(p, checked, given)
+                    for context in _widths(p, checked, given)
                 ]
-                checked[p.name] = made if p.many or p.each else made[0]
+                checked[p.name] = parts if p.many or p.each else parts[0]
             elif p.given and p.default is inspect.Parameter.empty:
                 raise PluginError(
                     f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does"
@@ -487,7 +487,7 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
     """Return each plugin's entry point and its distribution, refusing a name that two distributions
     claim.
     """
-    found: dict[str, tuple[EntryPoint, str]] = {}
+    entries: dict[str, tuple[EntryPoint, str]] = {}
     seen: set[str] = set()
     for distribution in distributions():
         # most have no entry point of ours: reading their names too would double the time that
@@ -502,14 +502,14 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
             if entry.group != GROUP or entry.name in blocked:
                 continue
             origin = f"{distribution.name} {distribution.version}"
-            if entry.name in found:
+            if entry.name in entries:
                 raise PluginError(
                     f"Two installed packages claim the plugin name '{entry.name}':"
-                    f" {found[entry.name][1]} and {origin}. Uninstall one, or leave the name out"
+                    f" {entries[entry.name][1]} and {origin}. Uninstall one, or leave the name out"
                     f" with RETRIEVAL_BLOCK={entry.name}."
                 )
-            found[entry.name] = (entry, origin)
-    return found
+            entries[entry.name] = (entry, origin)
+    return entries
 
 
 def installed_plugins() -> dict[str, str]:
@@ -552,18 +552,20 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
     plural = _plural(kind)
     plugins = load_plugins()
     factory = plugins.find(plural, name)
-    asked = {p.name: p for p in factory.parameters if p.given}
-    given = {key: parameters[key] for key in asked if key in parameters}
-    table = {"name": name} | {key: value for key, value in parameters.items() if key not in given}
+    requested = {p.name: p for p in factory.parameters if p.given}
+    from_host = {key: parameters[key] for key in requested if key in parameters}
+    table = {"name": name} | {
+        key: value for key, value in parameters.items() if key not in from_host
+    }
     problems = plugins.check(plural, table, f"[{KINDS[plural]}]")
     problems += [
         f"[{KINDS[plural]}] {key}: is required ({GIVEN[key]})."
-        for key, p in asked.items()
-        if p.default is inspect.Parameter.empty and key not in given
+        for key, p in requested.items()
+        if p.default is inspect.Parameter.empty and key not in from_host
     ]
     if problems:
         raise RecipeError(problems, f"{name}, as create() was asked for it,")
-    return plugins.build(plural, table, given)
+    return plugins.build(plural, table, from_host)
 
 
 def _plural(kind: str) -> str:
@@ -571,7 +573,7 @@ def _plural(kind: str) -> str:
     for plural, singular in KINDS.items():
         if kind in (plural, singular):
             return plural
-    known = list(KINDS.values())
+    singulars = list(KINDS.values())
     raise PluginError(
-        f"There is no kind '{kind}' (known: {', '.join(known)}).{did_you_mean(kind, known)}"
+        f"There is no kind '{kind}' (known: {', '.join(singulars)}).{did_you_mean(kind, singulars)}"
     )

@@ -80,10 +80,10 @@ def check_values(
     # text as a number
     text = json.dumps(_plain(values, (), faults))
     try:
-        made = model.model_validate_json(text, strict=True)
+        instance = model.model_validate_json(text, strict=True)
     except ValidationError as error:
-        for each in error.errors(include_url=False):
-            place, sentence = _fault(each, model, values)
+        for error_entry in error.errors(include_url=False):
+            place, sentence = _fault(error_entry, model, values)
             if any(place[: len(known)] == known for known in faults):
                 continue  # the whole of it is wrong already
             for inner in [known for known in faults if known[: len(place)] == place]:
@@ -92,8 +92,10 @@ def check_values(
         return {}, faults
     if faults:
         return {}, faults
-    fields = type(made).model_fields
-    checked = {fields[name].alias or name: getattr(made, name) for name in made.model_fields_set}
+    fields = type(instance).model_fields
+    checked = {
+        fields[name].alias or name: getattr(instance, name) for name in instance.model_fields_set
+    }
     for name, value in checked.items():
         if (
             isinstance(value, PurePath) and values.get(name) == ""

@@ -187,20 +187,20 @@ def _listed(column: Any) -> list[Any]:
     return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
 
 
-def _texts(column: Sequence[Any], part: str, one: str, wrong: list[str]) -> list[str]:
+def _texts(column: Sequence[Any], part: str, what: str, wrong: list[str]) -> list[str]:
     """Return a column as text, and say what is none."""
-    texts, others = [], []
+    texts, rows = [], []
     for number, value in enumerate(column):
         text = _text(value)
         if text is None:
-            others.append(number)
+            rows.append(number)
         texts.append(text or "")
-    if others:
-        first = column[others[0]]
-        given = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
-        more = f" (and {len(others) - 1:,} more such entries)" if len(others) > 1 else ""
+    if rows:
+        first = column[rows[0]]
+        described = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
+        more = f" (and {len(rows) - 1:,} more such entries)" if len(rows) > 1 else ""
         wrong.append(
-            f"{part} has {given} for item {others[0]}{more}, and {one} is text or a whole number"
+            f"{part} has {described} for item {rows[0]}{more}, and {what} is text or a whole number"
         )
     return texts
 
@@ -232,10 +232,10 @@ def _check_each(
     column: Sequence[Any] | None, part: str, kind: type, must: str, wrong: list[str]
 ) -> None:
     """Say where an entry of a column is of another kind."""
-    others = [number for number, each in enumerate(column or ()) if not isinstance(each, kind)]
-    if others and column is not None:
+    rows = [number for number, entry in enumerate(column or ()) if not isinstance(entry, kind)]
+    if rows and column is not None:
         wrong.append(
-            f"{part} has {shown(column[others[0]])} for item {others[0]}, and must have {must}"
+            f"{part} has {shown(column[rows[0]])} for item {rows[0]}, and must have {must}"
         )
 
 

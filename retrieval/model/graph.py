@@ -1,4 +1,4 @@
-"""torch → ONNX: what is exported, by which of torch's two exporters, and how the graph is cleaned."""
+"""torch → ONNX: what is exported, by which exporter, and how the graph is cleaned."""
 
 from __future__ import annotations
 
@@ -239,14 +239,14 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
     ]:
         entry.doc_string = ""
         del entry.metadata_props[:]
-    for given, wanted in (
+    for values, shapes in (
         (proto.graph.input, signature.inputs),
         (proto.graph.output, signature.outputs),
     ):
-        for value in given:
+        for value in values:
             shape = value.type.tensor_type.shape
             del shape.dim[:]
-            for size in wanted[value.name]:
+            for size in shapes[value.name]:
                 dim = shape.dim.add()
                 if isinstance(size, str):
                     dim.dim_param = size

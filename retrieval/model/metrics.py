@@ -205,19 +205,20 @@ def metric(name: str) -> Metric:
     plain = {short: factory for short, factory in _own().items() if short not in with_k}
     if name in plain:
         return cast("Metric", plain[name].build({}))
-    found = re.fullmatch(r"(.+)_(\d{1,9})", name)
-    if found and found[1] in with_k:
-        return cast("Metric", with_k[found[1]].build({"k": int(found[2])}))
-    known = [
+    match = re.fullmatch(r"(.+)_(\d{1,9})", name)
+    if match and match[1] in with_k:
+        return cast("Metric", with_k[match[1]].build({"k": int(match[2])}))
+    suggestions = [
         *plain,
         *(
             f"{stem}_{k}"
             for stem in with_k
-            for k in sorted({1, 2, 4, 8, 10, int(found[2]) if found else 1})
+            for k in sorted({1, 2, 4, 8, 10, int(match[2]) if match else 1})
         ),
     ]
+    closest = did_you_mean(name.lower().replace("@", "_at_"), suggestions)
     raise RetrievalError(
-        f"There is no metric '{name}'.{did_you_mean(name.lower().replace('@', '_at_'), known)}"
+        f"There is no metric '{name}'.{closest}"
         " Built in are recall_at_K, precision_at_K, ndcg_at_K (K a number), r_precision, map_at_r"
         " and map."
     )

@@ -54,8 +54,8 @@ def build_head(
     """
     widths = [features, *hidden]
     layers: list[nn.Module] = []
-    for before, after in itertools.pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
+    for width_in, width_out in itertools.pairwise(widths):
+        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
     layers.append(nn.Linear(widths[-1], embedding_size))
     if normalize:
         layers.append(Normalize())

@@ -27,15 +27,15 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients inside; modes and the random generator, which a seed counts
     on, are as before after.
     """
-    modes = {each: each.training for module in modules for each in module.modules()}
+    modes = {part: part.training for module in modules for part in module.modules()}
     for module in modules:
         module.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for each, training in modes.items():
-            each.training = training
+        for part, training in modes.items():
+            part.training = training
 
 
 def check_backbone(backbone: Any, name: str) -> Backbone:
@@ -232,9 +232,9 @@ class CheckedMetric:
         self, queries: int, call: Callable[..., Any], *given_it: Any
     ) -> NDArray[np.float64]:
         with calling(self.what):
-            given = call(*given_it)
+            result = call(*given_it)
         with contextlib.suppress(ValueError, TypeError):
-            values = np.asarray(given)
+            values = np.asarray(result)
             if values.shape == (queries,) and values.dtype.kind in "fiub":
                 wrong = int((~np.isfinite(values)).sum())
                 if not wrong:
@@ -243,7 +243,7 @@ class CheckedMetric:
                     f"{self.what} gave NaN or infinite values for {wrong} of {queries} queries."
                 )
         raise PluginError(
-            f"{self.what} gave {shown(given)}; it must give one number per query, of shape"
+            f"{self.what} gave {shown(result)}; it must give one number per query, of shape"
             f" ({queries},)."
         )
 
@@ -283,11 +283,11 @@ class ModuleBackbone(Backbone):
         probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(first.device)
         what = f"The backbone {name}"
         with calling(what), untouched(module):
-            given = module(probe) if shape else torch.zeros(2, 1)
-        found = checked_rows(given, what, (2, -1), first.device, "features")
-        self.features = int(found.shape[1])
+            output = module(probe) if shape else torch.zeros(2, 1)
+        features = checked_rows(output, what, (2, -1), first.device, "features")
+        self.features = int(features.shape[1])
         self._behaves = hashlib.blake2b(
-            found.float().cpu().numpy().tobytes(), digest_size=16
+            features.float().cpu().numpy().tobytes(), digest_size=16
         ).hexdigest()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -302,8 +302,8 @@ class ModuleBackbone(Backbone):
         return f"behaves={self._behaves}"
 
 
-def as_backbone(made: Any, name: str, width: int | None) -> Any:
+def as_backbone(product: Any, name: str, width: int | None) -> Any:
     """Return a module as a backbone; what is one already, or is not a module, as it is."""
-    if isinstance(made, Backbone) or not isinstance(made, nn.Module):
-        return made
-    return ModuleBackbone(made, name, width)
+    if isinstance(product, Backbone) or not isinstance(product, nn.Module):
+        return product
+    return ModuleBackbone(product, name, width)

@@ -48,10 +48,10 @@ def takes(kind: str, name: str, key: str) -> bool:
 
 
 def _check_options(
-    what: str, cls: Any, options: dict[str, Any], taken: set[str], where: str
+    what: str, cls: Any, options: dict[str, Any], reserved: set[str], where: str
 ) -> list[str]:
     parameters = inspect.signature(cls).parameters
-    known = [name for name in parameters if name not in taken]
+    known = [name for name in parameters if name not in reserved]
     needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     return [
         f"{where} options.{key}: {what} takes no such argument (it takes:"

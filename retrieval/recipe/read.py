@@ -135,8 +135,10 @@ def read_table(
     table["plugins"] = [
         _beside(path, item) if isinstance(item, str) else item for item in named
     ] + own
-    asked = [_beside(path, item) for item in named if isinstance(item, str) and item in brought]
-    return table, [item for item in asked if item not in own]
+    brought_files = [
+        _beside(path, item) for item in named if isinstance(item, str) and item in brought
+    ]
+    return table, [item for item in brought_files if item not in own]
 
 
 def _copied(value: Any) -> Any:
@@ -260,9 +262,9 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
         return Tables(**values), faults
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
-            said = shown(table[name])
+            text = shown(table[name])
             faults[name,] += (
-                f' Write: [{name}] name = {said}, or in Python {name}={{"name": {said}}}.'
+                f' Write: [{name}] name = {text}, or in Python {name}={{"name": {text}}}.'
             )
     kept = _without(table, {_entry(table, place) for place in faults})
     for name in ("data", "backbone"):
@@ -325,8 +327,8 @@ def _beside(recipe: Path, item: str) -> str:
     if not is_file_plugin(item):
         return item
     beside = recipe.parent / item
-    found = str((beside if beside.exists() or not Path(item).exists() else Path(item)).resolve())
-    return found if item.endswith(".py") else found + "/"
+    place = str((beside if beside.exists() or not Path(item).exists() else Path(item)).resolve())
+    return place if item.endswith(".py") else place + "/"
 
 
 def to_toml(recipe: Tables) -> str:
@@ -383,8 +385,8 @@ def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> b
     name, _, value = (part.strip() for part in text.partition("="))
     if name not in components or value.strip("'\"") != "none":
         return False
-    for each in (name, *(_SERVE_THE_LOSS if name == "loss" else ())):
-        table.pop(each, None)
+    for component in (name, *(_SERVE_THE_LOSS if name == "loss" else ())):
+        table.pop(component, None)
     return True
 
 

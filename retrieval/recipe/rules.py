@@ -109,7 +109,7 @@ def _loss(recipe: Tables) -> list[str]:
     def others(test: Callable[[Factory], bool]) -> str:
         names = [f.name for f in plugins.factories("losses").values() if test(f)]
         own = name.partition(".")[0] + "."
-        names.sort(key=lambda other: not other.startswith(own))  # the same plugin's first
+        names.sort(key=lambda full_name: not full_name.startswith(own))  # the same plugin's first
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
     if combiner and not plugins.every(

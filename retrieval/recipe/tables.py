@@ -49,24 +49,24 @@ def flat(search: Any) -> Any:
     """Return `[search]` by keys such as `loss.margin`: to TOML, `loss.margin = {…}` is a table in a
     table.
     """
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
 
     def walk(place: str, value: Any) -> None:
         if (
             isinstance(value, dict)
             and value
-            and all(isinstance(each, dict) for each in value.values())
+            and all(isinstance(inner, dict) for inner in value.values())
         ):
-            for key, each in value.items():
-                walk(f"{place}.{key}", each)
+            for key, inner in value.items():
+                walk(f"{place}.{key}", inner)
         else:
-            found[place] = value
+            by_key[place] = value
 
     if not isinstance(search, dict):
         return search
     for key, value in search.items():
         walk(key, value)
-    return found
+    return by_key
 
 
 class Rerank(Section):
@@ -608,7 +608,7 @@ class Tables(Section):
 
     @property
     def loaded(self) -> Plugins:
-        """The plugins that the recipe was checked with; one that was never checked loads its own."""
+        """The plugins that the recipe was checked with; an unchecked recipe loads its own."""
         if self._loaded.plugins is None:
             self._loaded.plugins = load_plugins(self.plugins)
         return self._loaded.plugins
@@ -620,9 +620,9 @@ class Tables(Section):
 
     def with_plugins(self, plugins: Plugins) -> Self:
         """Return the same recipe with these plugins loaded."""
-        made = self.model_copy()
-        made._loaded = _Loaded(plugins)
-        return made
+        copied = self.model_copy()
+        copied._loaded = _Loaded(plugins)
+        return copied
 
     def build(self, table: str, **given: Any) -> Any:
         """Build the part that a table names, its own parts first.

@@ -386,7 +386,7 @@ def test_threads_decode_where_an_item_takes_long(
     """Small pictures are decoded one after the other: threads would wait for one another, at twice
     the CPU time.
     """
-    monkeypatch.setattr("retrieval.data.loading._WORTH", 0.025)
+    monkeypatch.setattr("retrieval.data.loading._SECONDS_WORTH_A_THREAD", 0.025)
     slow = Slow(photos, seconds)
     raw = RawInputs(slow, GREY8, budget=0)
     for start in (0, 24):

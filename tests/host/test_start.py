@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from retrieval.host.lazy import keep_compiler_out, kept_out, optimizing
-from retrieval.model import compiler
+from retrieval.host import lazy
 
 UNUSED = [
     "torch._dynamo",
@@ -165,7 +165,7 @@ def test_a_module_is_out_inside_and_the_real_one_after() -> None:
 
 
 def test_without_being_asked_to_it_keeps_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_kept_out", False)
+    monkeypatch.setattr(lazy, "_kept_out", False)
     for name in [name for name in sys.modules if name == "torch._dynamo"]:
         monkeypatch.delitem(sys.modules, name)
     with optimizing():
