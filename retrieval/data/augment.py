@@ -58,13 +58,6 @@ def crop_box(
     Its area is a uniform part of the image's, its aspect ratio log-uniform; after ten boxes that do
     not fit, the largest central one that keeps the ratio in range (Szegedy et al., "Going Deeper
     with Convolutions", CVPR 2015, §6).
-
-    Args:
-        draws: one row of `draw_changes`.
-        height: the image's, in pixels.
-        width: likewise.
-        scale: smallest and largest part of the area.
-        ratio: smallest and largest width / height.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
@@ -81,12 +74,7 @@ def crop_box(
 
 
 def built_transforms(recipe: Recipe) -> tuple[Transform, ...]:
-    """Return what a recipe's `[augmentation] transforms` name, in order.
-
-    Raises:
-        PluginError: the plugins have no such part.
-        RecipeError: the parameters do not fit, or the factory refuses them.
-    """
+    """Return what a recipe's `[augmentation] transforms` name, in order."""
     tables = recipe.augmentation.transforms
     return tuple(recipe.loaded.build("augmentations", values) for values in tables)
 
@@ -136,14 +124,6 @@ class Changes:
 
         A random crop is taken from the whole image, and takes the place of `preprocessing`'s resize
         and centre crop.
-
-        Args:
-            image: the decoded image.
-            preprocessing: size, channels and interpolation of the result.
-            draws: those of this image.
-
-        Raises:
-            DataError: a transform fails.
         """
         if self.table.crop_scale is None:
             pixels = preprocessing(image)
@@ -183,9 +163,6 @@ class Changes:
         """Return pixels (B, channels, H, W) after the transforms, each image by itself.
 
         Those that are given may change.
-
-        Raises:
-            DataError: a transform fails, or gives another size or type.
         """
         images, lent = torch.from_numpy(pixels), Drawing()
         shape, out = images.shape[1:], torch.empty_like(images)
@@ -242,12 +219,6 @@ class Mix:
     ) -> Mix | None:
         """Return that of a batch, which follows from (seed, epoch, batch); None where the recipe
         mixes nothing.
-
-        Args:
-            table: the recipe's.
-            key: seed, epoch and batch.
-            size: rows of the batch.
-            shape: height and width of its images.
         """
         if table.mix is None:
             return None
@@ -360,9 +331,6 @@ class Drawing(TorchFunctionMode):
     draws follows from a seed alone.
 
     Other threads draw as ever. Several `with` blocks of one seed go on where the last one stopped.
-
-    Args:
-        seed: the first one.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -419,10 +387,6 @@ class _Outside:
     """A method of a transform, which no mode of torch's functions sees.
 
     It goes to processes that decode, as a closure could not.
-
-    Args:
-        transform: whose method.
-        name: what its class calls it.
     """
 
     def __init__(self, transform: Any, name: str) -> None:

@@ -349,9 +349,6 @@ def dataset_identity(dataset: Dataset) -> str | None:
 
     Arrays are hashed whole; files (`dataset.files`) by path, size and time of change, with the
     boxes that are cut from them.
-
-    Raises:
-        DataError: a file is gone.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{dataset.kind} {len(dataset)}\n".encode())
@@ -376,11 +373,7 @@ def dataset_identity(dataset: Dataset) -> str | None:
 
 
 def files_identity(files: Iterable[Path]) -> str:
-    """Return a hash of files by path, size and time of change, in their order.
-
-    Raises:
-        DataError: a file is gone.
-    """
+    """Return a hash of files by path, size and time of change, in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         try:

@@ -137,11 +137,7 @@ class FileDataset(Dataset):
 
 
 def _cut(image: Image, box: Box, key: str) -> Image:
-    """Return the part of an image in a box, whole pixels that it touches.
-
-    Raises:
-        DataError: no pixel of the image lies in it.
-    """
+    """Return the part of an image in a box, whole pixels that it touches."""
     scale = image.width / full_size(image)[0]  # a very large JPEG is decoded at a half of its size
     box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
     left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
@@ -156,12 +152,7 @@ def _cut(image: Image, box: Box, key: str) -> Image:
 
 
 class Subset(Dataset):
-    """Some items of a dataset, without its split and roles.
-
-    Args:
-        dataset: all items.
-        items: (N,) which ones, by number.
-    """
+    """Some items of a dataset, without its split and roles."""
 
     def __init__(self, dataset: Dataset, items: NDArray[np.int64]) -> None:
         self._dataset, self._items = dataset, items

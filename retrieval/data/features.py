@@ -54,11 +54,7 @@ class FeatureDataset(Dataset):
 def backbone_features(
     model: Model, dataset: Dataset, device: torch.device, batch: int
 ) -> FeatureDataset:
-    """Return the features of every item under a model's backbone, from the cache or computed now.
-
-    Raises:
-        PluginError: the backbone fails, or gives features of another width than it says.
-    """
+    """Return the features of every item under a model's backbone, from the cache or computed now."""
     what = f"The backbone {type(model.backbone).__name__}"
     if (
         dataset.kind == "features"
@@ -199,10 +195,6 @@ class OnnxBackbone:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return features (B, F), float32, of raw pixels (B, channels, H, W), uint8, B at most
         `rows`.
-
-        Raises:
-            BundleError: torch cannot export the backbone, the graph does not agree with it, or ONNX
-                Runtime refuses.
         """
         with self._lock:
             if self._session is None:

@@ -28,13 +28,7 @@ MOST_ITEMS, MOST_BYTES = 64, 8 << 20
 
 
 class KeptInputs(Dataset):
-    """Held-out inputs as the encoder takes them, of a dataset that need not be there any more.
-
-    Args:
-        kind: the dataset's.
-        inputs: uint8 (N, channels, H, W) or float32 (N, F).
-        labels: one an item.
-    """
+    """Held-out inputs as the encoder takes them, of a dataset that need not be there any more."""
 
     def __init__(self, kind: Any, inputs: NDArray[Any], labels: list[str]) -> None:
         self.kind = kind
@@ -58,11 +52,7 @@ class KeptInputs(Dataset):
 
 
 def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing | None) -> bytes:
-    """Return a few held-out inputs with their labels as the content of a file.
-
-    Raises:
-        DataError: an item cannot be read.
-    """
+    """Return a few held-out inputs with their labels as the content of a file."""
     raw = RawInputs(dataset, preprocessing, budget=0)
     held_out = splits.held_out
     size = raw.batch(held_out[:1]).nbytes
@@ -73,11 +63,7 @@ def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing |
 
 
 def read_inputs(path: Path) -> KeptInputs:
-    """Return the inputs that a run keeps.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
+    """Return the inputs that a run keeps."""
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -108,11 +94,6 @@ def by_class(
     items that have a partner.
 
     Classes are taken evenly spaced; with few large classes, items of each.
-
-    Args:
-        indices: (n,) of items.
-        labels: (N,) of all items.
-        number: how many at most.
     """
     if len(indices) <= number:
         return indices

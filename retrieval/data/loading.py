@@ -101,16 +101,7 @@ class RawInputs:
         changes: Changes | None = None,
         draws: Draws | None = None,
     ) -> NDArray[Any]:
-        """Return inputs, uint8 (B, channels, H, W) or float32 (B, F), in memory of their own.
-
-        Args:
-            indices: (B,) items.
-            changes: how images change at random; None: not at all.
-            draws: B, what decides it, from `Changes.draw`.
-
-        Raises:
-            DataError: an item cannot be read, or changed.
-        """
+        """Return inputs, uint8 (B, channels, H, W) or float32 (B, F), in memory of their own."""
         if changes is not None and changes.active and self.preprocessing is not None:
             assert draws is not None
             pre = self.preprocessing
@@ -224,11 +215,7 @@ def batches_in_epoch(items: int, sampler: Sampler) -> int:
 
 
 def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
-    """Refuse more classes per batch than there are.
-
-    Raises:
-        DataError: fewer than P classes train.
-    """
+    """Refuse more classes per batch than there are."""
     classes = len(np.unique(labels))
     if classes < sampler.classes:
         raise DataError(
@@ -247,12 +234,6 @@ def draw_epoch(
     random for each batch, of each M items without repetition, or with repetition where the class
     has fewer. Items of a class stand together. Its own would draw from a generator that all threads
     share, and loads scikit-learn, pandas and FAISS.
-
-    Args:
-        labels: (n,) class ids.
-        sampler: P, M and the number of batches.
-        seed: the run's seed.
-        epoch: number of the epoch.
     """
     count = batches_in_epoch(len(labels), sampler)
     random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
@@ -355,10 +336,6 @@ class Workers:
     """Worker processes, started at the first epoch and kept until `close`.
 
     They are spawned, not forked: a forked child hangs once FAISS or OpenMP has run in the parent.
-
-    Args:
-        make: makes a batch.
-        count: how many.
     """
 
     def __init__(self, make: BatchMaker, count: int) -> None:
@@ -377,12 +354,7 @@ class Workers:
         )
 
     def run(self, jobs: list[Job]) -> Iterator[Tensor]:
-        """Yield each job's batch, in order.
-
-        Raises:
-            DataError: an item cannot be read, the dataset cannot be sent to another process, or a
-                process died.
-        """
+        """Yield each job's batch, in order."""
         self._jobs.jobs = jobs
         try:
             batches = iter(self._loader)
@@ -489,15 +461,6 @@ class TrainBatches:
     ) -> Iterator[tuple[Tensor, Labels]]:
         """Return an epoch's batches: raw inputs, uint8 (B, channels, H, W) or float32 (B, F), and
         class ids (B,) int64, of each image's two parts where images are mixed.
-
-        Args:
-            number: the epoch, from 0.
-            start: the first batch to give.
-            rank: this process's number; it gets the contiguous share `rank` of each batch.
-            world: how many processes there are.
-
-        Raises:
-            DataError: a batch cannot be shared among so many, or an item cannot be read.
         """
         if self.batch_size % world:
             raise DataError(

@@ -47,11 +47,7 @@ def digest(content: Any) -> bytes:
 
 
 def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
-    """Return the fingerprint of an image, or of a vector (F,).
-
-    Raises:
-        DataError: the image's colour space cannot be converted; the vector holds NaN or infinity.
-    """
+    """Return the fingerprint of an image, or of a vector (F,)."""
     if isinstance(item, Image.Image):
         whole = to_mode(item, "RGB")
         size = f"{whole.width} {whole.height} ".encode()

@@ -139,13 +139,7 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
 def fold_problems(
     same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]
 ) -> list[str]:
-    """Return why a threshold cannot be chosen for each fold on the others; empty when it can.
-
-    Args:
-        same: (P,) whether a pair is one of "the same".
-        fold: (P,) index into `names`.
-        names: the folds.
-    """
+    """Return why a threshold cannot be chosen for each fold on the others; empty when it can."""
     if len(names) < 2:
         return [
             f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the"

@@ -51,11 +51,7 @@ class Subjects(ABC):
 
     @abstractmethod
     def open(self, row: int, content: bytes | DataError | None) -> Item:
-        """Return an item of what `given` gave. Safe in threads.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Return an item of what `given` gave. Safe in threads."""
 
 
 class OfSources(Subjects):
@@ -105,12 +101,7 @@ class OfSources(Subjects):
 
 
 class OfDataset(Subjects):
-    """The items of a dataset, with their sides.
-
-    Args:
-        dataset: what a recipe's `[data]` gives.
-        splits: what its `[split]` makes of it.
-    """
+    """The items of a dataset, with their sides."""
 
     def __init__(self, dataset: Dataset, splits: Splits) -> None:
         sides = [""] * len(dataset)

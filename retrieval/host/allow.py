@@ -29,12 +29,7 @@ _ask: ContextVar[Ask | None] = ContextVar("ask", default=None)
 
 @contextlib.contextmanager
 def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
-    """Answer the question whether plugins may run, inside.
-
-    Args:
-        ask: is given the question once, a sentence that names the files; None refuses them.
-        allowed: whether they may run unasked.
-    """
+    """Answer the question whether plugins may run, inside."""
     token, setting = _ask.set(ask), os.environ.get(ALLOW)
     if allowed:
         os.environ[ALLOW] = _YES
@@ -49,15 +44,7 @@ def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
 
 
 def require(items: Sequence[str], where: Path) -> None:
-    """Refuse plugin files that a recipe brings, unless the user allows them.
-
-    Args:
-        items: files, folders or modules that the recipe names; paths are absolute.
-        where: the recipe.
-
-    Raises:
-        PluginError: nobody said that they may run; the sentence names them.
-    """
+    """Refuse plugin files that a recipe brings, unless the user allows them."""
     if os.environ.get(ALLOW) == _YES:
         return
     files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
@@ -78,12 +65,7 @@ def require(items: Sequence[str], where: Path) -> None:
 
 
 def sources(item: str, near: Path) -> list[Path]:
-    """Return the files that loading a plugin runs; none for a module that is installed.
-
-    Args:
-        item: a `.py` file, which runs what it imports beside itself; a folder, or a module's name.
-        near: the folder of the recipe that names it.
-    """
+    """Return the files that loading a plugin runs; none for a module that is installed."""
     if is_file_plugin(item):
         if not Path(item).exists():
             return []  # which is said where it is loaded

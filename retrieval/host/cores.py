@@ -14,9 +14,6 @@ def cores(root: Path = Path("/")) -> int:
     cgroups' quota if fewer.
 
     A quota of 1.5 cores counts as 2.
-
-    Args:
-        root: the folder that holds `proc` and `sys`.
     """
     return max(1, math.ceil(min(_affinity(), _quota(root))))
 
@@ -35,9 +32,6 @@ def limit_threads(root: Path = Path("/")) -> None:
 
     They follow the affinity by themselves, and know no quota. A user's own `OMP_NUM_THREADS` is
     left alone.
-
-    Args:
-        root: the folder that holds `proc` and `sys`.
     """
     allowed = cores(root)
     if allowed < _affinity():

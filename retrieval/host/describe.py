@@ -13,13 +13,6 @@ from retrieval.host.values import toml_value
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
     """Return every plugin with its origin, what it offers by kind, one line each, and what of it is
     disabled and why.
-
-    Args:
-        plugins: the loaded plugins.
-        kind: only this kind.
-
-    Raises:
-        PluginError: there is no such kind.
     """
     if kind is not None and kind not in KINDS:
         raise PluginError(
@@ -55,10 +48,6 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
 def show_text(plugins: Plugins, name: str) -> str:
     """Return documentation, parameter table and recipe snippet of everything called `name`, of any
     kind.
-
-    Raises:
-        PluginError: nothing has that name (the sentence suggests the closest), or it is disabled
-            (the sentence says why).
     """
     matches = [
         factories[full]
@@ -106,13 +95,7 @@ def _default(p: Parameter) -> str:
 
 
 def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
-    """Return the lines that put a factory into a recipe, with its defaults.
-
-    Args:
-        factory: the factory.
-        plugins: where to find a loss or miner that takes the factory's product as a part (a
-            distance, a reducer, …).
-    """
+    """Return the lines that put a factory into a recipe, with its defaults."""
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.given]
     if factory.kind == "metrics":

@@ -205,12 +205,7 @@ class Factory:
 
     @classmethod
     def read(cls, kind: str, name: str, make: Callable[..., Any]) -> Factory:
-        """Read a factory's signature and docstring.
-
-        Raises:
-            PluginError: its types cannot be resolved, or a parameter cannot be set by name or is
-                marked as a part that there is not.
-        """
+        """Read a factory's signature and docstring."""
         if not (inspect.isclass(make) or inspect.isroutine(make)):
             raise PluginError(
                 f"The {KINDS[kind]} '{name}' is made by an object of type {type(make).__name__}; a"
@@ -302,16 +297,7 @@ class Factory:
         return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
 
     def check(self, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-        """Check a recipe's values against the signature, without building.
-
-        Args:
-            values: what the recipe sets.
-            where: what to call this place in a problem, such as `[loss]`.
-
-        Returns:
-            The values in the types that the factory asks for (parts left as they are), and every
-                problem found.
-        """
+        """Check a recipe's values against the signature, without building."""
         settable = {p.name: p for p in self.parameters if not p.given}
         problems = []
         for key in values:
@@ -377,12 +363,7 @@ class Factory:
         return create_model(self.name, __config__=config, **fields), unwritable
 
     def build(self, values: Mapping[str, Any]) -> Any:
-        """Make the thing from checked values.
-
-        Raises:
-            RecipeError: the factory refused them (ValueError, AssertionError or TypeError), or
-                failed.
-        """
+        """Make the thing from checked values."""
         try:
             return self.make(**values)
         except (RetrievalError, OSError, ImportError):
@@ -463,11 +444,7 @@ class Reading:
 
 
 def read_signature(make: Callable[..., Any]) -> Reading:
-    """Return what a class or function takes.
-
-    Raises:
-        Exception: whatever resolving a type raises, for that runs the plugin's own text.
-    """
+    """Return what a class or function takes."""
     reading = Reading()
     for function, signature, supplied in _chain(make):
         hints = get_type_hints(function, include_extras=True)
@@ -494,10 +471,6 @@ def documentation(
 
     A class's parameters may be documented in its docstring, in its `__init__`'s, or in those of the
     classes that it has its `__init__` or some of its parameters from.
-
-    Args:
-        make: the class or function.
-        homes: the functions that spell its parameters out.
     """
     import docstring_parser
 

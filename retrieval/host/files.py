@@ -136,12 +136,6 @@ def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterato
 def rename_whole(finished: Path, output: Path, *, replace: bool, taken: RetrievalError) -> None:
     """Rename a finished, synced folder to its place; an older one that is there gives way in the
     same instant.
-
-    Args:
-        finished: on the same file system as `output`.
-        output: where it goes.
-        replace: whether an older folder that is there is removed.
-        taken: raised where something has appeared there, and `replace` was not asked for.
     """
     if not output.exists():
         try:

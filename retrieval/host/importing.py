@@ -52,12 +52,7 @@ class FilePlugin:
 
     @classmethod
     def at(cls, item: str) -> FilePlugin:
-        """Return the plugin that a word names.
-
-        Raises:
-            PluginError: there is no such file, the folder has no `__init__.py`, or its name is not
-                a Python identifier.
-        """
+        """Return the plugin that a word names."""
         path = Path(item).resolve()
         kind = "file" if item.endswith(".py") else "folder"
         if not (path.is_file() if kind == "file" else path.is_dir()):
@@ -87,9 +82,6 @@ class FilePlugin:
     def files(self) -> dict[str, Path]:
         """All that belongs to it, by the path below the folder: the file, or the whole folder but
         what is hidden or compiled.
-
-        Raises:
-            PluginError: the folder holds too much, so it is something else than a plugin.
         """
         if not self.is_folder:
             return {self.path.name: self.path}
@@ -127,12 +119,7 @@ class FilePlugin:
             ) from error
 
     def load(self) -> ModuleType:
-        """Import it, anew each time, and return its module.
-
-        Raises:
-            PluginError: it imports a file beside it, or itself, by an absolute name.
-            Exception: whatever else its code raises.
-        """
+        """Import it, anew each time, and return its module."""
         root = PREFIX + self.name
         _forget(root)
         entry = self.path / "__init__.py" if self.is_folder else self.path
@@ -183,9 +170,6 @@ class FilePlugin:
         """Copy all that belongs to it into a folder, whole or not at all, and return the copy.
 
         A file becomes `folder/NAME.py`, a folder `folder/NAME`. An earlier copy gives way.
-
-        Raises:
-            OSError: the disk refuses.
         """
         # `--help` loads plugins, and writes nothing
         from retrieval.host.files import whole_file, whole_folder
@@ -240,11 +224,7 @@ def name_of(item: str) -> PluginSource:
 
 
 def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
-    """Return a plugin's module.
-
-    Raises:
-        PluginError: it cannot be imported, with the line at fault, or is not a module.
-    """
+    """Return a plugin's module."""
     try:
         module = load()
     except PluginError:
@@ -271,11 +251,7 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
 
 
 def import_extra(item: str) -> ModuleType:
-    """Return the module of a plugin's file or folder, or of that name.
-
-    Raises:
-        PluginError: there is none.
-    """
+    """Return the module of a plugin's file or folder, or of that name."""
     if is_file_plugin(item):
         return FilePlugin.at(item).load()
     try:

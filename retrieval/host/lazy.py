@@ -18,12 +18,7 @@ from typing import Any
 def lazy(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`.
-
-    Args:
-        package: its name: `__name__`.
-        homes: by module, the names that it defines.
-    """
+    """Return a package's `__getattr__` and `__dir__`."""
     home = {name: module for module, names in homes.items() for name in names}
 
     def getter(name: str) -> Any:
@@ -45,10 +40,6 @@ def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
 
     A command that trains starts in less than half the time. It holds for all threads: nothing may
     run inside that needs the real one.
-
-    Args:
-        module: its full name.
-        names: what it has.
     """
     if module in sys.modules:
         yield

@@ -75,14 +75,7 @@ def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_no_objects(objects: Mapping[str, Any]) -> None:
-    """Refuse a class, a name or a table in the place of an object.
-
-    Args:
-        objects: by the recipe's table.
-
-    Raises:
-        PluginError: one of them is none; the sentence says what to give.
-    """
+    """Refuse a class, a name or a table in the place of an object."""
     for table, value in objects.items():
         word = KINDS[COMPONENTS[table]]
         if isinstance(value, type):
@@ -99,11 +92,7 @@ def refuse_no_objects(objects: Mapping[str, Any]) -> None:
 
 
 def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
-    """Return a plugin whose factories give objects.
-
-    Args:
-        objects: by the recipe's table: "data", "backbone", "loss" and so on.
-    """
+    """Return a plugin whose factories give objects."""
     module = ModuleType(OBJECT)
     for table, value in objects.items():
         shared = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
@@ -134,12 +123,6 @@ def _offer(offered: dict[str, Callable[..., Any]]) -> Callable[[], dict[str, Cal
 def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
     """Return what gives an object: a dataset itself, for nothing changes it, and a copy of anything
     else.
-
-    Args:
-        table: of the recipe.
-        value: the object.
-        shared: whether its distance is the combiner that is given, too: then the copy gets the
-            combiner's copy.
     """
 
     def give() -> Any:

@@ -55,12 +55,7 @@ def new_manager() -> pluggy.PluginManager:
 
 
 def own_factories(kind: str, module: ModuleType) -> dict[str, Factory]:
-    """Return what a module of the package itself offers through its hook, by short name.
-
-    Args:
-        kind: one of `SHORT`.
-        module: it carries the hook.
-    """
+    """Return what a module of the package itself offers through its hook, by short name."""
     manager = new_manager()
     manager.register(module, BUILT_IN)
     return {
@@ -87,10 +82,6 @@ class Plugins:
         """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`.
 
         Their names are `object_name`'s.
-
-        Raises:
-            PluginError: a plugin is called `object`, or what is given is a class, a name or a
-                table.
         """
         if not objects:
             return
@@ -110,11 +101,7 @@ class Plugins:
         return self.manager.hook
 
     def notify(self, hook: str, **arguments: Any) -> None:
-        """Call a hook that gives nothing.
-
-        Raises:
-            PluginError: a plugin failed in it; the sentence names it and the line.
-        """
+        """Call a hook that gives nothing."""
         try:
             getattr(self.hook, hook)(**arguments)
         except (RetrievalError, OSError, ImportError):
@@ -132,10 +119,6 @@ class Plugins:
         """Return every factory of a kind by its full name, sorted.
 
         One with a fault is not among them: see `disabled`.
-
-        Raises:
-            MissingDependency: a plugin needs a package of the training side, and it is not
-                installed.
         """
         every = [self._factory(kind, name) for name in self._offered(kind)]
         sound = {factory.name: factory for factory in every if isinstance(factory, Factory)}
@@ -256,12 +239,7 @@ class Plugins:
         return whole if kind in SHORT and whole in self.factories(kind) else name
 
     def find(self, kind: str, name: str) -> Factory:
-        """Return a factory by its full name, or a built-in index or metric by its short one.
-
-        Raises:
-            PluginError: the factory has a fault, which the sentence names; or none has that name,
-                and the sentence suggests the closest.
-        """
+        """Return a factory by its full name, or a built-in index or metric by its short one."""
         if (factory := self.named(kind, name)) is not None:
             return factory
         known, wrong = self.factories(kind), self.disabled(kind)

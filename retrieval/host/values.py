@@ -50,12 +50,6 @@ _LIMITS = {
 def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Check values strictly against a pydantic model, with TOML's types: arrays serve as tuples,
     text as paths.
-
-    Returns:
-        The values that were set, in the model's types.
-
-    Raises:
-        RecipeError: with every problem, each beginning with the key.
     """
     checked, faults = check_values(model, values)
     if faults:
@@ -66,13 +60,7 @@ def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, 
 def check_values(
     model: type[BaseModel], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Check values as `check_model` does, without raising.
-
-    Returns:
-        The values that were set, in the model's types (empty when anything is wrong); and a
-            sentence for each place that
-        is wrong, beginning with the place as `table.key`.
-    """
+    """Check values as `check_model` does, without raising."""
     from pydantic import ValidationError
 
     faults: dict[Place, str] = {}
@@ -180,10 +168,6 @@ def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
     """Follow an error's path as far as it is the user's: pydantic adds the branches of unions to
     it.
-
-    Returns:
-        The place, the type asked for there, the value there (None where it is missing), and what
-            the place is in.
     """
     place: Place = ()
     annotation, value, container = model, values, model

@@ -28,16 +28,7 @@ _ROWS = 65_536
 
 
 def check_dataset(dataset: Any, name: str) -> Dataset:
-    """Return a dataset whose columns are checked now, and its items whenever one is asked for.
-
-    Args:
-        dataset: what the factory made.
-        name: its name.
-
-    Raises:
-        PluginError: it is no dataset, or its columns break the contract; the sentence lists every
-            fault.
-    """
+    """Return a dataset whose columns are checked now, and its items whenever one is asked for."""
     if not isinstance(dataset, Dataset):
         raise PluginError(
             f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset."
@@ -99,12 +90,7 @@ class CheckedDataset(Dataset):
         return getattr(self._dataset, name)
 
     def __getitem__(self, index: int) -> Image.Image | NDArray[Any]:
-        """Return an item: a Pillow image, or a vector (F,).
-
-        Raises:
-            PluginError: the dataset fails, or gives something else.
-            DataError: the image cannot be read, or nothing says what white is in it.
-        """
+        """Return an item: a Pillow image, or a vector (F,)."""
         what = f"The dataset {self._name}, asked for item {index} ({self.keys[index]}),"
         try:
             with calling(what):
@@ -133,12 +119,7 @@ class CheckedDataset(Dataset):
 
 
 def _image(item: Any, what: str) -> Image.Image:
-    """Return an item as an image.
-
-    Raises:
-        PluginError: it is none.
-        DataError: nothing says what white is in it.
-    """
+    """Return an item as an image."""
     if isinstance(item, Image.Image) and min(item.size) > 0:
         check_range(item, f"{what} gave an image that")
         return item

@@ -137,11 +137,7 @@ def ready(model: Model) -> Iterator[None]:
 
 
 def check_size(model: Model) -> None:
-    """Refuse a model that one ONNX file cannot hold, before the work is done.
-
-    Raises:
-        BundleError: its numbers take 2 GB or more.
-    """
+    """Refuse a model that one ONNX file cannot hold, before the work is done."""
     size = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
     if size >= LIMIT:
         raise BundleError(
@@ -264,16 +260,7 @@ def opset_of(proto: onnx.ModelProto) -> int:
 
 
 def session(graph: bytes, threads: int | None = None) -> Any:
-    """Return an ONNX Runtime session on the CPU, as bundles run it.
-
-    Args:
-        graph: the file's content.
-        threads: of one call; by default torch's number.
-
-    Raises:
-        BundleError: ONNX Runtime cannot load the graph.
-        MissingDependency: it is not installed.
-    """
+    """Return an ONNX Runtime session on the CPU, as bundles run it."""
     from retrieval.serving.runtime import load_onnxruntime
 
     runtime = load_onnxruntime()

@@ -38,15 +38,7 @@ def shown(value: Any) -> str:
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Return what a loss or objective gave as a scalar.
 
-    Args:
-        value: what it gave.
-        what: who gave it.
-        inputs: what it should be differentiable in.
-        owner: whose parameters it may be differentiable in as well.
-
-    Raises:
-        PluginError: the value is not one floating-point number, is on another device, or has lost
-            its gradient.
+    It must be differentiable in `inputs`, or in the parameters of `owner`.
     """
     should = (
         "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient"
@@ -87,18 +79,7 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
 def checked_indices(
     picked: Any, what: str, sizes: tuple[int, int], device: torch.device
 ) -> TripletIndices:
-    """Return what a miner gave as int64 tensors.
-
-    Args:
-        picked: what it gave.
-        what: who gave it.
-        sizes: how many anchors there are to point at, and how many others.
-        device: where the codes are.
-
-    Raises:
-        PluginError: the indices are not three or four index tensors that fit together and point at
-            what is there.
-    """
+    """Return what a miner gave as int64 tensors, which point at `sizes` (anchors, others) items."""
     should = (
         "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64"
         " tensors, one number a triplet or pair, where the codes are"
@@ -174,11 +155,7 @@ def checked_rows(
 
 
 def check_width(features: Any, what: str, width: int) -> None:
-    """Refuse features of all items that are not as wide as their backbone says.
-
-    Raises:
-        PluginError: the features have another width.
-    """
+    """Refuse features of all items that are not as wide as their backbone says."""
     if features.ndim != 2 or features.shape[1] != width:
         raise PluginError(
             f"{what} gave {shown(features)}; it must give features as wide as it says, of shape"
@@ -189,11 +166,7 @@ def check_width(features: Any, what: str, width: int) -> None:
 def checked_objective(
     value: Any, what: str, codes: Tensor
 ) -> tuple[Tensor | None, Mapping[str, Any]]:
-    """Return what a combiner's `objective` gave: a scalar or None, and figures by name.
-
-    Raises:
-        PluginError: the objective gave anything else.
-    """
+    """Return what a combiner's `objective` gave: a scalar or None, and figures by name."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         raise PluginError(
             f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and"
@@ -215,11 +188,7 @@ def checked_objective(
 def combiner_warnings(
     combiner: Combiner | None, figures: Mapping[str, float], what: str
 ) -> list[str]:
-    """Return a combiner's sentences for whoever trains.
-
-    Raises:
-        PluginError: the combiner gave something else.
-    """
+    """Return a combiner's sentences for whoever trains."""
     if combiner is None:
         return []
     with calling(what):

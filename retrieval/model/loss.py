@@ -71,12 +71,7 @@ def nothing(*embeddings: Tensor) -> dict[str, Any]:
 
 
 def checked_embeddings(x: Any, name: str) -> Tensor:
-    """Return embeddings (B, C) in full precision.
-
-    Raises:
-        ValueError: the embeddings are not a matrix of floating-point numbers.
-        DataError: one is NaN or infinite.
-    """
+    """Return embeddings (B, C) in full precision."""
     if not isinstance(x, Tensor) or x.ndim != 2:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
@@ -91,11 +86,7 @@ def checked_embeddings(x: Any, name: str) -> Tensor:
 
 
 def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
-    """Return labels (B,) on the embeddings' device.
-
-    Raises:
-        ValueError: the labels are missing, are not a tensor, or are not one per item.
-    """
+    """Return labels (B,) on the embeddings' device."""
     if labels is None:
         raise ValueError(
             f"{name} are missing: without a miner's indices they say which pairs are positive"

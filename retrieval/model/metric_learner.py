@@ -103,11 +103,7 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return array[:, 0], array[:, 1]
 
     def _chosen_seed(self) -> int:
-        """Return the number that `seed` or `random_state` gives, and 0 where neither does.
-
-        Raises:
-            ValueError: both are given and differ, or one is not a whole number.
-        """
+        """Return the number that `seed` or `random_state` gives, and 0 where neither does."""
         both = {name: getattr(self, name, None) for name in ("seed", "random_state")}
         seeds = {name: value for name, value in both.items() if value is not None}
         for name, value in seeds.items():
@@ -128,16 +124,7 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
 
 def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floats]:
-    """Return two feature vectors as float64.
-
-    Args:
-        u: (F,).
-        v: (F,).
-        features: F.
-
-    Raises:
-        ValueError: one has another shape, or holds NaN or infinity.
-    """
+    """Return two feature vectors as float64."""
     first, second = np.asarray(u, dtype=np.float64), np.asarray(v, dtype=np.float64)
     if first.shape != (features,) or second.shape != (features,):
         raise ValueError(

@@ -26,11 +26,7 @@ class Normalize(nn.Module):
 
 
 class Prefix(nn.Module):
-    """Keep the first numbers of each row.
-
-    Args:
-        width: how many.
-    """
+    """Keep the first numbers of each row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,14 +40,7 @@ class Prefix(nn.Module):
 def build_head(
     features: int, embedding_size: int, hidden: Sequence[int] = (), normalize: bool = True
 ) -> nn.Sequential:
-    """Return the default head: linear layers with ReLU between them, then unit length.
-
-    Args:
-        features: width F of what comes in.
-        embedding_size: width C of what comes out.
-        hidden: widths between.
-        normalize: whether codes are unit vectors.
-    """
+    """Return the default head: linear layers with ReLU between them, then unit length."""
     widths = [features, *hidden]
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(widths):
@@ -145,9 +134,6 @@ class Shift(nn.Module):
     """Subtract a vector.
 
     Kept apart from the linear map: folded into its bias, large means would cost precision.
-
-    Args:
-        offset: (F,) what is subtracted.
     """
 
     def __init__(self, offset: Tensor) -> None:
@@ -162,12 +148,7 @@ class Shift(nn.Module):
 def linear_head(
     components: NDArray[np.floating[Any]], mean: NDArray[np.floating[Any]]
 ) -> nn.Sequential:
-    """Return the float32 module x ↦ components · (x − mean), features (B, F) to codes (B, C).
-
-    Args:
-        components: (C, F).
-        mean: (F,).
-    """
+    """Return the float32 module x ↦ components · (x − mean), features (B, F) to codes (B, C)."""
     width, features = components.shape
     linear = nn.Linear(features, width, bias=False)
     with torch.no_grad():

@@ -39,11 +39,7 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
 
 
 def check_backbone(backbone: Any, name: str) -> Backbone:
-    """Return a backbone that has what the host reads of it.
-
-    Raises:
-        PluginError: the backbone lacks an attribute that the host reads.
-    """
+    """Return a backbone that has what the host reads of it."""
     if not isinstance(backbone, Backbone):
         raise PluginError(
             f"{name} gave {shown(backbone)}; a backbone factory must give a retrieval.Backbone."
@@ -64,11 +60,7 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
 
 
 def check_generator(generator: Any, name: str) -> Generator:
-    """Return a generator that says whose place it takes.
-
-    Raises:
-        PluginError: the factory did not make a generator, or the generator does not say it.
-    """
+    """Return a generator that says whose place it takes."""
     if not isinstance(generator, Generator):
         raise PluginError(
             f"{name} gave {shown(generator)}; a generator factory must give a retrieval.Generator."
@@ -82,11 +74,7 @@ def check_generator(generator: Any, name: str) -> Generator:
 
 
 def check_head(head: Any, what: str, features: int) -> nn.Module:
-    """Return a head that turns features (B, F) into codes.
-
-    Raises:
-        PluginError: the head is not a module, or gives something else.
-    """
+    """Return a head that turns features (B, F) into codes."""
     if not isinstance(head, nn.Module):
         raise PluginError(
             f"{what} gave {shown(head)} as the head; it must give a module from features (B,"
@@ -100,11 +88,7 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
 
 
 def check_combiner(combiner: Any, name: str) -> Combiner:
-    """Return a combiner.
-
-    Raises:
-        PluginError: the factory did not make a combiner.
-    """
+    """Return a combiner."""
     if not isinstance(combiner, Combiner):
         raise PluginError(
             f"{name} gave {shown(combiner)}; a combiner factory must give a retrieval.Combiner."
@@ -113,17 +97,7 @@ def check_combiner(combiner: Any, name: str) -> Combiner:
 
 
 def check_distances(combiner: Combiner, name: str, head: nn.Module, features: int) -> Combiner:
-    """Return a combiner whose distances have the right shapes.
-
-    Args:
-        combiner: the combiner.
-        name: its name.
-        head: its head, features → codes.
-        features: F.
-
-    Raises:
-        PluginError: a distance is missing, fails, or has another shape.
-    """
+    """Return a combiner whose distances have the right shapes."""
     what = f"The combiner {name}"
     with calling(what), untouched(head, combiner):
         codes = head(torch.randn(3, features))
@@ -145,11 +119,7 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
 
 
 def check_learner(learner: Any, name: str) -> None:
-    """Refuse a learner that lacks a method.
-
-    Raises:
-        PluginError: with all that are missing.
-    """
+    """Refuse a learner that lacks a method."""
     missing = [
         m for m in ("fit", "transform", "to_model_parts") if not callable(getattr(learner, m, None))
     ]
@@ -161,11 +131,7 @@ def check_learner(learner: Any, name: str) -> None:
 
 
 def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Combiner | None]:
-    """Return a fitted learner's head and combiner.
-
-    Raises:
-        PluginError: the learner fails, or gives anything else.
-    """
+    """Return a fitted learner's head and combiner."""
     what = f"The learner {name}"
     with calling(f"{what}, asked for to_model_parts(),"):
         parts = learner.to_model_parts()
@@ -185,15 +151,7 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
 
 
 class CheckedMetric:
-    """A plugin's metric, whose values are one number per query.
-
-    Args:
-        metric: what the factory gave.
-        name: its name.
-
-    Raises:
-        PluginError: the metric cannot be called, or does not say how many neighbours it looks at.
-    """
+    """A plugin's metric, whose values are one number per query."""
 
     def __init__(self, metric: Any, name: str) -> None:
         self.metric, self.what = metric, f"The metric {name}"
@@ -209,11 +167,7 @@ class CheckedMetric:
     def __call__(
         self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return one value per query (Q,); see `retrieval.Metric`.
-
-        Raises:
-            PluginError: the metric gave something else.
-        """
+        """Return one value per query (Q,); see `retrieval.Metric`."""
         return self._checked(len(matches), self.metric, matches, relevant)
 
     @property
@@ -255,18 +209,7 @@ ImageNet expect them.
 
 
 class ModuleBackbone(Backbone):
-    """A module that somebody wrote without this package in mind.
-
-    Args:
-        module: images (B, channels, H, W), normalised, or vectors (B, F'), to features (B, F). Its
-            attribute `preprocessing`, a `retrieval.Preprocessing`, says what images go through
-            before; without one it is `IMAGENET`.
-        name: what to call it in a sentence.
-        width: of the dataset's vectors, F'; None for images.
-
-    Raises:
-        PluginError: it fails on a batch of two, or does not give two rows of features.
-    """
+    """A module that somebody wrote without this package in mind."""
 
     def __init__(self, module: nn.Module, name: str, width: int | None) -> None:
         super().__init__()

@@ -54,15 +54,7 @@ def first_row() -> int | None:
 
 
 def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
-    """Return how a loss can be divided, or None: every process computes all of it.
-
-    Args:
-        loss: the loss; its attribute `rows` is one of `Rows`.
-        mined: whether a miner picks its pairs.
-
-    Raises:
-        PluginError: the attribute says something else.
-    """
+    """Return how a loss can be divided, or None: every process computes all of it."""
     kind = getattr(loss, "rows", None)
     if kind is None:
         return None
@@ -97,9 +89,6 @@ def compares_with_classes(loss: nn.Module) -> bool:
 class Sums(nn.Module):
     """Stands in a reducer's place and keeps, of each of the loss's numbers by name, their sum and
     their count.
-
-    Args:
-        inner: the reducer: it says which numbers count.
     """
 
     def __init__(self, inner: nn.Module) -> None:

@@ -32,13 +32,7 @@ def _classes(module: Any, base: type) -> dict[str, Any]:
 
 
 def takes(kind: str, name: str, key: str) -> bool:
-    """Return whether a class takes an argument.
-
-    Args:
-        kind: "optimizer" or "schedule".
-        name: the class's.
-        key: the argument's.
-    """
+    """Return whether a class takes an argument."""
     known = (
         _classes(lr_scheduler, lr_scheduler.LRScheduler)
         if kind == "schedule"

@@ -111,11 +111,7 @@ def read_table(
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read a recipe, unchecked; see `read_recipe`.
-
-    Returns:
-        The recipe's table, and which of its plugins a file brings and the user has not named.
-    """
+    """Read a recipe, unchecked; see `read_recipe`."""
     path = Path(recipe) if isinstance(recipe, str | os.PathLike) else Path("recipe")
     if isinstance(recipe, Tables):
         table: dict[str, Any] = recipe.model_dump(exclude_unset=True)
@@ -151,11 +147,7 @@ def _copied(value: Any) -> Any:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Return what a TOML file says.
-
-    Raises:
-        RecipeError: it cannot be read, or is not TOML.
-    """
+    """Return what a TOML file says."""
     try:
         text = path.read_text(
             encoding="utf-8-sig"
@@ -193,15 +185,7 @@ def check_recipe(
     objects: Mapping[str, Any] | None = None,
     plugins: Plugins | None = None,
 ) -> Recipe:
-    """Check a recipe that is already a table; see `read_recipe`.
-
-    Args:
-        table: the recipe.
-        where: what an error calls it.
-        objects: parts that are given as objects, by table.
-        plugins: those of a recipe that names the same files, loaded already; None: they are loaded
-            now.
-    """
+    """Check a recipe that is already a table; see `read_recipe`."""
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
     objects = objects or {}
@@ -363,14 +347,6 @@ def apply_overrides(
     `loss.name=…` with another name takes the other loss's parameters out before anything is set,
     and `loss=none` the table (with the loss's also miner and generator, which serve it alone): so
     for each of the components.
-
-    Args:
-        table: the recipe's.
-        overrides: the texts, in order.
-        components: the tables that hold a name and that thing's parameters.
-
-    Raises:
-        RecipeError: a text has no `=`, or goes through something that is not a table.
     """
     overrides = [text for text in overrides if not _removed(table, text, components)]
     for text in overrides:

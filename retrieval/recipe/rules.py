@@ -68,12 +68,7 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
 
 
 def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
-    """Return what cannot go together.
-
-    Args:
-        recipe: the recipe, or what is right of it, with its plugins.
-        present: the component tables that were written, also those that are wrong in themselves.
-    """
+    """Return what cannot go together."""
     present = set(present)
     problems = []
     if ("loss" in present) == ("learner" in present):

@@ -200,6 +200,6 @@ def test_which_way(photos: FileDataset, monkeypatch: Any) -> None:
     assert way_of(photos, PRE, CPU) is None
     monkeypatch.setattr(features, "LEAST", 1)
     monkeypatch.setattr(
-        onnx_features, "installed_packages", lambda names: [n for n in names if n != "onnx"]
+        features, "installed_packages", lambda names: [n for n in names if n != "onnx"]
     )
     assert way_of(photos, PRE, CPU) is None
