@@ -128,8 +128,7 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     """Train and evaluate one row once; raw pixels beside it if asked for."""
     import torch
     from retrieval.evaluation.evaluate_run import evaluate_run
-    from retrieval.recipe.overrides import apply_overrides
-    from retrieval.recipe.read import check_recipe
+    from retrieval.recipe.read import apply_overrides, check_recipe
     from retrieval.run import checkpoint
     from retrieval.run.folder import create_folder
     from retrieval.run.open import build_run, load_run, run_versions

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from retrieval.data.fingerprints import picture
-from retrieval.host.create import create
+from retrieval.data.near import picture
+from retrieval.host.plugins import create
 from retrieval.run.check_data import PICTURES
 from retrieval.serving.images import from_array
 from retrieval.serving.store.search import nearest

@@ -61,7 +61,7 @@ def items(name: str, searched: bool) -> Items:
     """Return a set's images (N, H, W) and labels (N,), either of the classes to search or of all
     the others.
     """
-    from retrieval.host.create import create
+    from retrieval.host.plugins import create
 
     if name == "digits":
         whole = create("dataset", "core.digits")
@@ -85,7 +85,7 @@ def features(
     import torch
     from retrieval.data.datasets import ArrayDataset
     from retrieval.data.features import backbone_features
-    from retrieval.host.create import create
+    from retrieval.host.plugins import create
     from retrieval.model.model import Model
 
     made = create(
@@ -113,7 +113,7 @@ def unit(codes: NDArray[Any]) -> NDArray[Any]:
 
 def fitted(learner: dict[str, Any], x: NDArray[Any], labels: NDArray[np.str_]) -> Any:
     """Return a learner that has seen features (N, F) and labels (N,)."""
-    from retrieval.host.create import create
+    from retrieval.host.plugins import create
 
     made = create("learner", learner["name"], **{k: v for k, v in learner.items() if k != "name"})
     return made.fit(x, labels)

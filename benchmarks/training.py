@@ -25,8 +25,7 @@ import torch
 from PIL import Image
 from pytorch_metric_learning import samplers
 from retrieval.data.augment import built_transforms
-from retrieval.data.loading import TrainBatches
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run

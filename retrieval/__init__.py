@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from retrieval.evaluation.verify_run import verify_run
     from retrieval.export.export_backbone import export_backbone
     from retrieval.export.export_run import export_run
-    from retrieval.host.create import create, names
     from retrieval.host.factory import Part, traits
+    from retrieval.host.plugins import create, names
     from retrieval.model.contracts import (
         Backbone,
         Combiner,
@@ -56,12 +56,13 @@ if TYPE_CHECKING:
         Metric,
         Miner,
         Subspace,
+        TrackedRun,
+        Tracker,
         Transform,
         TripletIndices,
     )
     from retrieval.model.linear import LinearMap
     from retrieval.model.loss import CheckedLoss
-    from retrieval.model.tracker import TrackedRun, Tracker
     from retrieval.recipe.read import Recipe, read_recipe
     from retrieval.run.check_data import check_data
     from retrieval.run.open import Run, load_run
@@ -164,7 +165,7 @@ _load, _ = lazy(
         "retrieval.evaluation.verify_run": ["verify_run"],
         "retrieval.export.export_backbone": ["export_backbone"],
         "retrieval.export.export_run": ["export_run"],
-        "retrieval.host.create": ["create", "names"],
+        "retrieval.host.plugins": ["create", "names"],
         "retrieval.host.factory": ["Part", "traits"],
         "retrieval.model.contracts": [
             "Backbone",
@@ -176,12 +177,13 @@ _load, _ = lazy(
             "Metric",
             "Miner",
             "Subspace",
+            "TrackedRun",
+            "Tracker",
             "Transform",
             "TripletIndices",
         ],
         "retrieval.model.linear": ["LinearMap"],
         "retrieval.model.loss": ["CheckedLoss"],
-        "retrieval.model.tracker": ["TrackedRun", "Tracker"],
         "retrieval.recipe.read": ["Recipe", "read_recipe"],
         "retrieval.run.check_data": ["check_data"],
         "retrieval.run.open": ["Run", "load_run"],

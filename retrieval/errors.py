@@ -150,12 +150,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return f" Did you mean '{_SAME[word.lower()]}'?"
     plugin, dot, name = word.rpartition(".")
     same, other = {}, {}
-    for each in known:
-        if dot and each.startswith(f"{plugin}."):
-            same[each.rpartition(".")[2].lower()] = each
+    for candidate in known:
+        if dot and candidate.startswith(f"{plugin}."):
+            same[candidate.rpartition(".")[2].lower()] = candidate
         else:
-            other[each.lower()] = each
+            other[candidate.lower()] = candidate
     close = [same[k] for k in difflib.get_close_matches(name.lower(), same, n=1)]
-    close = close or [each for each in other.values() if each.rpartition(".")[2] == name][:1]
+    close = (
+        close
+        or [candidate for candidate in other.values() if candidate.rpartition(".")[2] == name][:1]
+    )
     close = close or [other[k] for k in difflib.get_close_matches(word.lower(), other, n=1)]
     return f" Did you mean '{close[0]}'?" if close else ""

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.host.lazy import lazy
-from retrieval.model.built_in import retrieval_metrics as retrieval_metrics
-from retrieval.serving.index.backends import retrieval_indexes as retrieval_indexes
-from retrieval.serving.store.built_in import retrieval_stores as retrieval_stores
 
 if TYPE_CHECKING:
     from retrieval_core.convnet import ConvNet as ConvNet
@@ -65,18 +62,13 @@ def retrieval_backbones() -> Factories:
     """Small convolutional nets, torchvision's and timm's models, EfficientNet-Lite0, and pixels or
     vectors as they are.
     """
-    from retrieval_core.convnet import ConvNet, Features
-    from retrieval_core.pixels import Pixels
-    from retrieval_core.timm_models import efficientnet_lite0, timm_model
-    from retrieval_core.torchvision_models import torchvision_model
-
     return {
-        "convnet": ConvNet,
-        "efficientnet_lite0": efficientnet_lite0,
-        "features": Features,
-        "pixels": Pixels,
-        "timm": timm_model,
-        "torchvision": torchvision_model,
+        "convnet": "retrieval_core.convnet:ConvNet",
+        "efficientnet_lite0": "retrieval_core.timm_models:efficientnet_lite0",
+        "features": "retrieval_core.convnet:Features",
+        "pixels": "retrieval_core.pixels:Pixels",
+        "timm": "retrieval_core.timm_models:timm_model",
+        "torchvision": "retrieval_core.torchvision_models:torchvision_model",
     }
 
 
@@ -85,37 +77,30 @@ def retrieval_datasets() -> Factories:
     """Digits, Fashion-MNIST, EMNIST, CIFAR-10, what other libraries read, and the user's own
     folders, manifests, shards, faces and vectors.
     """
-    from retrieval_core.elsewhere import huggingface, shards, torchvision_dataset
-    from retrieval_core.folders import image_folder
-    from retrieval_core.lfw import lfw_people
-    from retrieval_core.manifests import manifest
-    from retrieval_core.more_small import cifar10, emnist
-    from retrieval_core.small import digits, fashion_mnist
-    from retrieval_core.tables import parquet
-    from retrieval_core.vectors import features
-
     return {
-        "cifar10": cifar10,
-        "csv": manifest,
-        "digits": digits,
-        "emnist": emnist,
-        "fashion_mnist": fashion_mnist,
-        "features": features,
-        "huggingface": huggingface,
-        "image_folder": image_folder,
-        "lfw": lfw_people,
-        "parquet": parquet,
-        "shards": shards,
-        "torchvision": torchvision_dataset,
+        "cifar10": "retrieval_core.more_small:cifar10",
+        "csv": "retrieval_core.manifests:manifest",
+        "digits": "retrieval_core.small:digits",
+        "emnist": "retrieval_core.more_small:emnist",
+        "fashion_mnist": "retrieval_core.small:fashion_mnist",
+        "features": "retrieval_core.vectors:features",
+        "huggingface": "retrieval_core.elsewhere:huggingface",
+        "image_folder": "retrieval_core.folders:image_folder",
+        "lfw": "retrieval_core.lfw:lfw_people",
+        "parquet": "retrieval_core.tables:parquet",
+        "shards": "retrieval_core.elsewhere:shards",
+        "torchvision": "retrieval_core.elsewhere:torchvision_dataset",
     }
 
 
 @hookimpl
 def retrieval_learners() -> Factories:
     """Linear maps from scikit-learn."""
-    from retrieval_core.learners import LDA, NCA, PCA
-
-    return {"lda": LDA, "nca": NCA, "pca": PCA}
+    return {
+        "lda": "retrieval_core.learners:LDA",
+        "nca": "retrieval_core.learners:NCA",
+        "pca": "retrieval_core.learners:PCA",
+    }
 
 
 @hookimpl
@@ -123,10 +108,10 @@ def retrieval_losses() -> Factories:
     """Softmax over very many classes, divided over processes, and a wrapper of any loss, by which
     embeddings can be cut short.
     """
-    from retrieval_core.nested import matryoshka
-    from retrieval_core.partial_fc import PartialFC
-
-    return {"matryoshka": matryoshka, "partial_fc": PartialFC}
+    return {
+        "matryoshka": "retrieval_core.nested:matryoshka",
+        "partial_fc": "retrieval_core.partial_fc:PartialFC",
+    }
 
 
 @hookimpl
@@ -135,3 +120,27 @@ def retrieval_augmentations() -> Factories:
     from retrieval_core.augmentations import every
 
     return every()
+
+
+@hookimpl
+def retrieval_metrics() -> Factories:
+    """The package's own metrics."""
+    from retrieval.model.metrics import retrieval_metrics as own
+
+    return own()
+
+
+@hookimpl
+def retrieval_indexes() -> Factories:
+    """The package's own index back ends."""
+    from retrieval.serving.index.backends import retrieval_indexes as own
+
+    return own()
+
+
+@hookimpl
+def retrieval_stores() -> Factories:
+    """The package's own store, a folder."""
+    from retrieval.serving.store.built_in import retrieval_stores as own
+
+    return own()

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from retrieval import DataError, Dataset
-from retrieval.data.cache import cache_folder
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.idx import read_idx
+from retrieval.host.files import cache_folder
 
 from retrieval_core.pretrained import fetch
 

@@ -114,7 +114,7 @@ def compare(
 
     quiet_threads()
     with loading():
-        from retrieval.model.compiler import keep_compiler_out
+        from retrieval.host.lazy import keep_compiler_out
         from retrieval.training.comparison.compare import compare as run
         from retrieval.training.comparison.written import markdown
 

@@ -182,7 +182,7 @@ def _run(run: Path, output: Path | None, options: dict[str, Any]) -> Bundle:
 
 def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
     """Return what `--set` says, read as a recipe's `[backbone]` table."""
-    from retrieval.recipe.overrides import apply_overrides
+    from retrieval.recipe.read import apply_overrides
 
     table: dict[str, Any] = {"backbone": {}}
     apply_overrides(table, [f"backbone.{text.removeprefix('backbone.')}" for text in overrides])

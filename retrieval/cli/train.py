@@ -46,7 +46,7 @@ def check(
 
     quiet_threads()
     with loading():
-        from retrieval.model.compiler import keep_compiler_out
+        from retrieval.host.lazy import keep_compiler_out
         from retrieval.recipe.read import naming, read_recipe
 
         keep_compiler_out()
@@ -128,7 +128,7 @@ def train(
 
     quiet_threads()
     with loading():
-        from retrieval.model.compiler import keep_compiler_out
+        from retrieval.host.lazy import keep_compiler_out
         from retrieval.recipe.read import naming, read_recipe
 
         keep_compiler_out()

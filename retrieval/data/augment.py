@@ -1,21 +1,28 @@
-"""Random changes to training images, each one a function of (seed, epoch, batch, place in the
-batch).
+"""Random changes to training images, each a function of (seed, epoch, batch, place in the batch).
+
+`Changes` crops, mirrors and transforms one image after the other; `Mix` puts two images of a batch
+into one (MixUp: Zhang et al., ICLR 2018; CutMix: Yun et al., ICCV 2019); `Drawing` lends a
+generator to transforms that would draw from the global one.
 
 torchvision's random transforms draw from torch's global generator, which the model's dropout draws
 from too: then numbers would depend on how many processes load images, and on where a run was
 resumed. So the draws of crops and mirror images are made here, and torchvision's operations
-(`transforms.v2.functional`) carry them out; other transforms are lent a generator
-(`retrieval.data.drawing`).
+(`transforms.v2.functional`) carry them out.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from retrieval.errors import DataError, RetrievalError
 from retrieval.serving.images import to_mode
@@ -51,13 +58,6 @@ def crop_box(
     Its area is a uniform part of the image's, its aspect ratio log-uniform; after ten boxes that do
     not fit, the largest central one that keeps the ratio in range (Szegedy et al., "Going Deeper
     with Convolutions", CVPR 2015, §6).
-
-    Args:
-        draws: one row of `draw_changes`.
-        height: the image's, in pixels.
-        width: likewise.
-        scale: smallest and largest part of the area.
-        ratio: smallest and largest width / height.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
@@ -74,14 +74,9 @@ def crop_box(
 
 
 def built_transforms(recipe: Recipe) -> tuple[Transform, ...]:
-    """Return what a recipe's `[augmentation] transforms` name, in order.
-
-    Raises:
-        PluginError: the plugins have no such part.
-        RecipeError: the parameters do not fit, or the factory refuses them.
-    """
-    made = recipe.augmentation.transforms
-    return tuple(recipe.loaded.build("augmentations", values) for values in made)
+    """Return what a recipe's `[augmentation] transforms` name, in order."""
+    tables = recipe.augmentation.transforms
+    return tuple(recipe.loaded.build("augmentations", values) for values in tables)
 
 
 @dataclass(frozen=True)
@@ -129,14 +124,6 @@ class Changes:
 
         A random crop is taken from the whole image, and takes the place of `preprocessing`'s resize
         and centre crop.
-
-        Args:
-            image: the decoded image.
-            preprocessing: size, channels and interpolation of the result.
-            draws: those of this image.
-
-        Raises:
-            DataError: a transform fails.
         """
         if self.table.crop_scale is None:
             pixels = preprocessing(image)
@@ -176,14 +163,7 @@ class Changes:
         """Return pixels (B, channels, H, W) after the transforms, each image by itself.
 
         Those that are given may change.
-
-        Raises:
-            DataError: a transform fails, or gives another size or type.
         """
-        import torch
-
-        from retrieval.data.drawing import Drawing
-
         images, lent = torch.from_numpy(pixels), Drawing()
         shape, out = images.shape[1:], torch.empty_like(images)
         for row, (image, seed) in enumerate(zip(images, draws.seeds.tolist(), strict=True)):
@@ -214,3 +194,205 @@ class Changes:
 
     def _named(self, number: int) -> str:
         return f"[augmentation] transforms.{number} ({type(self.transforms[number]).__name__})"
+
+
+_MIX = 3  # keeps these draws apart from others of the same seed, epoch and batch
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a batch's images are mixed with.
+
+    Attributes:
+        partner: (B,) for each row the one that is mixed in.
+        weight: of a row's own label, and of its own pixels; the partner's is the rest.
+        box: rows and columns that come from the partner whole; None: all pixels are weighted means.
+    """
+
+    partner: NDArray[np.int64]
+    weight: float
+    box: tuple[slice, slice] | None
+
+    @classmethod
+    def drawn(
+        cls, table: Augmentation, key: tuple[int, int, int], size: int, shape: tuple[int, int]
+    ) -> Mix | None:
+        """Return that of a batch, which follows from (seed, epoch, batch); None where the recipe
+        mixes nothing.
+        """
+        if table.mix is None:
+            return None
+        random = np.random.default_rng([key[0] % 2**64, *key[1:], _MIX])
+        weight, partner = (
+            float(random.beta(table.mix_alpha, table.mix_alpha)),
+            random.permutation(size),
+        )
+        if table.mix == "mixup":
+            return cls(partner, weight, None)
+        part = (1 - weight) ** 0.5
+        sides = []
+        for whole, centre in zip(shape, random.random(2).tolist(), strict=True):
+            middle, half = int(centre * whole), int(part * whole) // 2
+            sides.append(slice(max(0, middle - half), min(whole, middle + half)))
+        rows, columns = sides
+        area = (rows.stop - rows.start) * (columns.stop - columns.start)
+        return cls(partner, 1 - area / (shape[0] * shape[1]), (rows, columns))
+
+    def of(self, images: NDArray[np.uint8], partners: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return images (B, channels, H, W) with others mixed in."""
+        if self.box is None:
+            mean = self.weight * images.astype(np.float32) + (1 - self.weight) * partners.astype(
+                np.float32
+            )
+            return np.rint(mean).astype(np.uint8)
+        mixed = images.copy()
+        mixed[:, :, *self.box] = partners[:, :, *self.box]
+        return mixed
+
+
+@dataclass(frozen=True)
+class MixedLabels:
+    """The labels of images of which each is two.
+
+    Attributes:
+        own: (B,) class ids.
+        other: (B,) those of what is mixed in.
+        weight: of the first; the second's is the rest.
+    """
+
+    own: Tensor
+    other: Tensor
+    weight: float
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
+        """Return them on a device."""
+        own, other = (
+            labels.to(device, non_blocking=non_blocking) for labels in (self.own, self.other)
+        )
+        return type(self)(own, other, self.weight)
+
+    def pin_memory(self) -> Self:
+        """Return them in memory that a GPU copies from while the CPU goes on."""
+        return type(self)(self.own.pin_memory(), self.other.pin_memory(), self.weight)
+
+
+Labels = Tensor | MixedLabels
+"""What `TrainBatches` gives with a batch's inputs."""
+
+
+_LENT: frozenset[Any] = frozenset(
+    getattr(torch, name)
+    for name in (
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "poisson",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "_sample_dirichlet",
+        "_standard_gamma",
+    )
+) | frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "bernoulli",
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal_",
+        "random_",
+        "uniform_",
+    )
+)
+"""What draws, and takes a generator by name."""
+_INSTEAD: Mapping[Any, str] = {
+    torch.rand_like: "torch.rand(x.shape)",
+    torch.randn_like: "torch.randn(x.shape)",
+    torch.randint_like: "torch.randint(low, high, x.shape)",
+    torch.binomial: "torch.rand(n).lt(p).sum()",
+    torch.manual_seed: "no seed of its own",
+    torch.seed: "no seed of its own",
+}
+"""What draws and takes none, or changes the generator that the model draws from; and what to use
+instead.
+"""
+
+
+class Drawing(TorchFunctionMode):
+    """Lends a generator to each call in this thread that would draw from the global one: what it
+    draws follows from a seed alone.
+
+    Other threads draw as ever. Several `with` blocks of one seed go on where the last one stopped.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Begin anew, with a seed of 64 bits."""
+        self.generator.manual_seed(seed)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call what is called."""
+        if func in _LENT and not (kwargs and kwargs.get("generator") is not None):
+            if func in _BY_PLACE and len(args) < _BY_PLACE[func]:
+                return func(*args, self.generator)
+            return func(*args, **{**(kwargs or {}), "generator": self.generator})
+        if func in _INSTEAD:
+            name = getattr(func, "__name__", str(func))
+            raise DataError(
+                f"An augmentation calls torch.{name}, and what that draws could not be repeated"
+                f" when a run is resumed. Use {_INSTEAD[func]}."
+            )
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+_BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}
+
+
+_AFTERWARDS = ("transform", "_apply_image_or_video_transform")
+"""What torchvision's transforms call when they have drawn."""
+
+
+def without_asking(transform: Any) -> Any:
+    """Return a copy of a transform of torchvision's own that changes the image outside of
+    `Drawing`; of any other, itself.
+
+    Whoever writes a subclass may draw anywhere, so it is not one of torchvision's own.
+    """
+    if not type(transform).__module__.startswith("torchvision.transforms.v2."):
+        return transform
+    copied = copy.copy(transform)
+    own = vars(copied)
+    for name in _AFTERWARDS:
+        if hasattr(copied, name):
+            own[name] = _Outside(copied, name)
+    if isinstance(own.get("transforms"), list):  # of RandomApply and its like
+        own["transforms"] = [without_asking(inner) for inner in own["transforms"]]
+    return copied
+
+
+class _Outside:
+    """A method of a transform, which no mode of torch's functions sees.
+
+    It goes to processes that decode, as a closure could not.
+    """
+
+    def __init__(self, transform: Any, name: str) -> None:
+        self.transform, self.name = transform, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        with torch._C.DisableTorchFunction():
+            return getattr(type(self.transform), self.name)(self.transform, *args, **kwargs)

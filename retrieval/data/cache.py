@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,17 +27,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval.data.identity import dataset_identity
-from retrieval.data.loading import inputs
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs, inputs
 from retrieval.errors import BundleError, DataError, MissingDependency
-from retrieval.host.files import cache_folder as cache_folder
+from retrieval.host.files import cache_folder
 from retrieval.serving.progress import Meter
 from retrieval.serving.threads import ahead
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
     from retrieval.serving.images import Preprocessing
+
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +114,8 @@ def frozen_features(
     if quicker is not None and not (place / _JOURNAL).exists():
         compute = partial(_in_threads, quicker, RawInputs(dataset, preprocessing, budget=0), batch)
         try:
-            own = None if content is None else entries / _key([*parts, quicker.name])
-            return _filled(own, dataset, batch, compute, progress)
+            entry = None if content is None else entries / _key([*parts, quicker.name])
+            return _filled(entry, dataset, batch, compute, progress)
         except (BundleError, MissingDependency) as fault:
             log.info("Features are computed by torch: %s", fault)
     return _filled(None if content is None else place, dataset, batch, plain, progress)
@@ -134,14 +133,14 @@ def _in_threads(
 ) -> Iterator[NDArray[np.float32]]:
     """Yield the features of items, `batch` at a time; each thread decodes and computes."""
     blocks = [items[i : i + batch] for i in range(0, len(items), batch)]
-    few = (block[i : i + way.rows] for block in blocks for i in range(0, len(block), way.rows))
+    shares = (block[i : i + way.rows] for block in blocks for i in range(0, len(block), way.rows))
 
     def features(chosen: NDArray[np.int64]) -> NDArray[np.float32]:
         return way.features(torch.from_numpy(raw.batch(chosen))).numpy()
 
-    made = ahead(features, few, workers=way.threads, most=2 * way.threads)
+    computed = ahead(features, shares, workers=way.threads, most=2 * way.threads)
     for block in blocks:
-        yield np.concatenate(list(itertools.islice(made, -(-len(block) // way.rows))))
+        yield np.concatenate(list(itertools.islice(computed, -(-len(block) // way.rows))))
 
 
 def _filled(
@@ -152,10 +151,10 @@ def _filled(
     """
 
     def computed(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
-        made = compute(items)
+        blocks = compute(items)
         while True:
             try:
-                features = next(made)
+                features = next(blocks)
             except StopIteration:
                 return
             except OSError as error:  # a dataset's own: the cache has nothing to do with it
@@ -168,10 +167,10 @@ def _filled(
                 log.warning(
                     "The dataset names no files, so its features are computed for this run only."
                 )
-                made = tempfile.TemporaryDirectory(
+                temporary = tempfile.TemporaryDirectory(
                     prefix="retrieval-features-", ignore_cleanup_errors=True
                 )
-                place = Path(stack.enter_context(made))
+                place = Path(stack.enter_context(temporary))
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(place / "lock"))
@@ -342,3 +341,45 @@ def _locked(path: Path) -> Iterator[None]:
             )
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def dataset_identity(dataset: Dataset) -> str | None:
+    """Return a hash of the items in their order; None where their content cannot be known without
+    reading all.
+
+    Arrays are hashed whole; files (`dataset.files`) by path, size and time of change, with the
+    boxes that are cut from them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{dataset.kind} {len(dataset)}\n".encode())
+    if dataset.arrays is not None:
+        array = dataset.arrays
+        digest.update(f"{array.dtype.str} {array.shape}\n".encode())
+        rows = max(
+            1, (1 << 24) // max(1, array[:1].nbytes)
+        )  # a mapped array need not fit in memory
+        for start in range(0, len(array), rows):
+            digest.update(np.ascontiguousarray(array[start : start + rows]).data.cast("B"))
+        return digest.hexdigest()
+    files = getattr(dataset, "files", None)
+    if files is None:
+        return None
+    digest.update(files_identity(files).encode())
+    if (boxes := getattr(dataset, "boxes", None)) is not None:
+        digest.update(
+            repr([None if box is None else tuple(map(float, box)) for box in boxes]).encode()
+        )
+    return digest.hexdigest()
+
+
+def files_identity(files: Iterable[Path]) -> str:
+    """Return a hash of files by path, size and time of change, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        try:
+            state = file.stat()
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
+        line = f"{file.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

@@ -35,17 +35,18 @@ def differing(
     """
     problems = []
     for side in dict.fromkeys([*published, *labels]):
-        there = labels.get(side, ())
-        found = Count(len(there), len(set(there)))
-        known = published.get(side, ())
+        present = labels.get(side, ())
+        count = Count(len(present), len(set(present)))
+        releases = published.get(side, ())
         if any(
-            one.images == found.images and one.classes in (None, found.classes) for one in known
+            release.images == count.images and release.classes in (None, count.classes)
+            for release in releases
         ):
             continue
-        said = " or ".join(str(one) for one in known) or "no image"
+        counts = " or ".join(str(release) for release in releases) or "no image"
         problems.append(
-            f"as published {f'its {side} side' if side else 'it'} has {said}; here it has {found}."
-            ' Complete it, or set counts = "any" and do not compare its figures with published'
-            " ones."
+            f"as published {f'its {side} side' if side else 'it'} has {counts}; here it has"
+            f' {count}. Complete it, or set counts = "any" and do not compare its metrics with'
+            " published ones."
         )
     return problems

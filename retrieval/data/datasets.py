@@ -18,7 +18,6 @@ from retrieval.serving.images import decode, from_array, full_size
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-
 Box = tuple[float, float, float, float]
 """A part of an image: left, top, right, bottom, in pixels from its upper left corner."""
 
@@ -138,11 +137,7 @@ class FileDataset(Dataset):
 
 
 def _cut(image: Image, box: Box, key: str) -> Image:
-    """Return the part of an image in a box, whole pixels that it touches.
-
-    Raises:
-        DataError: no pixel of the image lies in it.
-    """
+    """Return the part of an image in a box, whole pixels that it touches."""
     scale = image.width / full_size(image)[0]  # a very large JPEG is decoded at a half of its size
     box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
     left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
@@ -154,3 +149,19 @@ def _cut(image: Image, box: Box, key: str) -> Image:
             f" {image.height} pixels."
         )
     return image.crop((left, top, right, bottom))
+
+
+class Subset(Dataset):
+    """Some items of a dataset, without its split and roles."""
+
+    def __init__(self, dataset: Dataset, items: NDArray[np.int64]) -> None:
+        self._dataset, self._items = dataset, items
+        self.kind = dataset.kind
+        self.labels = [dataset.labels[i] for i in items]
+        self.keys = [dataset.keys[i] for i in items]
+        self.metadata = None if dataset.metadata is None else [dataset.metadata[i] for i in items]
+        self.arrays = None if dataset.arrays is None else dataset.arrays[items]
+        self.files = None if dataset.files is None else [dataset.files[i] for i in items]
+
+    def __getitem__(self, index: int) -> Image | NDArray[Any]:
+        return self._dataset[int(self._items[index])]

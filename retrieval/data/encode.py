@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from retrieval.data.loading import inputs
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs, inputs
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.serving.progress import Meter

@@ -23,7 +23,7 @@ def refuse(where: str, problems: Iterable[str]) -> NoReturn:
 
 
 def some(names: Sequence[object], shown: int = 5) -> str:
-    """Return the first names, and how many there are when that is not all: `a, b, … (12 in all)`."""
+    """Return the first names, and their number if there are more: `a, b, … (12 in all)`."""
     text = ", ".join(str(name) for name in names[:shown])
     return text + (f", … ({len(names):,} in all)" if len(names) > shown else "")
 

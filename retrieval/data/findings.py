@@ -82,18 +82,18 @@ class Findings:
         """Whether nothing was found."""
         return not (self.broken or self.flat or self.same or self.near or self.lone or self.spelt)
 
-    def leaks(self, found: Alike) -> bool:
+    def leaks(self, alike: Alike) -> bool:
         """Return whether items lie on different sides of the split; query and gallery are one."""
-        return len(self._sides(found.items)) > 1
+        return len(self._sides(alike.items)) > 1
 
-    def contradicts(self, found: Alike) -> bool:
+    def contradicts(self, alike: Alike) -> bool:
         """Return whether items have different labels; none is no other label."""
-        return len({self.subjects[i].label for i in found.items} - {None}) > 1
+        return len({self.subjects[i].label for i in alike.items} - {None}) > 1
 
     def across(self, labels: Sequence[str]) -> bool:
         """Return whether labels that are spelt differently are on different sides of the split."""
         sides = [
-            self._sides(i for i, each in enumerate(self.subjects) if each.label == label)
+            self._sides(i for i, subject in enumerate(self.subjects) if subject.label == label)
             for label in labels
         ]
         return any(one - other for one in sides for other in sides)
@@ -104,7 +104,7 @@ class Findings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values; `retrieval data check --output` writes them as JSON."""
-        sides = Counter(each.side for each in self.subjects if each.side)
+        sides = Counter(entry.side for entry in self.subjects if entry.side)
         return {
             "checked": self.checked,
             "items": len(self.subjects),
@@ -116,11 +116,11 @@ class Findings:
             "notes": list(self.notes),
             "broken": [{**self._item(i), "why": why} for i, why in self.broken],
             "few_levels": [{**self._item(i), "why": why} for i, why in self.flat],
-            "same": [self._alike(each) for each in self.same],
-            "near": [{**self._alike(each), "distance": each.distance} for each in self.near],
+            "same": [self._alike(entry) for entry in self.same],
+            "near": [{**self._alike(entry), "distance": entry.distance} for entry in self.near],
             "labels_of_one_item": list(self.lone),
             "labels_spelt_alike": [
-                {"labels": list(each), "leak": self.across(each)} for each in self.spelt
+                {"labels": list(entry), "leak": self.across(entry)} for entry in self.spelt
             ],
         }
 
@@ -131,7 +131,7 @@ class Findings:
             "broken": len(self.broken),
             "few_levels": len(self.flat),
             "same": len(self.same),
-            "items_too_many": sum(len(each.items) - 1 for each in self.same),
+            "items_too_many": sum(len(alike.items) - 1 for alike in self.same),
             "near": len(self.near),
             "leaks": sum(map(self.leaks, every)),
             "label_errors": sum(map(self.contradicts, every)),
@@ -140,17 +140,17 @@ class Findings:
         }
 
     def text(self, shown: int = 10) -> str:
-        """Return what was found, `shown` lines of each kind; leaks and different labels come first."""
+        """Return the findings as text, `shown` lines of each kind, leaks and label errors first."""
         lines = [self._head(), *(f"note: {note}" for note in self.notes)]
         lines += _part(_BROKEN, [why for _, why in self.broken], shown)
         lines += _part(_FLAT, [why for _, why in self.flat], shown)
         for by, title in _TITLES.items():
-            found = [each for each in (*self.same, *self.near) if each.by == by]
+            group = [each for each in (*self.same, *self.near) if each.by == by]
             far = f" (within {self.within[by]:.3g})" if by in self.within else ""
             ranked = sorted(
-                found, key=lambda each: (-self.leaks(each) - self.contradicts(each), each.distance)
+                group, key=lambda each: (-self.leaks(each) - self.contradicts(each), each.distance)
             )
-            lines += _part(title, map(self._line, ranked), shown, far + self._marked(found))
+            lines += _part(title, map(self._line, ranked), shown, far + self._marked(group))
         lines += _part(_LONE, self.lone, shown)
         lines += _part(
             _SPELT,
@@ -168,54 +168,54 @@ class Findings:
         return "\n".join([*lines, *(["Nothing was found."] if self.clean else [])])
 
     def _head(self) -> str:
-        sides = Counter(each.side for each in self.subjects if each.side)
+        sides = Counter(subject.side for subject in self.subjects if subject.side)
         parts = [f"{self.checked}: {len(self.subjects):,} items of {len(self._labels()):,} labels"]
-        if without := sum(each.label is None for each in self.subjects):
+        if without := sum(subject.label is None for subject in self.subjects):
             parts.append(f"{without:,} without a label")
         return "; ".join(
             [*parts, *([", ".join(f"{n:,} {side}" for side, n in sides.items())] if sides else [])]
         )
 
     def _labels(self) -> set[str]:
-        return {each.label for each in self.subjects if each.label is not None}
+        return {subject.label for subject in self.subjects if subject.label is not None}
 
-    def _marked(self, found: Sequence[Alike]) -> str:
-        said = [
+    def _marked(self, group: Sequence[Alike]) -> str:
+        marks = [
             f"{number:,} {what}"
             for what, number in (
-                ("across the split", sum(map(self.leaks, found))),
-                ("with different labels", sum(map(self.contradicts, found))),
+                ("across the split", sum(map(self.leaks, group))),
+                ("with different labels", sum(map(self.contradicts, group))),
             )
             if number
         ]
-        return f", {' and '.join(said)}" if said else ""
+        return f", {' and '.join(marks)}" if marks else ""
 
-    def _line(self, found: Alike) -> str:
+    def _line(self, alike: Alike) -> str:
         marks = [
             word
-            for word, holds in (("LEAK", self.leaks(found)), ("LABEL", self.contradicts(found)))
+            for word, holds in (("LEAK", self.leaks(alike)), ("LABEL", self.contradicts(alike)))
             if holds
         ]
-        far = [f"{found.distance:.3f}"] if found.by in self.within else []
+        far = [f"{alike.distance:.3f}"] if alike.by in self.within else []
         names = []
-        for i in found.items[:_NAMED]:
-            each = self.subjects[i]
-            about = ", ".join(part for part in (each.side, each.label) if part)
-            names.append(f"{each.name} ({about})" if about else each.name)
-        if len(found.items) > _NAMED:
-            names.append(f"and {len(found.items) - _NAMED:,} more")
+        for i in alike.items[:_NAMED]:
+            subject = self.subjects[i]
+            about = ", ".join(part for part in (subject.side, subject.label) if part)
+            names.append(f"{subject.name} ({about})" if about else subject.name)
+        if len(alike.items) > _NAMED:
+            names.append(f"and {len(alike.items) - _NAMED:,} more")
         return "  ".join([*marks, *far, *names])
 
     def _item(self, number: int) -> dict[str, Any]:
-        each = self.subjects[number]
-        return {"item": each.name, "label": each.label, "side": each.side or None}
+        subject = self.subjects[number]
+        return {"item": subject.name, "label": subject.label, "side": subject.side or None}
 
-    def _alike(self, found: Alike) -> dict[str, Any]:
+    def _alike(self, alike: Alike) -> dict[str, Any]:
         return {
-            "by": found.by,
-            "leak": self.leaks(found),
-            "labels_differ": self.contradicts(found),
-            "items": [self._item(i) for i in found.items],
+            "by": alike.by,
+            "leak": self.leaks(alike),
+            "labels_differ": self.contradicts(alike),
+            "items": [self._item(i) for i in alike.items],
         }
 
 
@@ -261,7 +261,7 @@ def _part(title: _Title, lines: Iterable[str], shown: int, about: str = "") -> l
 
 def lone_labels(subjects: Sequence[Subject]) -> list[str]:
     """Return the labels with one item, in their order."""
-    counts = Counter(each.label for each in subjects if each.label is not None)
+    counts = Counter(subject.label for subject in subjects if subject.label is not None)
     return [label for label, number in counts.items() if number == 1]
 
 
@@ -271,9 +271,9 @@ def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
 
     Most likely each group is one class, written in several ways.
     """
-    found: defaultdict[str | Decimal, list[str]] = defaultdict(list)
-    for label in dict.fromkeys(each.label for each in subjects if each.label is not None):
+    groups: defaultdict[str | Decimal, list[str]] = defaultdict(list)
+    for label in dict.fromkeys(subject.label for subject in subjects if subject.label is not None):
         text = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
         number = text.isascii() and re.fullmatch(r"[+-]?[0-9]+(\.[0-9]+)?", text)
-        found[Decimal(text) if number else text].append(label)
-    return [tuple(labels) for labels in found.values() if len(labels) > 1]
+        groups[Decimal(text) if number else text].append(label)
+    return [tuple(labels) for labels in groups.values() if len(labels) > 1]

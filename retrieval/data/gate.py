@@ -33,11 +33,11 @@ def usable(dataset: D, where: str) -> D:
         problems += _not_finite(dataset.arrays)
     unlabelled = [i for i, label in enumerate(dataset.labels) if is_missing(label)]
     if unlabelled:
-        several = len(unlabelled) > 1
+        plural = len(unlabelled) > 1
         problems.append(
-            f"{len(unlabelled):,} of {len(dataset.labels):,} items {'have' if several else 'has'}"
+            f"{len(unlabelled):,} of {len(dataset.labels):,} items {'have' if plural else 'has'}"
             f" no label: {some([dataset.keys[i] for i in unlabelled])}. Give"
-            f" {'each' if several else 'it'} one, or leave {'them' if several else 'it'} out."
+            f" {'each' if plural else 'it'} one, or leave {'them' if plural else 'it'} out."
         )
     if len(set(dataset.keys)) < len(dataset.keys):
         problems += [
@@ -70,9 +70,9 @@ def _not_finite(vectors: NDArray[Any]) -> list[str]:
             bad += (start + np.flatnonzero(~finite.all(axis=1))).tolist()
     if not bad:
         return []
-    several = len(bad) > 1
+    plural = len(bad) > 1
     return [
-        f"{len(bad):,} row{'s' if several else ''} of features hold{'' if several else 's'} NaN, "
+        f"{len(bad):,} row{'s' if plural else ''} of features hold{'' if plural else 's'} NaN, "
         f"infinity or numbers too large for 32 bits: {some(bad, 10)}. "
-        f"Remove or mend {'them' if several else 'it'}."
+        f"Remove or mend {'them' if plural else 'it'}."
     ]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs
 from retrieval.data.splits import Splits
 from retrieval.errors import DataError
 from retrieval.model.contracts import Dataset
@@ -28,13 +28,7 @@ MOST_ITEMS, MOST_BYTES = 64, 8 << 20
 
 
 class KeptInputs(Dataset):
-    """Held-out inputs as the encoder takes them, of a dataset that need not be there any more.
-
-    Args:
-        kind: the dataset's.
-        inputs: uint8 (N, channels, H, W) or float32 (N, F).
-        labels: one an item.
-    """
+    """Held-out inputs as the encoder takes them, of a dataset that need not be there any more."""
 
     def __init__(self, kind: Any, inputs: NDArray[Any], labels: list[str]) -> None:
         self.kind = kind
@@ -58,11 +52,7 @@ class KeptInputs(Dataset):
 
 
 def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing | None) -> bytes:
-    """Return a few held-out inputs with their labels as the content of a file.
-
-    Raises:
-        DataError: an item cannot be read.
-    """
+    """Return a few held-out inputs with their labels as the content of a file."""
     raw = RawInputs(dataset, preprocessing, budget=0)
     held_out = splits.held_out
     size = raw.batch(held_out[:1]).nbytes
@@ -73,21 +63,19 @@ def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing |
 
 
 def read_inputs(path: Path) -> KeptInputs:
-    """Return the inputs that a run keeps.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
+    """Return the inputs that a run keeps."""
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             labels = json.loads(metadata["labels"])
-            found = KeptInputs(
+            kept_inputs = KeptInputs(
                 metadata["kind"], file.get_tensor("inputs"), [str(label) for label in labels]
             )
-        if metadata["format"] != FORMAT or not 0 < len(found.labels) == len(found.inputs):
+        if metadata["format"] != FORMAT or not 0 < len(kept_inputs.labels) == len(
+            kept_inputs.inputs
+        ):
             raise ValueError("it is of another format")
-        return found
+        return kept_inputs
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
@@ -106,16 +94,11 @@ def by_class(
     items that have a partner.
 
     Classes are taken evenly spaced; with few large classes, items of each.
-
-    Args:
-        indices: (n,) of items.
-        labels: (N,) of all items.
-        number: how many at most.
     """
     if len(indices) <= number:
         return indices
     classes, counts = np.unique(labels[indices], return_counts=True)
-    each = max(2, min(8, int(np.median(counts))), number // len(classes))
-    kept = spread(classes, max(1, number // each))
-    rows = [spread(indices[labels[indices] == label], each) for label in kept]
+    per_class = max(2, min(8, int(np.median(counts))), number // len(classes))
+    kept = spread(classes, max(1, number // per_class))
+    rows = [spread(indices[labels[indices] == label], per_class) for label in kept]
     return np.sort(np.concatenate(rows))[:number]

@@ -1,17 +1,84 @@
-"""Pairs of rows that are near one another: exactly, without a matrix of all pairs."""
+"""Items that are the same, or nearly.
+
+`fingerprint` hashes an item and shrinks an image to a small picture that survives being saved
+again; `near_pairs` finds the rows that are near one another, exactly and without a matrix of all
+pairs.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from retrieval.errors import DataError
 from retrieval.host.cores import cores
+from retrieval.serving.images import to_mode
 from retrieval.serving.progress import Meter
 from retrieval.serving.store.search import nearest
+
+SIDE, COLOURS = 16, 4
+"""Rows and columns of a picture's brightness, and of its colours."""
+WIDTH = SIDE * SIDE + 2 * COLOURS * COLOURS
+_FLAT = 2.0  # of 255: an image whose picture varies less has nothing that could be compared
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """An item, as far as it is compared with others.
+
+    Attributes:
+        values: hash of its size and pixels in RGB, or of a vector's numbers.
+        picture: (WIDTH,) of unit length; None of a vector, and of an image of one colour.
+    """
+
+    values: bytes
+    picture: NDArray[np.float32] | None = None
+
+
+def digest(content: Any) -> bytes:
+    """Return the hash of bytes, 16 bytes."""
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
+    """Return the fingerprint of an image, or of a vector (F,)."""
+    if isinstance(item, Image.Image):
+        whole = to_mode(item, "RGB")
+        size = f"{whole.width} {whole.height} ".encode()
+        return Fingerprint(digest(size + whole.tobytes()), picture(whole))
+    vector = np.ascontiguousarray(item, dtype=np.float32)
+    if not np.isfinite(vector).all():
+        raise DataError("holds NaN, infinity or a number beyond float32.")
+    return Fingerprint(digest((vector + np.float32(0)).tobytes()))  # −0 and 0 are one number
+
+
+def picture(image: Image.Image) -> NDArray[np.float32] | None:
+    """Return an RGB image shrunk to its brightness, less the mean, and its colours, at unit length
+    (WIDTH,); None where it is of one colour.
+
+    A difference hash (Krawetz, "Kind of Like That", 2013) keeps the sign of each difference between
+    neighbours. Here are the numbers themselves: in a flat area a sign is noise, which JPEG brings,
+    and a hash has copies as far apart as different images.
+    """
+    small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, reducing_gap=3.0).convert("YCbCr")
+    values = np.asarray(small, dtype=np.float32)
+    part = SIDE // COLOURS
+    colours = values[..., 1:].reshape(COLOURS, part, COLOURS, part, 2).mean((1, 3)) - 128
+    brightness = values[..., 0] - values[..., 0].mean()
+    whole_picture = np.concatenate(
+        [brightness.ravel(), part * colours.ravel()]
+    )  # each colour stands for so many pixels
+    if float(brightness.std()) < _FLAT:
+        return None
+    unit: NDArray[np.float32] = (whole_picture / np.linalg.norm(whole_picture)).astype(np.float32)
+    return unit
+
 
 Rows = NDArray[np.int64]
 Doubles = NDArray[np.float64]
@@ -68,27 +135,33 @@ def near_pairs(
     total, done = 0, 0
     with Meter(what, size, "items") as meter:
         while done < size and total <= MOST_PAIRS:
-            asked, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
-            done += len(asked)
-            meter.update(len(asked))
-            while len(asked):
-                rows, apart = _candidates(vectors, asked, min(count, size), spans, measure, threads)
+            queries, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
+            done += len(queries)
+            meter.update(len(queries))
+            while len(queries):
+                rows, apart = _candidates(
+                    vectors, queries, min(count, size), spans, measure, threads
+                )
                 close: NDArray[np.bool_] = apart <= within
                 more = np.count_nonzero(close | np.isnan(apart), axis=1) == close.shape[1]
                 if count >= min(_MOST, size):
                     more[:] = False  # else there may be others
                 row, place = np.nonzero(close & ~more[:, None])
-                one, other = asked[row], rows[row, place]
-                kept = one != other if same is None else (one != other) & (same[one] != same[other])
-                parts.append((one[kept], other[kept], apart[row, place][kept]))
+                item, neighbor = queries[row], rows[row, place]
+                kept = (
+                    item != neighbor
+                    if same is None
+                    else (item != neighbor) & (same[item] != same[neighbor])
+                )
+                parts.append((item[kept], neighbor[kept], apart[row, place][kept]))
                 total += int(kept.sum())
-                asked, count = asked[more], 4 * count
+                queries, count = queries[more], 4 * count
     return _once(parts, done == size and total <= MOST_PAIRS)
 
 
 def _candidates(
     vectors: NDArray[np.float32],
-    asked: Rows,
+    queries: Rows,
     count: int,
     spans: Sequence[tuple[int, int] | None],
     measure: Measure | None,
@@ -97,14 +170,16 @@ def _candidates(
     """Return rows (Q, n) near to those that are asked for, and how far they are; NaN for one that
     is there twice.
     """
-    found = [nearest(vectors[asked], vectors, count, span=span, threads=threads) for span in spans]
+    searches = [
+        nearest(vectors[queries], vectors, count, span=span, threads=threads) for span in spans
+    ]
     if measure is None:
-        return found[0][1], np.sqrt(found[0][0])
-    rows = np.sort(np.concatenate([each for _, each in found], axis=1), axis=1)
+        return searches[0][1], np.sqrt(searches[0][0])
+    rows = np.sort(np.concatenate([rows_of_span for _, rows_of_span in searches], axis=1), axis=1)
     apart = np.full(rows.shape, np.nan)
-    for place, one in enumerate(asked.tolist()):
-        own, first = np.unique(rows[place], return_index=True)
-        apart[place, first] = measure(one, own)
+    for place, query in enumerate(queries.tolist()):
+        unique, first = np.unique(rows[place], return_index=True)
+        apart[place, first] = measure(query, unique)
     return rows, apart
 
 
@@ -116,9 +191,9 @@ def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:
     low, high = np.minimum(first, second), np.maximum(first, second)
     order = np.lexsort((apart, high, low))
     low, high, apart = low[order], high[order], apart[order]
-    new = np.ones(len(low), bool)
-    new[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
-    low, high, apart = low[new], high[new], apart[new]
+    is_new = np.ones(len(low), bool)
+    is_new[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    low, high, apart = low[is_new], high[is_new], apart[is_new]
     order = np.argsort(apart, kind="stable")
     return Near(low[order], high[order], apart[order], complete)
 

@@ -94,7 +94,7 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
     lfw = re.fullmatch(r"\s*\d+(\s+\d+)?\s*", start) is not None
     rows, problems = _lfw(lines) if lfw else _csv(lines)
     where = _by_stem(keys) if lfw else _by_key(keys)
-    found = np.zeros((len(rows), 2), np.int64)
+    indices = np.zeros((len(rows), 2), np.int64)
     seen: dict[tuple[int, int], Row] = {}
     unknown = False
     for i, row in enumerate(rows):
@@ -114,8 +114,8 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
                 " itself."
             )
         elif len(places[0]) == len(places[1]) == 1:
-            found[i] = places[0][0], places[1][0]
-            earlier = seen.setdefault((int(found[i].min()), int(found[i].max())), row)
+            indices[i] = places[0][0], places[1][0]
+            earlier = seen.setdefault((int(indices[i].min()), int(indices[i].max())), row)
             if earlier.same != row.same:
                 says = ["different", "the same"]
                 problems.append(
@@ -131,7 +131,7 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
     if fold is not None and not problems:
         problems += fold_problems(same, fold, names)
     return (
-        LabelledPairs(found[:, 0], found[:, 1], same, fold, tuple(names) if folded else ()),
+        LabelledPairs(indices[:, 0], indices[:, 1], same, fold, tuple(names) if folded else ()),
         problems,
     )
 
@@ -139,13 +139,7 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
 def fold_problems(
     same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]
 ) -> list[str]:
-    """Return why a threshold cannot be chosen for each fold on the others; empty when it can.
-
-    Args:
-        same: (P,) whether a pair is one of "the same".
-        fold: (P,) index into `names`.
-        names: the folds.
-    """
+    """Return why a threshold cannot be chosen for each fold on the others; empty when it can."""
     if len(names) < 2:
         return [
             f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the"
@@ -160,9 +154,9 @@ def fold_problems(
     ]
 
 
-def _kind_problems(same: NDArray[np.bool_], others: bool) -> list[str]:
+def _kind_problems(same: NDArray[np.bool_], has_problems: bool) -> list[str]:
     if not len(same):
-        return [] if others else ["it lists no pair."]
+        return [] if has_problems else ["it lists no pair."]
     if same.all() or not same.any():
         word = "the same" if same.all() else "different"
         what = f"all {len(same):,} pairs are" if len(same) > 1 else "the only pair is"
@@ -186,19 +180,19 @@ def _lines(file: Path) -> list[str]:
 
 
 def _by_key(keys: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    by_key: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
-        found.setdefault(key, []).append(i)
-    return found
+        by_key.setdefault(key, []).append(i)
+    return by_key
 
 
 def _by_stem(keys: Sequence[str]) -> dict[str, list[int]]:
     """Return items by folder and file name without extension, as LFW's lists name them."""
-    found: dict[str, list[int]] = {}
+    by_stem: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
         path = PurePosixPath(key)
-        found.setdefault(f"{path.parent.name}/{path.stem}", []).append(i)
-    return found
+        by_stem.setdefault(f"{path.parent.name}/{path.stem}", []).append(i)
+    return by_stem
 
 
 def _image(name: str) -> str:
@@ -206,7 +200,7 @@ def _image(name: str) -> str:
 
 
 def stem(person: str, number: int) -> str:
-    """Return the name that LFW gives a person's image, below its folder and without the extension."""
+    """Return the name of a person's image in LFW's folder, without the extension."""
     return f"{person}/{person}_{number:04d}"
 
 
@@ -251,9 +245,9 @@ def _csv(lines: list[str]) -> tuple[list[Row], list[str]]:
 
 
 def _header(header: list[str]) -> list[str]:
-    there = ", ".join(header) or "nothing"
+    columns = ", ".join(header) or "nothing"
     problems = [
-        f"the first line has no column '{name}' (it has: {there}).{did_you_mean(name, header)}"
+        f"the first line has no column '{name}' (it has: {columns}).{did_you_mean(name, header)}"
         for name in COLUMNS
         if name not in header
     ]
@@ -266,7 +260,7 @@ def _header(header: list[str]) -> list[str]:
         return [
             "it is not a list of pairs: its first line must be 'first,second,same' or"
             " 'first,second,same,fold', or LFW's counts ('10 300', or '500'); it is"
-            f" '{there[:60]}'."
+            f" '{columns[:60]}'."
         ]
     return problems
 
@@ -288,18 +282,18 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
     numbered = [(i, line.split()) for i, line in enumerate(lines, 1) if line.strip()]
     head, *body = numbered
     counts = [int(word) for word in head[1]]
-    folds, each = counts if len(counts) == 2 else (1, counts[0])
+    folds, per_kind = counts if len(counts) == 2 else (1, counts[0])
     problems: list[str] = []
-    if not folds or not each:
+    if not folds or not per_kind:
         return [], [
-            f"line {head[0]}: '{' '.join(head[1])}' states {folds} folds of {each} pairs: neither"
-            " may be 0."
+            f"line {head[0]}: '{' '.join(head[1])}' states {folds} folds of {per_kind} pairs:"
+            " neither may be 0."
         ]
-    right = len(body) == 2 * folds * each
-    if not right:
+    complete = len(body) == 2 * folds * per_kind
+    if not complete:
         problems.append(
-            f"line {head[0]} states {folds:,} × {each:,} same and as many different pairs,"
-            f" {2 * folds * each:,} lines; {len(body):,} follow."
+            f"line {head[0]} states {folds:,} × {per_kind:,} same and as many different pairs,"
+            f" {2 * folds * per_kind:,} lines; {len(body):,} follow."
         )
     rows: list[Row] = []
     kinds: list[bool | None] = []
@@ -309,26 +303,26 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
         if isinstance(named, str):
             problems.append(f"line {line}: {named}")
             continue
-        fold = str(i // (2 * each) + 1) if len(counts) == 2 else ""
+        fold = str(i // (2 * per_kind) + 1) if len(counts) == 2 else ""
         rows.append(Row(line, *named, fold))
-    if right:
+    if complete:
         for k in range(folds):
-            part = kinds[k * 2 * each : (k + 1) * 2 * each]
-            if None not in part and part.count(True) != each:
+            part = kinds[k * 2 * per_kind : (k + 1) * 2 * per_kind]
+            if None not in part and part.count(True) != per_kind:
                 where = (
-                    f"fold {k + 1} (lines {body[k * 2 * each][0]} to"
-                    f" {body[(k + 1) * 2 * each - 1][0]})"
+                    f"fold {k + 1} (lines {body[k * 2 * per_kind][0]} to"
+                    f" {body[(k + 1) * 2 * per_kind - 1][0]})"
                 )
                 problems.append(
                     f"{where if len(counts) == 2 else 'it'} has {part.count(True):,} same and"
-                    f" {part.count(False):,} different pairs; line {head[0]} states {each:,} of"
+                    f" {part.count(False):,} different pairs; line {head[0]} states {per_kind:,} of"
                     " each."
                 )
     return rows, problems
 
 
 def _names(words: list[str]) -> tuple[str, str, bool] | str:
-    """Return both images' names and whether they are one person's, or what is wrong with the line."""
+    """Return both images' names and whether they show one person, or what is wrong."""
     if len(words) not in (3, 4):
         return (
             f"'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not {len(words)} words"
@@ -337,10 +331,10 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
     numbers = words[1:] if len(words) == 3 else words[1::2]
     if not all(word.isascii() and word.isdigit() and int(word) for word in numbers):
         return f"images are numbered from 1; '{' '.join(numbers)[:60]}' are not such numbers."
-    one, two = words[0], words[0] if len(words) == 3 else words[2]
-    if len(words) == 4 and one == two:
-        return f"it is among the different pairs, and names {one} twice."
-    return stem(one, int(numbers[0])), stem(two, int(numbers[1])), len(words) == 3
+    first, second = words[0], words[0] if len(words) == 3 else words[2]
+    if len(words) == 4 and first == second:
+        return f"it is among the different pairs, and names {first} twice."
+    return stem(first, int(numbers[0])), stem(second, int(numbers[1])), len(words) == 3
 
 
 def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
@@ -363,23 +357,23 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
     )
     lines = iter(lines)
     problems: list[str] = []
-    found: list[list[tuple[int, str, int]]] = []
+    folds_read: list[list[tuple[int, str, int]]] = []
 
     def count(what: str) -> int | None:
         line, words = next(lines, (0, []))
         if len(words) == 1 and words[0].isascii() and words[0].isdigit() and int(words[0]):
             return int(words[0])
-        there = f"line {line} is '{' '.join(words)[:60]}'" if words else "the file ends"
-        problems.append(f"{there} where {what} is expected.")
+        what_is_there = f"line {line} is '{' '.join(words)[:60]}'" if words else "the file ends"
+        problems.append(f"{what_is_there} where {what} is expected.")
         return None
 
     sets = count("the number of folds") if folds else 1
     for k in range(sets or 0):
         size = count(f"fold {k + 1}'s number of people" if folds else "the number of people")
         if size is None:
-            return found, problems
+            return folds_read, problems
         people: list[tuple[int, str, int]] = []
-        found.append(people)
+        folds_read.append(people)
         while len(people) < size:
             line, words = next(lines, (0, []))
             if len(words) == 2 and words[1].isascii() and words[1].isdigit() and int(words[1]):
@@ -392,10 +386,10 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
                 else "the file ends"
             )
             problems.append(f"{where} should have {size:,} people; after {len(people):,} {there}.")
-            return found, problems
-    if left := list(lines):
+            return folds_read, problems
+    if extra := list(lines):
         problems.append(
-            f"line {left[0][0]} is after the last person that is counted ({len(left):,} too many in"
-            " all)."
+            f"line {extra[0][0]} is after the last person that is counted ({len(extra):,} too many"
+            " in all)."
         )
-    return found, problems
+    return folds_read, problems

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from retrieval.data.cache import cache_folder
-from retrieval.data.identity import files_identity
+from retrieval.data.cache import files_identity
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
-from retrieval.host.files import write_bytes
+from retrieval.host.files import cache_folder, write_bytes
 from retrieval.serving.image_files import ImageFiles
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Meter
@@ -37,11 +36,11 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
     Raises:
         DataError: no image can be read.
     """
-    kept = cache_folder() / "readable" / f"{files_identity(files)}.json"
-    bad = _remembered(kept, len(files))
+    record = cache_folder() / "readable" / f"{files_identity(files)}.json"
+    bad = _remembered(record, len(files))
     if bad is None:
         bad = _unreadable(files)
-        _remember(kept, bad)
+        _remember(record, bad)
     if len(bad) == len(files):
         raise DataError(
             f"{what}: none of its {len(files):,} images can be read. {next(iter(bad.values()), '')}"
@@ -62,21 +61,21 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
     ]
 
 
-def report_left_out(found: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:
+def report_left_out(files: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:
     """Return what a folder holds besides images, a sentence for each reason, and say it on stderr.
 
     Args:
-        found: what the folder holds.
+        files: what the folder holds.
         folder: the folder.
         skip_bad: whether links that lead nowhere are left out too.
 
     Raises:
         DataError: a link leads nowhere.
     """
-    dangling = found.dangling(folder)
+    dangling = files.dangling(folder)
     if dangling and not skip_bad:
         raise DataError(f"{dangling} {ADVICE}")
-    notes = [*found.notes(folder), *([dangling] if dangling else [])]
+    notes = [*files.notes(folder), *([dangling] if dangling else [])]
     for note in notes:
         log.warning("%s", note)
     return notes
@@ -90,7 +89,7 @@ def _unreadable(files: Sequence[Path]) -> dict[int, str]:
             return str(error)
         return None
 
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     # each thread holds a decoded image: more of them would only cost memory
     with (
         ThreadPoolExecutor(min(8, cores())) as threads,
@@ -99,8 +98,8 @@ def _unreadable(files: Sequence[Path]) -> dict[int, str]:
         for i, text in enumerate(threads.map(fault, files)):
             meter.update()
             if text:
-                found[i] = text
-    return found
+                reasons[i] = text
+    return reasons
 
 
 def _remembered(path: Path, count: int) -> dict[int, str] | None:

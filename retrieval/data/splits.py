@@ -116,9 +116,9 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
     if not len(validation) and split.validation:
         train, validation = _take_validation(train, labels, split)
     query, gallery = _roles(dataset, test, notes)
-    found = Splits(labels, classes, train, validation, query, gallery, notes)
-    _check(found)
-    return found
+    splits = Splits(labels, classes, train, validation, query, gallery, notes)
+    _check(splits)
+    return splits
 
 
 def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
@@ -135,11 +135,11 @@ def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
     texts = ["" if is_missing(label) else str(label).strip() for label in dataset.labels]
     unlabelled = [dataset.keys[i] for i, text in enumerate(texts) if not text]
     if unlabelled:
-        several = len(unlabelled) > 1
+        plural = len(unlabelled) > 1
         problems.append(
-            f"{len(unlabelled):,} item{'s have' if several else ' has'} no label:"
-            f" {some(unlabelled)}. Give {'each' if several else 'it'} one, or leave"
-            f" {'them' if several else 'it'} out."
+            f"{len(unlabelled):,} item{'s have' if plural else ' has'} no label:"
+            f" {some(unlabelled)}. Give {'each' if plural else 'it'} one, or leave"
+            f" {'them' if plural else 'it'} out."
         )
     for name, known in (("splits", SPLITS), ("roles", ROLES)):
         values = getattr(dataset, name)
@@ -215,14 +215,14 @@ def _part_of_each(
 ) -> tuple[Items, Items]:
     """Divide items so that `part` of every class is on the second side; both sides ascend."""
     random = _generator(seed, purpose)
-    taken = []
+    parts = []
     for label in np.unique(labels[items]):
-        own = random.permutation(items[labels[items] == label])
-        count = int(len(own) * part + 0.5)
+        items_of_class = random.permutation(items[labels[items] == label])
+        count = int(len(items_of_class) * part + 0.5)
         if part:
-            count = min(max(count, 2), len(own) - 2)  # two or none, and two stay
-        taken.append(own[: count if count >= 2 else 0])
-    second = np.sort(np.concatenate(taken)) if taken else np.empty(0, np.int64)
+            count = min(max(count, 2), len(items_of_class) - 2)  # two or none, and two stay
+        parts.append(items_of_class[: count if count >= 2 else 0])
+    second = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
     return np.setdiff1d(items, second), second
 
 
@@ -261,43 +261,43 @@ def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Item
     return query, gallery
 
 
-def _check(found: Splits) -> None:
+def _check(splits: Splits) -> None:
     """Refuse sides that cannot serve, and note what is odd."""
-    labels, problems = found.labels, []
-    counts = np.bincount(labels[found.train], minlength=len(found.classes))
+    labels, problems = splits.labels, []
+    counts = np.bincount(labels[splits.train], minlength=len(splits.classes))
     present = np.flatnonzero(counts)
     if not len(present):
         problems.append("nothing is left to train on.")
     elif len(present) == 1:
         problems.append(
-            f"only the class '{found.classes[present[0]]}' is left to train on; there must be two"
+            f"only the class '{splits.classes[present[0]]}' is left to train on; there must be two"
             " at least."
         )
     elif counts.max() < 2:
         problems.append(
             "no class has two items to train on, so there is no pair of one class to learn from."
         )
-    single = [found.classes[i] for i in present if counts[i] == 1]
+    single = [splits.classes[i] for i in present if counts[i] == 1]
     if single and not problems:
-        found.notes.append(
+        splits.notes.append(
             f"{len(single):,} class{'es have' if len(single) > 1 else ' has'} one training item"
             f" only ({some(single)}): it serves as a negative, and is repeated where a batch takes"
             " several of a class."
         )
-    if not len(found.query):
-        what = "no item is a query" if found.gallery is not None else "nothing is left to test on"
+    if not len(splits.query):
+        what = "no item is a query" if splits.gallery is not None else "nothing is left to test on"
         problems.append(f"{what}.")
-    elif found.gallery is not None and not len(found.gallery):
+    elif splits.gallery is not None and not len(splits.gallery):
         problems.append("there are queries but no gallery: give test items the role 'gallery'.")
-    elif found.gallery is not None:
-        alone = int((~np.isin(labels[found.query], labels[found.gallery])).sum())
-        if alone == len(found.query):
+    elif splits.gallery is not None:
+        alone = int((~np.isin(labels[splits.query], labels[splits.gallery])).sum())
+        if alone == len(splits.query):
             problems.append(
                 "no query has an item of its class in the gallery, so none can find anything."
             )
         elif alone:
-            found.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
-    elif np.bincount(labels[found.query]).max() < 2:
+            splits.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
+    elif np.bincount(labels[splits.query]).max() < 2:
         problems.append("no test class has two items, so no query can find another of its class.")
     if problems:
         refuse("[split]", problems)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from retrieval.data.findings import Subject
-from retrieval.data.fingerprints import digest
+from retrieval.data.near import digest
 from retrieval.data.splits import SIDES, Splits
 from retrieval.errors import DataError
 from retrieval.serving.images import Limits, decode, from_array, read_image
@@ -51,11 +51,7 @@ class Subjects(ABC):
 
     @abstractmethod
     def open(self, row: int, content: bytes | DataError | None) -> Item:
-        """Return an item of what `given` gave. Safe in threads.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Return an item of what `given` gave. Safe in threads."""
 
 
 class OfSources(Subjects):
@@ -71,18 +67,18 @@ class OfSources(Subjects):
     """
 
     def __init__(self, sources: Sequence[Sources], named: Sequence[str]) -> None:
-        self._items = [item for each in sources for item in each.items]
+        self._items = [item for source in sources for item in source.items]
         self._rows = [
-            each.features[item.row]
-            for each in sources
-            if each.features is not None
-            for item in each.items
+            source.features[item.row]
+            for source in sources
+            if source.features is not None
+            for item in source.items
         ]
         self.kind = "features" if self._rows else "image"
-        self.notes = [note for each in sources for note in each.left_out]
+        self.notes = [note for source in sources for note in source.left_out]
         subjects: list[Subject] = []
-        for each, name in zip(sources, named, strict=True):
-            subjects += _subjects(each, Path(name), name if len(named) > 1 else "")
+        for source, name in zip(sources, named, strict=True):
+            subjects += _subjects(source, Path(name), name if len(named) > 1 else "")
         self.items = subjects
 
     def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
@@ -105,12 +101,7 @@ class OfSources(Subjects):
 
 
 class OfDataset(Subjects):
-    """The items of a dataset, with their sides.
-
-    Args:
-        dataset: what a recipe's `[data]` gives.
-        splits: what its `[split]` makes of it.
-    """
+    """The items of a dataset, with their sides."""
 
     def __init__(self, dataset: Dataset, splits: Splits) -> None:
         sides = [""] * len(dataset)
@@ -150,14 +141,14 @@ class OfDataset(Subjects):
         return own, item
 
 
-def _subjects(found: Sources, named: Path, side: str) -> list[Subject]:
-    inside = [_inside(item, named) for item in found.items]
+def _subjects(sources: Sources, named: Path, side: str) -> list[Subject]:
+    inside = [_inside(item, named) for item in sources.items]
     tops = {parts[0].lower() for parts in inside if len(parts) > 1}
     sided = (
         not side and bool(tops) and tops <= SIDES.keys() and all(len(parts) > 2 for parts in inside)
     )
-    made = []
-    for item, parts in zip(found.items, inside, strict=True):
+    subjects = []
+    for item, parts in zip(sources.items, inside, strict=True):
         name = (
             str(named.joinpath(*parts))
             if parts
@@ -167,14 +158,14 @@ def _subjects(found: Sources, named: Path, side: str) -> list[Subject]:
         )
         if sided:
             split, role = SIDES[parts[0].lower()]
-            made.append(Subject(name, parts[1], role or split))
+            subjects.append(Subject(name, parts[1], role or split))
         else:
             split, role = (
                 str(item.metadata.get(column) or "").lower() for column in ("split", "role")
             )
             own, known = SIDES.get(split, (split, ""))
-            made.append(Subject(name, item.label, side or role or known or own))
-    return made
+            subjects.append(Subject(name, item.label, side or role or known or own))
+    return subjects
 
 
 def _inside(item: Source, folder: Path) -> tuple[str, ...]:

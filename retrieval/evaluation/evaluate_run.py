@@ -20,7 +20,7 @@ from retrieval.evaluation.evaluation import Evaluation, grid
 from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.evaluation.protocol import Measured, Protocol
 from retrieval.host.values import toml_value
-from retrieval.model.built_in import metric
+from retrieval.model.metrics import metric
 from retrieval.model.products import CheckedMetric
 from retrieval.run.codes import ItemCodes
 from retrieval.run.folder import write_json

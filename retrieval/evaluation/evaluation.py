@@ -21,8 +21,8 @@ from retrieval.evaluation.exclusion import Exclusion, Search
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, as_tensor
 from retrieval.evaluation.ranking import Ranking
 from retrieval.evaluation.relevance import Relevance, depth_of, graded_values
-from retrieval.model.built_in import metric
 from retrieval.model.labels import read_labels, read_values
+from retrieval.model.metrics import metric
 from retrieval.serving.progress import Meter, Progress, shown
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from retrieval.evaluation.evaluation import DEFAULT_METRICS, Evaluation, class_n
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
 from retrieval.evaluation.relevance import depth_of
 from retrieval.host.cores import cores
-from retrieval.model.built_in import metric
+from retrieval.model.metrics import metric
 from retrieval.serving.embedding.runners import Cluster, Runner, here
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows

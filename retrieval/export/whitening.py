@@ -16,8 +16,7 @@ from retrieval.data.encode import evaluating
 from retrieval.errors import DataError
 from retrieval.host.plugin_calls import calling
 from retrieval.model.guard import check_width
-from retrieval.model.linear_head import linear_head
-from retrieval.model.model import Model, Normalize
+from retrieval.model.model import Model, Normalize, linear_head
 
 DIMENSIONS = 128
 """Width of whitened vectors where nobody names one."""

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from retrieval.errors import PluginError
-from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+from retrieval.host.importing import FilePlugin, is_file_plugin
 
 ALLOW = "RETRIEVAL_ALLOW_PLUGINS"
 _YES = "1"
@@ -29,61 +29,43 @@ _ask: ContextVar[Ask | None] = ContextVar("ask", default=None)
 
 @contextlib.contextmanager
 def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
-    """Answer the question whether plugins may run, inside.
-
-    Args:
-        ask: is given the question once, a sentence that names the files; None refuses them.
-        allowed: whether they may run unasked.
-    """
-    token, before = _ask.set(ask), os.environ.get(ALLOW)
+    """Answer the question whether plugins may run, inside."""
+    token, setting = _ask.set(ask), os.environ.get(ALLOW)
     if allowed:
         os.environ[ALLOW] = _YES
     try:
         yield
     finally:
         _ask.reset(token)
-        if before is None:
+        if setting is None:
             os.environ.pop(ALLOW, None)
         else:
-            os.environ[ALLOW] = before
+            os.environ[ALLOW] = setting
 
 
 def require(items: Sequence[str], where: Path) -> None:
-    """Refuse plugin files that a recipe brings, unless the user allows them.
-
-    Args:
-        items: files, folders or modules that the recipe names; paths are absolute.
-        where: the recipe.
-
-    Raises:
-        PluginError: nobody said that they may run; the sentence names them.
-    """
+    """Refuse plugin files that a recipe brings, unless the user allows them."""
     if os.environ.get(ALLOW) == _YES:
         return
     files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
     if not files:
         return
-    several = len(files) > 1
+    plural = len(files) > 1
     brings = (
-        f"{where} brings {'plugin files that run' if several else 'a plugin file that runs'} with"
+        f"{where} brings {'plugin files that run' if plural else 'a plugin file that runs'} with"
         f" your rights: {', '.join(map(str, files))}."
     )
     ask = _ask.get()
     if ask is None or not ask(brings):
         raise PluginError(
-            f"{brings} Nothing was run. Read {'them' if several else 'it'}, then repeat the command"
+            f"{brings} Nothing was run. Read {'them' if plural else 'it'}, then repeat the command"
             f" with --allow-plugins (in Python with {ALLOW}=1 in the environment)."
         )
     os.environ[ALLOW] = _YES  # asked once: the command's other recipes and processes know
 
 
 def sources(item: str, near: Path) -> list[Path]:
-    """Return the files that loading a plugin runs; none for a module that is installed.
-
-    Args:
-        item: a `.py` file, which runs what it imports beside itself; a folder, or a module's name.
-        near: the folder of the recipe that names it.
-    """
+    """Return the files that loading a plugin runs; none for a module that is installed."""
     if is_file_plugin(item):
         if not Path(item).exists():
             return []  # which is said where it is loaded
@@ -102,7 +84,7 @@ def _module_files(name: str, near: Path) -> list[Path]:
     except (ImportError, ValueError):
         return []
     installed = [
-        Path(sysconfig.get_path(each)).resolve() for each in ("stdlib", "purelib", "platlib")
+        Path(sysconfig.get_path(scheme)).resolve() for scheme in ("stdlib", "purelib", "platlib")
     ]
     places = [Path.cwd().resolve(), near.resolve()]
     files: list[Path] = []

@@ -14,9 +14,6 @@ def cores(root: Path = Path("/")) -> int:
     cgroups' quota if fewer.
 
     A quota of 1.5 cores counts as 2.
-
-    Args:
-        root: the folder that holds `proc` and `sys`.
     """
     return max(1, math.ceil(min(_affinity(), _quota(root))))
 
@@ -25,8 +22,8 @@ def default_threads() -> int:
     """Return how many threads a computation has by default: the user's `OMP_NUM_THREADS`, or one
     for each core.
     """
-    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else cores()
+    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(setting) if setting.isdecimal() and int(setting) > 0 else cores()
 
 
 def limit_threads(root: Path = Path("/")) -> None:
@@ -35,9 +32,6 @@ def limit_threads(root: Path = Path("/")) -> None:
 
     They follow the affinity by themselves, and know no quota. A user's own `OMP_NUM_THREADS` is
     left alone.
-
-    Args:
-        root: the folder that holds `proc` and `sys`.
     """
     allowed = cores(root)
     if allowed < _affinity():
@@ -61,7 +55,7 @@ def _quota(root: Path) -> float:
     except OSError:  # no Linux, or no /proc
         return math.inf
     mounted = root / "sys/fs/cgroup"
-    found = [math.inf]
+    limits = [math.inf]
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2, which is a subfolder where both versions are mounted
@@ -73,12 +67,12 @@ def _quota(root: Path) -> float:
         # A limit of a parent holds for its children. In a container the path may be the host's,
         # which is not there.
         names = [name for name in path.split("/") if name]
-        found += [
+        limits += [
             _limit(base.joinpath(*names[:depth]))
             for base in bases
             for depth in range(len(names) + 1)
         ]
-    return min(found)
+    return min(limits)
 
 
 def _limit(folder: Path) -> float:

@@ -5,22 +5,14 @@ from __future__ import annotations
 import textwrap
 
 from retrieval.errors import PluginError, did_you_mean
-from retrieval.host.built_in import BUILT_IN, SHORT
 from retrieval.host.factory import COMPONENTS, KINDS, Factory, Parameter
-from retrieval.host.plugins import Plugins
+from retrieval.host.plugins import BUILT_IN, SHORT, Plugins
 from retrieval.host.values import toml_value
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
     """Return every plugin with its origin, what it offers by kind, one line each, and what of it is
     disabled and why.
-
-    Args:
-        plugins: the loaded plugins.
-        kind: only this kind.
-
-    Raises:
-        PluginError: there is no such kind.
     """
     if kind is not None and kind not in KINDS:
         raise PluginError(
@@ -31,40 +23,38 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
         if kind is None
         else []
     )
-    for each in [kind] if kind else KINDS:
-        factories = plugins.factories(each)
+    for shown in [kind] if kind else KINDS:
+        factories = plugins.factories(shown)
         if factories:
             width = max(map(len, factories))
             lines += [
                 "",
-                each,
+                shown,
                 *(
                     f"  {f.name:<{width}}  {textwrap.shorten(f.summary, 76, placeholder=' …')}"
                     for f in factories.values()
                 ),
             ]
-    wrong = {
-        n: why for each in ([kind] if kind else KINDS) for n, why in plugins.disabled(each).items()
+    disabled = {
+        n: why
+        for shown in ([kind] if kind else KINDS)
+        for n, why in plugins.disabled(shown).items()
     }
-    if wrong:
-        lines += ["", "disabled", *(f"  {name}: {why}" for name, why in wrong.items())]
+    if disabled:
+        lines += ["", "disabled", *(f"  {name}: {why}" for name, why in disabled.items())]
     return "\n".join(lines).strip("\n")
 
 
 def show_text(plugins: Plugins, name: str) -> str:
     """Return documentation, parameter table and recipe snippet of everything called `name`, of any
     kind.
-
-    Raises:
-        PluginError: nothing has that name (the sentence suggests the closest), or it is disabled
-            (the sentence says why).
     """
-    found = [
+    matches = [
         factories[full]
         for kind in KINDS
         if (full := plugins.full_name(kind, name)) in (factories := plugins.factories(kind))
     ]
-    if not found:
+    if not matches:
         for kind in KINDS:
             if name in plugins.disabled(kind):
                 raise PluginError(plugins.disabled(kind)[name])
@@ -74,7 +64,7 @@ def show_text(plugins: Plugins, name: str) -> str:
             "Nothing is called"
             f" '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
         )
-    return "\n\n".join(_one(factory, plugins) for factory in found)
+    return "\n\n".join(_one(factory, plugins) for factory in matches)
 
 
 def _one(factory: Factory, plugins: Plugins) -> str:
@@ -105,13 +95,7 @@ def _default(p: Parameter) -> str:
 
 
 def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
-    """Return the lines that put a factory into a recipe, with its defaults.
-
-    Args:
-        factory: the factory.
-        plugins: where to find a loss or miner that takes the factory's product as a part (a
-            distance, a reducer, …).
-    """
+    """Return the lines that put a factory into a recipe, with its defaults."""
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.given]
     if factory.kind == "metrics":

@@ -136,12 +136,6 @@ def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterato
 def rename_whole(finished: Path, output: Path, *, replace: bool, taken: RetrievalError) -> None:
     """Rename a finished, synced folder to its place; an older one that is there gives way in the
     same instant.
-
-    Args:
-        finished: on the same file system as `output`.
-        output: where it goes.
-        replace: whether an older folder that is there is removed.
-        taken: raised where something has appeared there, and `replace` was not asked for.
     """
     if not output.exists():
         try:
@@ -156,15 +150,16 @@ def rename_whole(finished: Path, output: Path, *, replace: bool, taken: Retrieva
         shutil.rmtree(
             finished, ignore_errors=True
         )  # the new one stands, whatever is left of the old
-    else:  # no such system call here: a moment without a folder, and the old one survives a crash in it
-        old = output.with_name(f".{output.name}.old")
-        output.rename(old)
+    else:
+        # No such system call: for a moment there is no folder, and a crash leaves the old one.
+        aside = output.with_name(f".{output.name}.old")
+        output.rename(aside)
         try:
             finished.rename(output)
         except OSError:
-            old.rename(output)
+            aside.rename(output)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
     with contextlib.suppress(
         OSError
     ):  # a folder that cannot be opened for syncing does not undo the rename
@@ -197,7 +192,7 @@ def _umask() -> int:
     return mask
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchanged(first: Path, second: Path) -> bool:
     """Exchange the names of two folders by Linux's renameat2; False where that does not exist or
     refuses.
     """
@@ -207,8 +202,8 @@ def _exchanged(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(cwd, os.fsencode(first), cwd, os.fsencode(second), exchange) == 0)
 
 
 @contextlib.contextmanager
@@ -250,10 +245,10 @@ def _remove(path: Path) -> None:
 
 def _clear(parent: Path, pattern: str) -> None:
     """Remove what is left of ended processes."""
-    found: list[str] = []
+    names: list[str] = []
     with contextlib.suppress(OSError):
-        found = fnmatch.filter([each.name for each in parent.iterdir()], pattern)
-    for name in found:
+        names = fnmatch.filter([entry.name for entry in parent.iterdir()], pattern)
+    for name in names:
         with contextlib.suppress(OSError):
             handle = os.open(
                 parent / name,
@@ -274,7 +269,7 @@ def _ours(handle: int) -> bool:
 
 
 def _locked(handle: int) -> bool:
-    """Take a file's lock, if nobody has it; False where somebody has, or the file system has none."""
+    """Take a file's lock; False where another has it, or the file system has no locks."""
     if sys.platform == "win32":
         return False
     try:

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("retrieval")
 hookimpl = pluggy.HookimplMarker("retrieval")
 
-Factories = Mapping[str, Callable[..., Any]]
-"""What a factory hook returns."""
+Factories = Mapping[str, Callable[..., Any] | str]
+"""What a factory hook returns: each a class, a function, or the text `MODULE:NAME` of one, whose
+module is imported when something names the factory.
+"""
 
 
 @hookspec
@@ -131,17 +133,17 @@ def retrieval_regularizers() -> Factories:  # type: ignore[empty-body]
 
 @hookspec
 def retrieval_run_start(run: Any) -> None:
-    """Called when training starts or resumes, after the model is built and before the first batch."""
+    """Called when training starts or resumes, before the first batch."""
 
 
 @hookspec
 def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-    """Called after each epoch (and its validation), with the epoch's number from 0 and its figures."""
+    """Called after each epoch and its validation, with its number from 0 and its metrics."""
 
 
 @hookspec
 def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
-    """Called once training is complete, with the best validation figures.
+    """Called once training is complete, with the best validation metrics.
 
     Not called when it is interrupted.
     """

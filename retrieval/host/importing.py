@@ -1,22 +1,208 @@
-"""Import what is a plugin: an entry point's module, a file, or a module by its name; each fault is
-one sentence.
+"""Import what is a plugin: an entry point's module, a file or folder, or a module by its name.
+
+`my_loss.py` is a plugin, and so is the folder `my_plugin/` with an `__init__.py`. A folder is a
+package like any other: its modules import one another by relative imports (`from . import layers`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.machinery
+import importlib.util
 import inspect
+import os
 import re
+import shutil
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from retrieval.errors import PluginError, did_you_mean
 from retrieval.host import hookspecs
-from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+
+PREFIX = "retrieval_file_plugin_"
+"""Start of the name of such a plugin's module, so that it hides no other module."""
+
+MAX_FILES, MAX_BYTES = 1_000, 64 << 20
+"""A folder with more is refused."""
+
+
+def is_file_plugin(item: str) -> bool:
+    """Whether a recipe's or `--plugin`'s word is a file (`x.py`) or a folder (`x/`), and not a
+    module's name.
+    """
+    return item.endswith((".py", "/", os.sep))
+
+
+@dataclass(frozen=True)
+class FilePlugin:
+    """A plugin in a file or a folder.
+
+    Attributes:
+        path: the file, or the folder.
+    """
+
+    path: Path
+
+    @classmethod
+    def at(cls, item: str) -> FilePlugin:
+        """Return the plugin that a word names."""
+        path = Path(item).resolve()
+        kind = "file" if item.endswith(".py") else "folder"
+        if not (path.is_file() if kind == "file" else path.is_dir()):
+            raise PluginError(f"The plugin {kind} {item} does not exist.")
+        if kind == "folder" and not (path / "__init__.py").is_file():
+            raise PluginError(
+                f"The plugin folder {item} has no __init__.py, which is where its hooks belong."
+            )
+        if not path.stem.isidentifier():
+            raise PluginError(
+                f"The plugin {kind} {item} must be named like a Python identifier: "
+                "its name is the plugin's name."
+            )
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        """The plugin's name."""
+        return self.path.stem
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder."""
+        return self.path.suffix != ".py"
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """All that belongs to it, by the path below the folder: the file, or the whole folder but
+        what is hidden or compiled.
+        """
+        if not self.is_folder:
+            return {self.path.name: self.path}
+        files: dict[str, Path] = {}
+        size = 0
+        for place, folders, names in os.walk(self.path):
+            folders[:] = sorted(
+                name for name in folders if not name.startswith((".", "__pycache__"))
+            )
+            for name in sorted(names):
+                file = Path(place, name)
+                if name.startswith(".") or name.endswith((".pyc", ".tmp")) or not file.is_file():
+                    continue
+                files[file.relative_to(self.path).as_posix()] = file
+                size += file.stat().st_size
+                if len(files) > MAX_FILES or size > MAX_BYTES:
+                    raise PluginError(
+                        f"The plugin folder {self.path} holds more than {MAX_FILES:,} files or "
+                        f"{MAX_BYTES >> 20} MB, all of which would be copied into each run. "
+                        "Keep data elsewhere."
+                    )
+        return files
+
+    @cached_property
+    def sums(self) -> dict[str, str]:
+        """The SHA-256 of each of `files`."""
+        try:
+            return {
+                name: hashlib.sha256(file.read_bytes()).hexdigest()
+                for name, file in self.files.items()
+            }
+        except OSError as error:
+            raise PluginError(
+                f"The plugin file {error.filename} cannot be read: {error.strerror or error}."
+            ) from error
+
+    def load(self) -> ModuleType:
+        """Import it, anew each time, and return its module."""
+        root = PREFIX + self.name
+        _forget(root)
+        entry = self.path / "__init__.py" if self.is_folder else self.path
+        for folder in {str(file.parent) for file in self.files.values()} if self.is_folder else ():
+            sys.path_importer_cache[folder] = importlib.machinery.FileFinder(
+                folder, (_Loader, [".py"])
+            )
+        spec = importlib.util.spec_from_file_location(
+            root,
+            entry,
+            loader=_Loader(root, str(entry)),
+            submodule_search_locations=[str(self.path)] if self.is_folder else None,
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[root] = module  # dataclasses and pickling of the plugin's classes look it up
+        try:
+            spec.loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            _forget(root)
+            self._explain(error)
+            raise
+        except BaseException:
+            _forget(root)
+            raise
+        return module
+
+    def _explain(self, error: ModuleNotFoundError) -> None:
+        """Raise a sentence where a module that was not found lies in or beside the plugin."""
+        top = (error.name or "").partition(".")[0]
+        home = self.path if self.is_folder else self.path.parent
+        beside = [home / f"{top}.py", home / top / "__init__.py"]
+        if not top or not (top == self.name or any(place.is_file() for place in beside)):
+            return
+        if self.is_folder:
+            raise PluginError(
+                f"The plugin folder {self.path} imports '{error.name}', which is its own. Its"
+                f" modules are found relative to it: write `from . import …` or `from .{top}"
+                " import …`."
+            ) from error
+        raise PluginError(
+            f"The plugin file {self.path} imports '{error.name}', which lies beside it. A file"
+            f" stands alone: make a folder {self.name}/ of both, with {self.path.name} as its"
+            f" __init__.py, and write `from . import {top}`."
+        ) from error
+
+    def copy(self, folder: Path) -> Path:
+        """Copy all that belongs to it into a folder, whole or not at all, and return the copy.
+
+        A file becomes `folder/NAME.py`, a folder `folder/NAME`. An earlier copy gives way.
+        """
+        # `--help` loads plugins, and writes nothing
+        from retrieval.host.files import whole_file, whole_folder
+
+        target = folder / self.path.name
+        if not self.is_folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            with whole_file(target) as temporary:
+                shutil.copyfile(self.path, temporary)
+            return target
+        with whole_folder(
+            target, replace=True, taken=PluginError(f"{target} exists.")
+        ) as temporary:
+            for relative, file in self.files.items():
+                (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, temporary / relative)
+        return target
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles the source each time: bytecode beside a file that the user has read may be
+    anybody's.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
+def _forget(root: str) -> None:
+    for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
+        del sys.modules[name]
 
 
 @dataclass(frozen=True)
@@ -38,11 +224,7 @@ def name_of(item: str) -> PluginSource:
 
 
 def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
-    """Return a plugin's module.
-
-    Raises:
-        PluginError: it cannot be imported, with the line at fault, or is not a module.
-    """
+    """Return a plugin's module."""
     try:
         module = load()
     except PluginError:
@@ -69,11 +251,7 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
 
 
 def import_extra(item: str) -> ModuleType:
-    """Return the module of a plugin's file or folder, or of that name.
-
-    Raises:
-        PluginError: there is none.
-    """
+    """Return the module of a plugin's file or folder, or of that name."""
     if is_file_plugin(item):
         return FilePlugin.at(item).load()
     try:
@@ -92,17 +270,17 @@ def import_extra(item: str) -> ModuleType:
 
 def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     """Refuse a hook that does not exist, and a function named like a hook that lacks its mark."""
-    known = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
+    hooks = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
     for name, value in list(vars(module).items()):
         marked = getattr(value, "retrieval_impl", None)
         if isinstance(marked, dict):
             hook = marked.get("specname") or name
-            if hook not in known:
+            if hook not in hooks:
                 raise PluginError(
                     f"The plugin '{source.plugin}' ({source.origin}) marks '{hook}' as a hook, and"
-                    f" there is no such hook.{did_you_mean(hook, known)}"
+                    f" there is no such hook.{did_you_mean(hook, hooks)}"
                 )
-        elif name in known and inspect.isfunction(value):
+        elif name in hooks and inspect.isfunction(value):
             raise PluginError(
                 f"The plugin '{source.plugin}' ({source.origin}) defines {name} without"
                 " @retrieval.hookimpl above it, so it would never be called. Add that line, or"
@@ -112,11 +290,12 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
 
 def misfit(error: Exception) -> str:
     """What pluggy says of a hook with other parameters than its specification, in one sentence."""
-    found = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
-    if not found:
+    definition = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
+    if not definition:
         return " ".join(str(error).split()).rstrip(".")
-    asked = inspect.signature(getattr(hookspecs, found[1])).parameters
-    return f"it defines {found[1]}{found[2]}, and the host calls {found[1]}({', '.join(asked)})"
+    parameters = inspect.signature(getattr(hookspecs, definition[1])).parameters
+    name, defined = definition.groups()
+    return f"it defines {name}{defined}, and the host calls {name}({', '.join(parameters)})"
 
 
 def reason(error: BaseException) -> str:

@@ -1,5 +1,8 @@
 """Modules that are loaded late or not at all: names of a package, and what other libraries import
-and then do not use.
+and then do not use, such as torch's compiler.
+
+torch's optimisers load the compiler only to say that they are not compiled, which takes as long as
+torch itself.
 """
 
 from __future__ import annotations
@@ -15,12 +18,7 @@ from typing import Any
 def lazy(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`.
-
-    Args:
-        package: its name: `__name__`.
-        homes: by module, the names that it defines.
-    """
+    """Return a package's `__getattr__` and `__dir__`."""
     home = {name: module for module, names in homes.items() for name in names}
 
     def getter(name: str) -> Any:
@@ -42,10 +40,6 @@ def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
 
     A command that trains starts in less than half the time. It holds for all threads: nothing may
     run inside that needs the real one.
-
-    Args:
-        module: its full name.
-        names: what it has.
     """
     if module in sys.modules:
         yield
@@ -58,3 +52,40 @@ def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
     finally:
         if sys.modules.get(module) is empty:
             del sys.modules[module]
+
+
+_kept_out = False
+
+
+def keep_compiler_out() -> None:
+    """From now on keep it out wherever `optimizing`, until somebody loads it.
+
+    For a process of our own: a user's may compile in another thread.
+    """
+    global _kept_out
+    _kept_out = True
+
+
+def load_compiler() -> None:
+    """Load it where something will be compiled, before the first optimiser is made: what is loaded
+    is not kept out.
+    """
+    import torch._dynamo  # noqa: F401
+
+
+@contextmanager
+def optimizing() -> Iterator[None]:
+    """Make optimisers and have them step inside, and nothing else.
+
+    Where nothing is compiled there is no graph to break, and a function that is not to be compiled
+    is that function.
+    """
+    if not _kept_out:
+        yield
+        return
+    with kept_out("torch._dynamo", graph_break=lambda *_, **__: None, disable=_as_is):
+        yield
+
+
+def _as_is(function: Any, *_: object, **__: object) -> Any:
+    return function

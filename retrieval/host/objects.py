@@ -75,14 +75,7 @@ def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_no_objects(objects: Mapping[str, Any]) -> None:
-    """Refuse a class, a name or a table in the place of an object.
-
-    Args:
-        objects: by the recipe's table.
-
-    Raises:
-        PluginError: one of them is none; the sentence says what to give.
-    """
+    """Refuse a class, a name or a table in the place of an object."""
     for table, value in objects.items():
         word = KINDS[COMPONENTS[table]]
         if isinstance(value, type):
@@ -99,11 +92,7 @@ def refuse_no_objects(objects: Mapping[str, Any]) -> None:
 
 
 def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
-    """Return a plugin whose factories give objects.
-
-    Args:
-        objects: by the recipe's table: "data", "backbone", "loss" and so on.
-    """
+    """Return a plugin whose factories give objects."""
     module = ModuleType(OBJECT)
     for table, value in objects.items():
         shared = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
@@ -116,8 +105,8 @@ def described(value: Any) -> dict[str, Any]:
     """Return what a run's folder says of an object: its class, and the settings that it was made
     with as far as it keeps them.
     """
-    made = _maker(value)
-    return {"class": f"{made.__module__}.{made.__qualname__}", "settings": _settings(value)}
+    maker = _maker(value)
+    return {"class": f"{maker.__module__}.{maker.__qualname__}", "settings": _settings(value)}
 
 
 def _maker(value: Any) -> Any:
@@ -134,22 +123,16 @@ def _offer(offered: dict[str, Callable[..., Any]]) -> Callable[[], dict[str, Cal
 def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
     """Return what gives an object: a dataset itself, for nothing changes it, and a copy of anything
     else.
-
-    Args:
-        table: of the recipe.
-        value: the object.
-        shared: whether its distance is the combiner that is given, too: then the copy gets the
-            combiner's copy.
     """
 
     def give() -> Any:
         return value if table == "data" else _copied(value)
 
     def give_measuring(distance: Any = None) -> Any:
-        made = _copied(value)
+        part = _copied(value)
         if distance is not None:
-            made.distance = distance
-        return made
+            part.distance = distance
+        return part
 
     factory = give_measuring if shared else give
     call = getattr(value, "forward", value)
@@ -184,21 +167,23 @@ def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
     """
     if inspect.isroutine(value):
         return {}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for cls in type(value).__mro__:
         try:
             names = inspect.signature(vars(cls).get("__init__", object.__init__)).parameters
         except (TypeError, ValueError):
             continue
-        for name in [n for n in names if n not in ("self", "args", "kwargs") and n not in found]:
-            kept = getattr(value, name, None)
-            if isinstance(kept, bool | int | float | str):
-                found[name] = kept
-            elif kept is not None:
-                inner = _settings(kept, depth - 1) if depth and hasattr(kept, "__dict__") else {}
-                found[name] = (
-                    f"{type(kept).__name__}({', '.join(f'{k}={v}' for k, v in inner.items())})"
+        for name in [n for n in names if n not in ("self", "args", "kwargs") and n not in settings]:
+            setting = getattr(value, name, None)
+            if isinstance(setting, bool | int | float | str):
+                settings[name] = setting
+            elif setting is not None:
+                inner = (
+                    _settings(setting, depth - 1) if depth and hasattr(setting, "__dict__") else {}
+                )
+                settings[name] = (
+                    f"{type(setting).__name__}({', '.join(f'{k}={v}' for k, v in inner.items())})"
                 )
     if hasattr(value, "preprocessing"):
-        found["preprocessing"] = str(value.preprocessing)
-    return found
+        settings["preprocessing"] = str(value.preprocessing)
+    return settings

@@ -63,12 +63,12 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _place(error: BaseException) -> str:
     """Where in the plugin it happened: the last frame that is neither ours nor a library's."""
-    here = str(Path(__file__).parents[1])
+    package = str(Path(__file__).parents[1])
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if "site-packages" not in frame.filename
-        and not frame.filename.startswith(("<", here))
+        and not frame.filename.startswith(("<", package))
         and "/lib/python" not in frame.filename
     ]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -6,6 +6,7 @@ or modules that a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` leave
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -26,7 +27,7 @@ from retrieval.errors import (
     RetrievalError,
     did_you_mean,
 )
-from retrieval.host.built_in import BUILT_IN, SHORT, new_manager
+from retrieval.host import hookspecs
 from retrieval.host.factory import GIVEN, KINDS, Factory, Parameter
 from retrieval.host.importing import (
     PluginSource,
@@ -39,6 +40,31 @@ from retrieval.host.importing import (
 )
 from retrieval.host.objects import OBJECT, is_object, missing, object_plugin, refuse_no_objects
 
+BUILT_IN = "core"
+"""The plugin that passes on what the package itself offers."""
+SHORT = ("augmentations", "indexes", "metrics", "stores")
+"""The kinds whose parts in that plugin need no more than their short names: `flat` is `core.flat`.
+"""
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Return a plugin manager that knows every hook and no plugin."""
+    manager = pluggy.PluginManager("retrieval")
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def own_factories(kind: str, module: ModuleType) -> dict[str, Factory]:
+    """Return what a module of the package itself offers through its hook, by short name."""
+    manager = new_manager()
+    manager.register(module, BUILT_IN)
+    return {
+        short: Factory.read(kind, f"{BUILT_IN}.{short}", make)
+        for offered in getattr(manager.hook, f"retrieval_{kind}")()
+        for short, make in offered.items()
+    }
+
+
 GROUP = "retrieval"
 
 
@@ -49,16 +75,13 @@ class Plugins:
         self.manager = manager
         self.sources = sources
         self.objects: dict[str, Any] = {}
-        self._read: dict[tuple[str, str], tuple[dict[str, Factory], dict[str, str]]] = {}
+        self._offers: dict[tuple[str, str], dict[str, Any]] = {}
+        self._read: dict[tuple[str, str], Factory | PluginError] = {}
 
     def give(self, objects: Mapping[str, Any]) -> None:
         """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`.
 
         Their names are `object_name`'s.
-
-        Raises:
-            PluginError: a plugin is called `object`, or what is given is a class, a name or a
-                table.
         """
         if not objects:
             return
@@ -69,6 +92,7 @@ class Plugins:
             raise PluginError(f"A plugin may not be called '{OBJECT}': rename it.") from None
         self.sources.append(PluginSource(OBJECT, "objects made in Python"))
         self.objects = dict(objects)
+        self._offers.clear()
         self._read.clear()
 
     @property
@@ -77,11 +101,7 @@ class Plugins:
         return self.manager.hook
 
     def notify(self, hook: str, **arguments: Any) -> None:
-        """Call a hook that gives nothing.
-
-        Raises:
-            PluginError: a plugin failed in it; the sentence names it and the line.
-        """
+        """Call a hook that gives nothing."""
         try:
             getattr(self.hook, hook)(**arguments)
         except (RetrievalError, OSError, ImportError):
@@ -99,62 +119,96 @@ class Plugins:
         """Return every factory of a kind by its full name, sorted.
 
         One with a fault is not among them: see `disabled`.
-
-        Raises:
-            MissingDependency: a plugin needs a package of the training side, and it is not
-                installed.
         """
-        offers = (self._offered(kind, impl)[0] for impl in self._impls(kind))
-        return dict(sorted((name, factory) for sound in offers for name, factory in sound.items()))
+        every = [self._factory(kind, name) for name in self._offered(kind)]
+        sound = {factory.name: factory for factory in every if isinstance(factory, Factory)}
+        return dict(sorted(sound.items()))
 
     def disabled(self, kind: str) -> dict[str, str]:
         """Return what of a kind cannot be used, by its full name (or the plugin's, when its whole
         hook failed), and why.
         """
-        offers = (self._offered(kind, impl)[1] for impl in self._impls(kind))
-        return dict(sorted((name, why) for faults in offers for name, why in faults.items()))
-
-    def _impls(self, kind: str) -> list[Any]:
-        impls: list[Any] = getattr(self.hook, f"retrieval_{kind}").get_hookimpls()
-        return impls
-
-    def _offered(self, kind: str, impl: Any) -> tuple[dict[str, Factory], dict[str, str]]:
-        """Return what one plugin offers of a kind, and what is wrong with the rest; each plugin is
-        asked once.
-        """
-        if (known := self._read.get((kind, impl.plugin_name))) is not None:
-            return known
-        sound: dict[str, Factory] = {}
-        faults: dict[str, str] = {}
-        offered: Mapping[Any, Any] = {}
-        try:
-            offered = self._call(impl.plugin_name, kind, impl.function)
-        except PluginError as error:
-            faults[impl.plugin_name] = str(error)
-        for short, make in offered.items():
-            name = f"{impl.plugin_name}.{short}"
-            try:
-                _refuse_offer(impl.plugin_name, kind, short, make)
-                sound[name] = Factory.read(kind, name, make)
-            except PluginError as error:
-                faults[name] = str(error)
-        self._read[kind, impl.plugin_name] = sound, faults
-        return sound, faults
+        read = {name: self._factory(kind, name) for name in self._offered(kind)}
+        return {
+            name: str(fault)
+            for name, fault in sorted(read.items())
+            if isinstance(fault, PluginError)
+        }
 
     def named(self, kind: str, name: str) -> Factory | None:
         """Return a sound factory by its full name; None if there is none.
 
-        Only its own plugin is asked: what others offer may take long to load.
+        Only its own plugin is asked, and only this factory is loaded: the others may take long.
         """
-        for impl in self._impls(kind):
-            if impl.plugin_name == name.partition(".")[0]:
-                return self._offered(kind, impl)[0].get(name)
-        return None
+        plugin = name.partition(".")[0]
+        factory = self._factory(kind, name) if name in self._offered(kind, plugin) else None
+        return factory if isinstance(factory, Factory) else None
+
+    def _offered(self, kind: str, plugin: str | None = None) -> dict[str, Any]:
+        """Return what plugins (or one of them) offer of a kind by full name, unread.
+
+        Each is asked once. A hook that failed is its plugin's name with the error.
+        """
+        offered: dict[str, Any] = {}
+        for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
+            key = kind, impl.plugin_name
+            if plugin not in (None, impl.plugin_name):
+                continue
+            if key not in self._offers:
+                try:
+                    offers = self._call(impl.plugin_name, kind, impl.function)
+                    self._offers[key] = {
+                        f"{key[1]}.{short}": (short, make) for short, make in offers.items()
+                    }
+                except PluginError as error:
+                    self._offers[key] = {impl.plugin_name: error}
+            offered |= self._offers[key]
+        return offered
+
+    def _factory(self, kind: str, name: str) -> Factory | PluginError:
+        """Return a factory that is offered under a name, read once; or what is wrong with it."""
+        if (kind, name) not in self._read:
+            plugin = name.partition(".")[0]
+            offer = self._offered(kind, plugin)[name]
+            try:
+                if isinstance(offer, PluginError):
+                    raise offer
+                short, make = offer
+                if isinstance(make, str):
+                    make = self._load(plugin, kind, make)
+                _refuse_offer(plugin, kind, short, make)
+                self._read[kind, name] = Factory.read(kind, name, make)
+            except PluginError as error:
+                self._read[kind, name] = error
+        return self._read[kind, name]
+
+    def _load(self, plugin: str, kind: str, place: str) -> Any:
+        """Return the class or function that a text `MODULE:NAME` of a hook names."""
+        module, _, attribute = place.partition(":")
+        if not (module and attribute):
+            raise PluginError(
+                f"The plugin '{plugin}' offers the text '{place}' in retrieval_{kind}; write it as"
+                " MODULE:NAME, such as acme.losses:Margin."
+            )
+
+        def imported() -> Any:
+            return getattr(importlib.import_module(module), attribute)
+
+        return self._guarded(plugin, kind, imported)
 
     def _call(self, plugin: str, kind: str, function: Any) -> Mapping[Any, Any]:
-        hook = f"retrieval_{kind}"
+        offers = self._guarded(plugin, kind, function)
+        if not isinstance(offers, Mapping):
+            raise PluginError(
+                f"The plugin '{plugin}' returned {type(offers).__name__} from retrieval_{kind}; it"
+                " must return {name: factory}."
+            )
+        return offers
+
+    def _guarded(self, plugin: str, kind: str, function: Callable[[], Any]) -> Any:
+        """Return what a plugin's function gives; its errors become one sentence."""
         try:
-            made = function()
+            return function()
         except (PluginError, MissingDependency):
             raise
         except Exception as error:
@@ -174,29 +228,18 @@ class Plugins:
                     " 'embedding-retrieval[train]'."
                 ) from error
             raise PluginError(
-                f"The plugin '{plugin}' failed in {hook}: {reason(error)}."
+                f"The plugin '{plugin}' failed in retrieval_{kind}: {reason(error)}."
             ) from error
-        if not isinstance(made, Mapping):
-            raise PluginError(
-                f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return"
-                " {name: factory}."
-            )
-        return made
 
     def full_name(self, kind: str, name: str) -> str:
-        """Return a built-in part's name in full where it is short (see `retrieval.host.built_in`),
+        """Return a built-in part's name in full where it is short (see `retrieval.host.plugins`),
         any other name as it is.
         """
         whole = f"{BUILT_IN}.{name}"
         return whole if kind in SHORT and whole in self.factories(kind) else name
 
     def find(self, kind: str, name: str) -> Factory:
-        """Return a factory by its full name, or a built-in index or metric by its short one.
-
-        Raises:
-            PluginError: the factory has a fault, which the sentence names; or none has that name,
-                and the sentence suggests the closest.
-        """
+        """Return a factory by its full name, or a built-in index or metric by its short one."""
         if (factory := self.named(kind, name)) is not None:
             return factory
         known, wrong = self.factories(kind), self.disabled(kind)
@@ -306,12 +349,12 @@ class Plugins:
                     ]
                 )
             elif p.part and p.name in checked:
-                made = [
-                    self.build(p.part, part, one)
+                parts = [
+                    self.build(p.part, part, context)
                     for _, part in _parts(p, checked[p.name], p.name)
-                    for one in _widths(p, checked, given)
+                    for context in _widths(p, checked, given)
                 ]
-                checked[p.name] = made if p.many or p.each else made[0]
+                checked[p.name] = parts if p.many or p.each else parts[0]
             elif p.given and p.default is inspect.Parameter.empty:
                 raise PluginError(
                     f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does"
@@ -422,7 +465,7 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
     """Return each plugin's entry point and its distribution, refusing a name that two distributions
     claim.
     """
-    found: dict[str, tuple[EntryPoint, str]] = {}
+    entries: dict[str, tuple[EntryPoint, str]] = {}
     seen: set[str] = set()
     for distribution in distributions():
         # most have no entry point of ours: reading their names too would double the time that
@@ -437,14 +480,14 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
             if entry.group != GROUP or entry.name in blocked:
                 continue
             origin = f"{distribution.name} {distribution.version}"
-            if entry.name in found:
+            if entry.name in entries:
                 raise PluginError(
                     f"Two installed packages claim the plugin name '{entry.name}':"
-                    f" {found[entry.name][1]} and {origin}. Uninstall one, or leave the name out"
+                    f" {entries[entry.name][1]} and {origin}. Uninstall one, or leave the name out"
                     f" with RETRIEVAL_BLOCK={entry.name}."
                 )
-            found[entry.name] = (entry, origin)
-    return found
+            entries[entry.name] = (entry, origin)
+    return entries
 
 
 def installed_plugins() -> dict[str, str]:
@@ -452,3 +495,63 @@ def installed_plugins() -> dict[str, str]:
     in `load_plugins`.
     """
     return {name: origin for name, (_, origin) in _entry_points(set()).items()}
+
+
+def names(kind: str) -> list[str]:
+    """Return the names of all parts of a kind that the installed plugins make, sorted.
+
+    Args:
+        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "metric",
+            "index", "store", "distance", "reducer" or "regularizer"; the plural will do.
+
+    Raises:
+        PluginError: there is no such kind; the sentence suggests the closest.
+    """
+    return list(load_plugins().factories(_plural(kind)))
+
+
+def create(kind: str, name: str, /, **parameters: Any) -> Any:
+    """Return a part that a plugin makes, as in `create("loss", "pml.triplet_margin", margin=0.1)`.
+
+    Parameters are checked as in a recipe; one that there is not is refused with the list of those
+    there are (on the command line `retrieval plugins show NAME` explains them). A part of the part
+    is a name, a table `{"name": …, parameters}` or an object. What training knows and gives
+    (`features`, `embedding_size`, `classes`) is a parameter here.
+
+    Args:
+        kind: see `names`.
+        name: the part's, as `PLUGIN.NAME`.
+        parameters: the part's own.
+
+    Raises:
+        PluginError: there is no such kind or name; the sentence suggests the closest.
+        RecipeError: with every problem of the parameters.
+    """
+    plural = _plural(kind)
+    plugins = load_plugins()
+    factory = plugins.find(plural, name)
+    requested = {p.name: p for p in factory.parameters if p.given}
+    from_host = {key: parameters[key] for key in requested if key in parameters}
+    table = {"name": name} | {
+        key: value for key, value in parameters.items() if key not in from_host
+    }
+    problems = plugins.check(plural, table, f"[{KINDS[plural]}]")
+    problems += [
+        f"[{KINDS[plural]}] {key}: is required ({GIVEN[key]})."
+        for key, p in requested.items()
+        if p.default is inspect.Parameter.empty and key not in from_host
+    ]
+    if problems:
+        raise RecipeError(problems, f"{name}, as create() was asked for it,")
+    return plugins.build(plural, table, from_host)
+
+
+def _plural(kind: str) -> str:
+    """Return a kind as `KINDS` has it, of its singular or plural."""
+    for plural, singular in KINDS.items():
+        if kind in (plural, singular):
+            return plural
+    singulars = list(KINDS.values())
+    raise PluginError(
+        f"There is no kind '{kind}' (known: {', '.join(singulars)}).{did_you_mean(kind, singulars)}"
+    )

@@ -1,5 +1,5 @@
-"""`retrieval plugins new`: a third-party package that works as it is written, with one part of any
-kind.
+"""`retrieval plugins new`: a plugin's repository that works as it is written, with one part of any
+kind, its test and a CI file.
 """
 
 from __future__ import annotations
@@ -53,26 +53,22 @@ EXAMPLES = {
 
 
 def package_files(name: str, kind: str = "loss") -> dict[str, str]:
-    """Return what a package is made of: texts by path.
-
-    Args:
-        name: the plugin's name.
-        kind: one of `EXAMPLES`.
-    """
-    places = {
+    """Return what a package is made of: texts by path."""
+    templates = {
         "pyproject.toml": "pyproject.toml",
         "retrieval_acme/__init__.py": "init.py",
         f"retrieval_acme/{kind}.py": f"{kind}/module.py",
         "tests/test_acme.py": f"{kind}/test.py",
         "README.md": "README.md",
+        ".github/workflows/tests.yaml": "ci.yaml",
     }
     if kind == "store":
-        places["retrieval_acme/lines.py"] = "store/lines.py"
+        templates["retrieval_acme/lines.py"] = "store/lines.py"
     if EXAMPLES[kind].use == TRAIN:
-        places["recipe.toml"] = f"{kind}/recipe.toml"
+        templates["recipe.toml"] = f"{kind}/recipe.toml"
     return {
         place.replace("acme", name): _filled(template, name, kind)
-        for place, template in places.items()
+        for place, template in templates.items()
     }
 
 
@@ -95,19 +91,7 @@ def _filled(template: str, name: str, kind: str) -> str:
 
 
 def write_package(name: str, output: Path | None = None, kind: str = "loss") -> Path:
-    """Write the package, whole or not at all.
-
-    Args:
-        name: the plugin's name, a Python identifier in lower case.
-        output: the folder; by default `retrieval-NAME` here.
-        kind: what it offers, one of `EXAMPLES`.
-
-    Returns:
-        The folder.
-
-    Raises:
-        PluginError: the name does not serve or is taken, or the folder exists or cannot be written.
-    """
+    """Write the package, whole or not at all."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise PluginError(
             f"'{name}' cannot be a plugin's name: use a Python identifier in lower case, such as"
@@ -119,11 +103,11 @@ def write_package(name: str, output: Path | None = None, kind: str = "loss") -> 
             " name."
         )
     folder = output or Path(f"retrieval-{name}")
-    taken = PluginError(f"{folder} exists already. Remove it, or choose another with --output.")
+    occupied = PluginError(f"{folder} exists already. Remove it, or choose another with --output.")
     if folder.exists() or folder.is_symlink():
-        raise taken
+        raise occupied
     try:
-        with whole_folder(folder, replace=False, taken=taken) as temporary:
+        with whole_folder(folder, replace=False, taken=occupied) as temporary:
             for path, text in package_files(name, kind).items():
                 file = temporary / path
                 file.parent.mkdir(parents=True, exist_ok=True)

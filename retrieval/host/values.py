@@ -50,12 +50,6 @@ _LIMITS = {
 def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Check values strictly against a pydantic model, with TOML's types: arrays serve as tuples,
     text as paths.
-
-    Returns:
-        The values that were set, in the model's types.
-
-    Raises:
-        RecipeError: with every problem, each beginning with the key.
     """
     checked, faults = check_values(model, values)
     if faults:
@@ -66,13 +60,7 @@ def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, 
 def check_values(
     model: type[BaseModel], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Check values as `check_model` does, without raising.
-
-    Returns:
-        The values that were set, in the model's types (empty when anything is wrong); and a
-            sentence for each place that
-        is wrong, beginning with the place as `table.key`.
-    """
+    """Check values as `check_model` does, without raising."""
     from pydantic import ValidationError
 
     faults: dict[Place, str] = {}
@@ -80,10 +68,10 @@ def check_values(
     # text as a number
     text = json.dumps(_plain(values, (), faults))
     try:
-        made = model.model_validate_json(text, strict=True)
+        instance = model.model_validate_json(text, strict=True)
     except ValidationError as error:
-        for each in error.errors(include_url=False):
-            place, sentence = _fault(each, model, values)
+        for error_entry in error.errors(include_url=False):
+            place, sentence = _fault(error_entry, model, values)
             if any(place[: len(known)] == known for known in faults):
                 continue  # the whole of it is wrong already
             for inner in [known for known in faults if known[: len(place)] == place]:
@@ -92,8 +80,10 @@ def check_values(
         return {}, faults
     if faults:
         return {}, faults
-    fields = type(made).model_fields
-    checked = {fields[name].alias or name: getattr(made, name) for name in made.model_fields_set}
+    fields = type(instance).model_fields
+    checked = {
+        fields[name].alias or name: getattr(instance, name) for name in instance.model_fields_set
+    }
     for name, value in checked.items():
         if (
             isinstance(value, PurePath) and values.get(name) == ""
@@ -178,10 +168,6 @@ def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
     """Follow an error's path as far as it is the user's: pydantic adds the branches of unions to
     it.
-
-    Returns:
-        The place, the type asked for there, the value there (None where it is missing), and what
-            the place is in.
     """
     place: Place = ()
     annotation, value, container = model, values, model

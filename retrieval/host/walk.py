@@ -36,15 +36,15 @@ def files_below(folder: Path) -> Iterator[Path]:
         place, above = waiting.pop()
         try:
             state = place.stat()
-            with os.scandir(place) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(place) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
         except OSError as error:
             raise DataError(f"{place} cannot be read: {error.strerror or error}.") from error
-        own = (state.st_dev, state.st_ino)
-        if own in above:
+        identity = (state.st_dev, state.st_ino)
+        if identity in above:
             continue
-        visits[own] += 1
-        if visits[own] > MAX_VISITS:
+        visits[identity] += 1
+        if visits[identity] > MAX_VISITS:
             raise DataError(
                 f"{folder}: links lead to {place.resolve()} more than {MAX_VISITS} times. "
                 "Remove links between folders that link to one another."
@@ -54,7 +54,7 @@ def files_below(folder: Path) -> Iterator[Path]:
             if entry.name.startswith("."):
                 continue
             if _is_folder(entry):
-                inner.append((place / entry.name, above | {own}))
+                inner.append((place / entry.name, above | {identity}))
             else:
                 yield place / entry.name
         waiting += reversed(inner)
@@ -68,7 +68,7 @@ def leads_nowhere(path: Path) -> bool:
 
 
 def own_name(folder: Path) -> str:
-    """Return a folder's name as the user sees it: of a link, the link's own; of ".", the folder's."""
+    """Return a folder's name as the user sees it: a link's own name, and that of "."."""
     return Path(os.path.abspath(folder)).name  # noqa: PTH100 - resolve() would name the link's target
 
 

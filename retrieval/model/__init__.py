@@ -1,1 +1,1 @@
-"""A model and its parts: what the host asks of each, and what a part of one's own may start from."""
+"""A model and its parts: the contract of each, and base classes for new ones."""

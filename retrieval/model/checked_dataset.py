@@ -28,16 +28,7 @@ _ROWS = 65_536
 
 
 def check_dataset(dataset: Any, name: str) -> Dataset:
-    """Return a dataset whose columns are checked now, and its items whenever one is asked for.
-
-    Args:
-        dataset: what the factory made.
-        name: its name.
-
-    Raises:
-        PluginError: it is no dataset, or its columns break the contract; the sentence lists every
-            fault.
-    """
+    """Return a dataset whose columns are checked now, and its items whenever one is asked for."""
     if not isinstance(dataset, Dataset):
         raise PluginError(
             f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset."
@@ -99,12 +90,7 @@ class CheckedDataset(Dataset):
         return getattr(self._dataset, name)
 
     def __getitem__(self, index: int) -> Image.Image | NDArray[Any]:
-        """Return an item: a Pillow image, or a vector (F,).
-
-        Raises:
-            PluginError: the dataset fails, or gives something else.
-            DataError: the image cannot be read, or nothing says what white is in it.
-        """
+        """Return an item: a Pillow image, or a vector (F,)."""
         what = f"The dataset {self._name}, asked for item {index} ({self.keys[index]}),"
         try:
             with calling(what):
@@ -133,12 +119,7 @@ class CheckedDataset(Dataset):
 
 
 def _image(item: Any, what: str) -> Image.Image:
-    """Return an item as an image.
-
-    Raises:
-        PluginError: it is none.
-        DataError: nothing says what white is in it.
-    """
+    """Return an item as an image."""
     if isinstance(item, Image.Image) and min(item.size) > 0:
         check_range(item, f"{what} gave an image that")
         return item
@@ -187,20 +168,20 @@ def _listed(column: Any) -> list[Any]:
     return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
 
 
-def _texts(column: Sequence[Any], part: str, one: str, wrong: list[str]) -> list[str]:
+def _texts(column: Sequence[Any], part: str, what: str, wrong: list[str]) -> list[str]:
     """Return a column as text, and say what is none."""
-    texts, others = [], []
+    texts, rows = [], []
     for number, value in enumerate(column):
         text = _text(value)
         if text is None:
-            others.append(number)
+            rows.append(number)
         texts.append(text or "")
-    if others:
-        first = column[others[0]]
-        given = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
-        more = f" (and {len(others) - 1:,} more such entries)" if len(others) > 1 else ""
+    if rows:
+        first = column[rows[0]]
+        described = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
+        more = f" (and {len(rows) - 1:,} more such entries)" if len(rows) > 1 else ""
         wrong.append(
-            f"{part} has {given} for item {others[0]}{more}, and {one} is text or a whole number"
+            f"{part} has {described} for item {rows[0]}{more}, and {what} is text or a whole number"
         )
     return texts
 
@@ -232,10 +213,10 @@ def _check_each(
     column: Sequence[Any] | None, part: str, kind: type, must: str, wrong: list[str]
 ) -> None:
     """Say where an entry of a column is of another kind."""
-    others = [number for number, each in enumerate(column or ()) if not isinstance(each, kind)]
-    if others and column is not None:
+    rows = [number for number, entry in enumerate(column or ()) if not isinstance(entry, kind)]
+    if rows and column is not None:
         wrong.append(
-            f"{part} has {shown(column[others[0]])} for item {others[0]}, and must have {must}"
+            f"{part} has {shown(column[rows[0]])} for item {rows[0]}, and must have {must}"
         )
 
 

@@ -1,4 +1,4 @@
-"""torch → ONNX: what is exported, by which of torch's two exporters, and how the graph is cleaned."""
+"""torch → ONNX: what is exported, by which exporter, and how the graph is cleaned."""
 
 from __future__ import annotations
 
@@ -137,11 +137,7 @@ def ready(model: Model) -> Iterator[None]:
 
 
 def check_size(model: Model) -> None:
-    """Refuse a model that one ONNX file cannot hold, before the work is done.
-
-    Raises:
-        BundleError: its numbers take 2 GB or more.
-    """
+    """Refuse a model that one ONNX file cannot hold, before the work is done."""
     size = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
     if size >= LIMIT:
         raise BundleError(
@@ -201,11 +197,11 @@ def to_onnx(
                     raise RuntimeError("torch.onnx.export gave nothing")
                 proto = program.model_proto
             else:
-                file = io.BytesIO()
+                file: Any = io.BytesIO()  # its types know only paths
                 with _silent_stdout():
                     torch.onnx.export(
                         module, example, file, dynamo=False, dynamic_axes=axes, **options
-                    )  # type: ignore[arg-type]
+                    )
                 proto = onnx.load_from_string(file.getvalue())
     except (
         Exception
@@ -239,14 +235,14 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
     ]:
         entry.doc_string = ""
         del entry.metadata_props[:]
-    for given, wanted in (
+    for values, shapes in (
         (proto.graph.input, signature.inputs),
         (proto.graph.output, signature.outputs),
     ):
-        for value in given:
+        for value in values:
             shape = value.type.tensor_type.shape
             del shape.dim[:]
-            for size in wanted[value.name]:
+            for size in shapes[value.name]:
                 dim = shape.dim.add()
                 if isinstance(size, str):
                     dim.dim_param = size
@@ -264,16 +260,7 @@ def opset_of(proto: onnx.ModelProto) -> int:
 
 
 def session(graph: bytes, threads: int | None = None) -> Any:
-    """Return an ONNX Runtime session on the CPU, as bundles run it.
-
-    Args:
-        graph: the file's content.
-        threads: of one call; by default torch's number.
-
-    Raises:
-        BundleError: ONNX Runtime cannot load the graph.
-        MissingDependency: it is not installed.
-    """
+    """Return an ONNX Runtime session on the CPU, as bundles run it."""
     from retrieval.serving.runtime import load_onnxruntime
 
     runtime = load_onnxruntime()

@@ -38,15 +38,7 @@ def shown(value: Any) -> str:
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Return what a loss or objective gave as a scalar.
 
-    Args:
-        value: what it gave.
-        what: who gave it.
-        inputs: what it should be differentiable in.
-        owner: whose parameters it may be differentiable in as well.
-
-    Raises:
-        PluginError: the value is not one floating-point number, is on another device, or has lost
-            its gradient.
+    It must be differentiable in `inputs`, or in the parameters of `owner`.
     """
     should = (
         "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient"
@@ -85,46 +77,36 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
 
 
 def checked_indices(
-    found: Any, what: str, sizes: tuple[int, int], device: torch.device
+    picked: Any, what: str, sizes: tuple[int, int], device: torch.device
 ) -> TripletIndices:
-    """Return what a miner gave as int64 tensors.
-
-    Args:
-        found: what it gave.
-        what: who gave it.
-        sizes: how many anchors there are to point at, and how many others.
-        device: where the codes are.
-
-    Raises:
-        PluginError: the indices are not three or four index tensors that fit together and point at
-            what is there.
-    """
+    """Return what a miner gave as int64 tensors, which point at `sizes` (anchors, others) items."""
     should = (
         "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64"
         " tensors, one number a triplet or pair, where the codes are"
     )
-    if not isinstance(found, list | tuple) or len(found) not in (3, 4):
-        raise PluginError(f"{what} gave {shown(found)}; {should}.")
+    if not isinstance(picked, list | tuple) or len(picked) not in (3, 4):
+        raise PluginError(f"{what} gave {shown(picked)}; {should}.")
     whole = all(
         isinstance(x, Tensor)
         and x.ndim == 1
         and x.dtype in (torch.int64, torch.int32)
         and x.device == device
-        for x in found
+        for x in picked
     )
     if not whole:
-        where = {str(x.device) for x in found if isinstance(x, Tensor)} - {str(device)}
+        where = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
         elsewhere = f" on {', '.join(sorted(where))} (the codes are on {device})" if where else ""
-        raise PluginError(f"{what} gave {shown(found)}{elsewhere}; {should}.")
-    groups = [found] if len(found) == 3 else [found[:2], found[2:]]
+        raise PluginError(f"{what} gave {shown(picked)}{elsewhere}; {should}.")
+    groups = [picked] if len(picked) == 3 else [picked[:2], picked[2:]]
     if any(len(x) != len(group[0]) for group in groups for x in group):
-        lengths = ", ".join(str(len(x)) for x in found)
+        lengths = ", ".join(str(len(x)) for x in picked)
         raise PluginError(
             f"{what} gave index tensors of lengths {lengths}; {should}, of equal length."
         )
-    indices = [x.long() for x in found]
+    indices = [x.long() for x in picked]
     limits = [
-        sizes[0] if i == 0 or (len(found) == 4 and i == 2) else sizes[1] for i in range(len(found))
+        sizes[0] if i == 0 or (len(picked) == 4 and i == 2) else sizes[1]
+        for i in range(len(picked))
     ]
     ends = [end for x in indices if len(x) for end in torch.aminmax(x)]
     if ends:
@@ -162,10 +144,10 @@ def checked_rows(
         and len(value) == rows
     )
     if not fits or (width >= 0 and value.shape[1] != width):
-        asked = f"({rows}, {width})" if width >= 0 else f"({rows}, any width)"
+        expected = f"({rows}, {width})" if width >= 0 else f"({rows}, any width)"
         raise PluginError(
             f"{what} gave {shown(value)}; it must give {of}: floating-point numbers of shape"
-            f" {asked}."
+            f" {expected}."
         )
     if value.device != device:
         raise PluginError(f"{what} gave {of} on {value.device}; its input is on {device}.")
@@ -173,11 +155,7 @@ def checked_rows(
 
 
 def check_width(features: Any, what: str, width: int) -> None:
-    """Refuse features of all items that are not as wide as their backbone says.
-
-    Raises:
-        PluginError: the features have another width.
-    """
+    """Refuse features of all items that are not as wide as their backbone says."""
     if features.ndim != 2 or features.shape[1] != width:
         raise PluginError(
             f"{what} gave {shown(features)}; it must give features as wide as it says, of shape"
@@ -188,43 +166,35 @@ def check_width(features: Any, what: str, width: int) -> None:
 def checked_objective(
     value: Any, what: str, codes: Tensor
 ) -> tuple[Tensor | None, Mapping[str, Any]]:
-    """Return what a combiner's `objective` gave: a scalar or None, and figures by name.
-
-    Raises:
-        PluginError: the objective gave anything else.
-    """
+    """Return what a combiner's `objective` gave: a scalar or None, and figures by name."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         raise PluginError(
             f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and"
             " figures by name."
         )
-    own, given = value
-    figures: dict[str, Any] = {}
-    for name, figure in given.items():
+    loss, measured = value
+    metrics: dict[str, Any] = {}
+    for name, figure in measured.items():
         single = isinstance(figure, Tensor) and figure.numel() == 1
         if not (single or (isinstance(figure, int | float) and not isinstance(figure, bool))):
             raise PluginError(
                 f"{what} gave {shown(figure)} for the figure '{name}' of objective; it must be one"
                 " number."
             )
-        figures[name] = figure.detach() if single else figure
-    return None if own is None else checked_scalar(own, f"{what}'s objective", codes), figures
+        metrics[name] = figure.detach() if single else figure
+    return None if loss is None else checked_scalar(loss, f"{what}'s objective", codes), metrics
 
 
 def combiner_warnings(
     combiner: Combiner | None, figures: Mapping[str, float], what: str
 ) -> list[str]:
-    """Return a combiner's sentences for whoever trains.
-
-    Raises:
-        PluginError: the combiner gave something else.
-    """
+    """Return a combiner's sentences for whoever trains."""
     if combiner is None:
         return []
     with calling(what):
-        given: Any = combiner.warnings(figures)
-    if isinstance(given, str) or not isinstance(given, Iterable):
+        sentences: Any = combiner.warnings(figures)
+    if isinstance(sentences, str) or not isinstance(sentences, Iterable):
         raise PluginError(
-            f"{what} gave {shown(given)} from warnings; it must give a list of sentences."
+            f"{what} gave {shown(sentences)} from warnings; it must give a list of sentences."
         )
-    return [str(each) for each in given]
+    return [str(sentence) for sentence in sentences]

@@ -30,7 +30,7 @@ class LinearMap(MetricLearner):
     mean_: Floats
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return codes (N, C) of features (N, F), whose Euclidean distances are the learned ones."""
+        """Return embeddings (N, C) of features (N, F); their Euclidean distance is the metric."""
         check_is_fitted(self, "components_")
         x = validate_data(self, X, reset=False, dtype=(np.float64, np.float32))
         codes: Floats = (x - self.mean_.astype(x.dtype)) @ self.components_.T.astype(x.dtype)
@@ -55,8 +55,8 @@ class LinearMap(MetricLearner):
         rows = np.array(self.components_, dtype=np.float64)
 
         def metric(u: ArrayLike, v: ArrayLike, squared: bool = False) -> float:
-            one, other = two_vectors(u, v, rows.shape[1])
-            apart = rows @ (one - other)
+            first, second = two_vectors(u, v, rows.shape[1])
+            apart = rows @ (first - second)
             square = float(apart @ apart)
             return square if squared else square**0.5
 
@@ -64,7 +64,7 @@ class LinearMap(MetricLearner):
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
         """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""
-        from retrieval.model.linear_head import linear_head
+        from retrieval.model.model import linear_head
 
         check_is_fitted(self, "components_")
         return linear_head(self.components_, self.mean_), None
@@ -107,7 +107,7 @@ def deviations(x: Floats) -> Floats:
     rounding.
     """
     deviation = x.std(axis=0)
-    found: Floats = np.where(
+    scales: Floats = np.where(
         deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0
     )
-    return found
+    return scales

@@ -65,18 +65,13 @@ class CheckedLoss(BaseMetricLossFunction):
 
 
 def nothing(*embeddings: Tensor) -> dict[str, Any]:
-    """Return a sub-loss of 0 with a gradient of 0, as pytorch-metric-learning's reducers read it."""
-    zero = sum((each.sum() * 0 for each in embeddings), embeddings[0].new_zeros(()))
+    """Return a sub-loss of 0 with a gradient of 0, in the form that reducers read."""
+    zero = sum((rows.sum() * 0 for rows in embeddings), embeddings[0].new_zeros(()))
     return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
 
 
 def checked_embeddings(x: Any, name: str) -> Tensor:
-    """Return embeddings (B, C) in full precision.
-
-    Raises:
-        ValueError: the embeddings are not a matrix of floating-point numbers.
-        DataError: one is NaN or infinite.
-    """
+    """Return embeddings (B, C) in full precision."""
     if not isinstance(x, Tensor) or x.ndim != 2:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
@@ -91,11 +86,7 @@ def checked_embeddings(x: Any, name: str) -> Tensor:
 
 
 def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
-    """Return labels (B,) on the embeddings' device.
-
-    Raises:
-        ValueError: the labels are missing, are not a tensor, or are not one per item.
-    """
+    """Return labels (B,) on the embeddings' device."""
     if labels is None:
         raise ValueError(
             f"{name} are missing: without a miner's indices they say which pairs are positive"
@@ -130,15 +121,15 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
             "a miner gives (anchor, positive, negative) or (anchor, positive, anchor, negative),"
             f" not {len(indices)} tensors"
         )
-    found = [torch.as_tensor(each, device=device).long() for each in indices]
-    pairs = (found[0], found[1], found[-2] if len(found) == 4 else found[0], found[-1])
-    for anchors, others in (pairs[:2], pairs[2:]):
-        if anchors.shape != others.shape or anchors.ndim != 1:
+    tensors = [torch.as_tensor(each, device=device).long() for each in indices]
+    pairs = (tensors[0], tensors[1], tensors[-2] if len(tensors) == 4 else tensors[0], tensors[-1])
+    for anchors, partners in (pairs[:2], pairs[2:]):
+        if anchors.shape != partners.shape or anchors.ndim != 1:
             raise ValueError(
                 f"a miner's indices must be as many anchors as others, not {tuple(anchors.shape)}"
-                f" and {tuple(others.shape)}"
+                f" and {tuple(partners.shape)}"
             )
-        for each, size in zip((anchors, others), shape, strict=True):
+        for each, size in zip((anchors, partners), shape, strict=True):
             if each.numel() and not 0 <= int(each.min()) <= int(each.max()) < size:
                 raise ValueError(
                     f"a miner's indices go from {int(each.min())} to {int(each.max())}, and there"

@@ -49,9 +49,9 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             NotFittedError: nothing has been fitted.
             ValueError: the array has another shape or width, or holds NaN or infinity.
         """
-        one, other = self._sides(pairs)
+        first, second = self._sides(pairs)
         return np.asarray(
-            np.linalg.norm(self.transform(one) - self.transform(other), axis=1), np.float64
+            np.linalg.norm(self.transform(first) - self.transform(second), axis=1), np.float64
         )
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
@@ -87,40 +87,36 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _sides(self, pairs: ArrayLike) -> tuple[Floats, Floats]:
         """Return the first and the second items of pairs (P, 2, F), each (P, F) float64."""
         check_is_fitted(self)
-        given: Floats = check_array(
+        array: Floats = check_array(
             pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs"
         )
-        if given.ndim != 3 or given.shape[1] != 2:
+        if array.ndim != 3 or array.shape[1] != 2:
             raise ValueError(
                 "Pairs must have the shape (P, 2, F), two items of F features each, not"
-                f" {given.shape}."
+                f" {array.shape}."
             )
-        if given.shape[2] != self.n_features_in_:
+        if array.shape[2] != self.n_features_in_:
             raise ValueError(
-                f"The pairs have {given.shape[2]} features, and {type(self).__name__} was fitted on"
+                f"The pairs have {array.shape[2]} features, and {type(self).__name__} was fitted on"
                 f" {self.n_features_in_}."
             )
-        return given[:, 0], given[:, 1]
+        return array[:, 0], array[:, 1]
 
     def _chosen_seed(self) -> int:
-        """Return the number that `seed` or `random_state` gives, and 0 where neither does.
-
-        Raises:
-            ValueError: both are given and differ, or one is not a whole number.
-        """
+        """Return the number that `seed` or `random_state` gives, and 0 where neither does."""
         both = {name: getattr(self, name, None) for name in ("seed", "random_state")}
-        given = {name: value for name, value in both.items() if value is not None}
-        for name, value in given.items():
+        seeds = {name: value for name, value in both.items() if value is not None}
+        for name, value in seeds.items():
             if not isinstance(value, numbers.Integral) or value < 0:
                 raise ValueError(
                     f"{name} is {value!r}; it must be a whole number from 0 on, or None for 0."
                 )
-        if len(set(given.values())) > 1:
+        if len(set(seeds.values())) > 1:
             raise ValueError(
                 f"seed is {self.seed} and random_state is {self.random_state}. They are two names"
                 " of one parameter: give one of them, or both the same number."
             )
-        return int(next(iter(given.values()), 0))
+        return int(next(iter(seeds.values()), 0))
 
     @property
     def _n_features_out(self) -> int:
@@ -128,22 +124,13 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
 
 def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floats]:
-    """Return two feature vectors as float64.
-
-    Args:
-        u: (F,).
-        v: (F,).
-        features: F.
-
-    Raises:
-        ValueError: one has another shape, or holds NaN or infinity.
-    """
-    one, other = np.asarray(u, dtype=np.float64), np.asarray(v, dtype=np.float64)
-    if one.shape != (features,) or other.shape != (features,):
+    """Return two feature vectors as float64."""
+    first, second = np.asarray(u, dtype=np.float64), np.asarray(v, dtype=np.float64)
+    if first.shape != (features,) or second.shape != (features,):
         raise ValueError(
             f"The metric compares two vectors of {features} features, not arrays of the shapes"
-            f" {one.shape} and {other.shape}."
+            f" {first.shape} and {second.shape}."
         )
-    if not (np.isfinite(one).all() and np.isfinite(other).all()):
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
         raise ValueError("The metric compares finite numbers, and a vector holds NaN or infinity.")
-    return one, other
+    return first, second

@@ -7,13 +7,21 @@ host leaves them out.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, did_you_mean
+from retrieval.host.hookspecs import Factories, hookimpl
+
+if TYPE_CHECKING:
+    from retrieval.host.factory import Factory
+    from retrieval.model.contracts import Metric
 
 Matches = NDArray[np.bool_]
 Relevant = NDArray[np.int64]
@@ -171,3 +179,54 @@ def _at_least_one(k: int, name: str) -> int:
     if k < 1:
         raise RetrievalError(f"{name}_{k} looks at no neighbour; the smallest is {name}_1.")
     return k
+
+
+@hookimpl
+def retrieval_metrics() -> Factories:
+    """The figures of retrieval, also under their short names."""
+    return {
+        "map": MeanAveragePrecision,
+        "map_at_r": MAPAtR,
+        "ndcg_at": NDCGAt,
+        "precision_at": PrecisionAt,
+        "r_precision": RPrecision,
+        "recall_at": RecallAt,
+    }
+
+
+def metric(name: str) -> Metric:
+    """Return the built-in metric of a name: "recall_at_K", "precision_at_K" and "ndcg_at_K" for any
+    K, "r_precision", "map_at_r", "map".
+
+    Raises:
+        RetrievalError: no metric has that name; the sentence suggests the closest.
+    """
+    with_k = {short: factory for short, factory in _own().items() if factory.parameters}
+    plain = {short: factory for short, factory in _own().items() if short not in with_k}
+    if name in plain:
+        return cast("Metric", plain[name].build({}))
+    match = re.fullmatch(r"(.+)_(\d{1,9})", name)
+    if match and match[1] in with_k:
+        return cast("Metric", with_k[match[1]].build({"k": int(match[2])}))
+    suggestions = [
+        *plain,
+        *(
+            f"{stem}_{k}"
+            for stem in with_k
+            for k in sorted({1, 2, 4, 8, 10, int(match[2]) if match else 1})
+        ),
+    ]
+    closest = did_you_mean(name.lower().replace("@", "_at_"), suggestions)
+    raise RetrievalError(
+        f"There is no metric '{name}'.{closest}"
+        " Built in are recall_at_K, precision_at_K, ndcg_at_K (K a number), r_precision, map_at_r"
+        " and map."
+    )
+
+
+@cache
+def _own() -> dict[str, Factory]:
+    """Return the built-in metrics by short name."""
+    from retrieval.host.plugins import own_factories
+
+    return own_factories("metrics", sys.modules[__name__])

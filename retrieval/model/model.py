@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,11 +26,7 @@ class Normalize(nn.Module):
 
 
 class Prefix(nn.Module):
-    """Keep the first numbers of each row.
-
-    Args:
-        width: how many.
-    """
+    """Keep the first numbers of each row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,18 +40,11 @@ class Prefix(nn.Module):
 def build_head(
     features: int, embedding_size: int, hidden: Sequence[int] = (), normalize: bool = True
 ) -> nn.Sequential:
-    """Return the default head: linear layers with ReLU between them, then unit length.
-
-    Args:
-        features: width F of what comes in.
-        embedding_size: width C of what comes out.
-        hidden: widths between.
-        normalize: whether codes are unit vectors.
-    """
+    """Return the default head: linear layers with ReLU between them, then unit length."""
     widths = [features, *hidden]
     layers: list[nn.Module] = []
-    for before, after in itertools.pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
+    for width_in, width_out in itertools.pairwise(widths):
+        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
     layers.append(nn.Linear(widths[-1], embedding_size))
     if normalize:
         layers.append(Normalize())
@@ -136,3 +128,29 @@ def _channels_last(images: Tensor) -> Tensor:
         return images.contiguous(memory_format=torch.channels_last)
     images = images.contiguous()
     return images.as_strided(images.shape, (images.stride(0), 1, images.stride(2), 1))
+
+
+class Shift(nn.Module):
+    """Subtract a vector.
+
+    Kept apart from the linear map: folded into its bias, large means would cost precision.
+    """
+
+    def __init__(self, offset: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("offset", offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` (B, F) less the offset."""
+        return x - self.get_buffer("offset")
+
+
+def linear_head(
+    components: NDArray[np.floating[Any]], mean: NDArray[np.floating[Any]]
+) -> nn.Sequential:
+    """Return the float32 module x ↦ components · (x − mean), features (B, F) to codes (B, C)."""
+    width, features = components.shape
+    linear = nn.Linear(features, width, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.from_numpy(np.array(components, dtype=np.float32)))
+    return nn.Sequential(Shift(torch.from_numpy(np.array(mean, dtype=np.float32))), linear)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
@@ -26,23 +27,19 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients inside; modes and the random generator, which a seed counts
     on, are as before after.
     """
-    modes = {each: each.training for module in modules for each in module.modules()}
+    modes = {part: part.training for module in modules for part in module.modules()}
     for module in modules:
         module.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for each, training in modes.items():
-            each.training = training
+        for part, training in modes.items():
+            part.training = training
 
 
 def check_backbone(backbone: Any, name: str) -> Backbone:
-    """Return a backbone that has what the host reads of it.
-
-    Raises:
-        PluginError: the backbone lacks an attribute that the host reads.
-    """
+    """Return a backbone that has what the host reads of it."""
     if not isinstance(backbone, Backbone):
         raise PluginError(
             f"{name} gave {shown(backbone)}; a backbone factory must give a retrieval.Backbone."
@@ -63,11 +60,7 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
 
 
 def check_generator(generator: Any, name: str) -> Generator:
-    """Return a generator that says whose place it takes.
-
-    Raises:
-        PluginError: the factory did not make a generator, or the generator does not say it.
-    """
+    """Return a generator that says whose place it takes."""
     if not isinstance(generator, Generator):
         raise PluginError(
             f"{name} gave {shown(generator)}; a generator factory must give a retrieval.Generator."
@@ -81,11 +74,7 @@ def check_generator(generator: Any, name: str) -> Generator:
 
 
 def check_head(head: Any, what: str, features: int) -> nn.Module:
-    """Return a head that turns features (B, F) into codes.
-
-    Raises:
-        PluginError: the head is not a module, or gives something else.
-    """
+    """Return a head that turns features (B, F) into codes."""
     if not isinstance(head, nn.Module):
         raise PluginError(
             f"{what} gave {shown(head)} as the head; it must give a module from features (B,"
@@ -99,11 +88,7 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
 
 
 def check_combiner(combiner: Any, name: str) -> Combiner:
-    """Return a combiner.
-
-    Raises:
-        PluginError: the factory did not make a combiner.
-    """
+    """Return a combiner."""
     if not isinstance(combiner, Combiner):
         raise PluginError(
             f"{name} gave {shown(combiner)}; a combiner factory must give a retrieval.Combiner."
@@ -112,17 +97,7 @@ def check_combiner(combiner: Any, name: str) -> Combiner:
 
 
 def check_distances(combiner: Combiner, name: str, head: nn.Module, features: int) -> Combiner:
-    """Return a combiner whose distances have the right shapes.
-
-    Args:
-        combiner: the combiner.
-        name: its name.
-        head: its head, features → codes.
-        features: F.
-
-    Raises:
-        PluginError: a distance is missing, fails, or has another shape.
-    """
+    """Return a combiner whose distances have the right shapes."""
     what = f"The combiner {name}"
     with calling(what), untouched(head, combiner):
         codes = head(torch.randn(3, features))
@@ -144,11 +119,7 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
 
 
 def check_learner(learner: Any, name: str) -> None:
-    """Refuse a learner that lacks a method.
-
-    Raises:
-        PluginError: with all that are missing.
-    """
+    """Refuse a learner that lacks a method."""
     missing = [
         m for m in ("fit", "transform", "to_model_parts") if not callable(getattr(learner, m, None))
     ]
@@ -160,11 +131,7 @@ def check_learner(learner: Any, name: str) -> None:
 
 
 def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Combiner | None]:
-    """Return a fitted learner's head and combiner.
-
-    Raises:
-        PluginError: the learner fails, or gives anything else.
-    """
+    """Return a fitted learner's head and combiner."""
     what = f"The learner {name}"
     with calling(f"{what}, asked for to_model_parts(),"):
         parts = learner.to_model_parts()
@@ -184,15 +151,7 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
 
 
 class CheckedMetric:
-    """A plugin's metric, whose values are one number per query.
-
-    Args:
-        metric: what the factory gave.
-        name: its name.
-
-    Raises:
-        PluginError: the metric cannot be called, or does not say how many neighbours it looks at.
-    """
+    """A plugin's metric, whose values are one number per query."""
 
     def __init__(self, metric: Any, name: str) -> None:
         self.metric, self.what = metric, f"The metric {name}"
@@ -208,11 +167,7 @@ class CheckedMetric:
     def __call__(
         self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return one value per query (Q,); see `retrieval.Metric`.
-
-        Raises:
-            PluginError: the metric gave something else.
-        """
+        """Return one value per query (Q,); see `retrieval.Metric`."""
         return self._checked(len(matches), self.metric, matches, relevant)
 
     @property
@@ -231,9 +186,9 @@ class CheckedMetric:
         self, queries: int, call: Callable[..., Any], *given_it: Any
     ) -> NDArray[np.float64]:
         with calling(self.what):
-            given = call(*given_it)
+            result = call(*given_it)
         with contextlib.suppress(ValueError, TypeError):
-            values = np.asarray(given)
+            values = np.asarray(result)
             if values.shape == (queries,) and values.dtype.kind in "fiub":
                 wrong = int((~np.isfinite(values)).sum())
                 if not wrong:
@@ -242,6 +197,56 @@ class CheckedMetric:
                     f"{self.what} gave NaN or infinite values for {wrong} of {queries} queries."
                 )
         raise PluginError(
-            f"{self.what} gave {shown(given)}; it must give one number per query, of shape"
+            f"{self.what} gave {shown(result)}; it must give one number per query, of shape"
             f" ({queries},)."
         )
+
+
+IMAGENET = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256)
+"""What images go through where a module says nothing: as most networks that were trained on
+ImageNet expect them.
+"""
+
+
+class ModuleBackbone(Backbone):
+    """A module that somebody wrote without this package in mind."""
+
+    def __init__(self, module: nn.Module, name: str, width: int | None) -> None:
+        super().__init__()
+        self.module = module
+        shape: tuple[int, ...] = () if width is None else (width,)
+        if width is None:
+            self.preprocessing = getattr(module, "preprocessing", None) or IMAGENET
+            if isinstance(
+                self.preprocessing, Preprocessing
+            ):  # else `check_backbone` says what it is
+                shape = (self.preprocessing.channels, *self.preprocessing.size)
+        self.features = 0
+        first = next(module.parameters(), torch.empty(0))
+        probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(first.device)
+        what = f"The backbone {name}"
+        with calling(what), untouched(module):
+            output = module(probe) if shape else torch.zeros(2, 1)
+        features = checked_rows(output, what, (2, -1), first.device, "features")
+        self.features = int(features.shape[1])
+        self._behaves = hashlib.blake2b(
+            features.float().cpu().numpy().tobytes(), digest_size=16
+        ).hexdigest()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return features (B, F) of images or vectors."""
+        features: Tensor = self.module(inputs)
+        return features
+
+    def extra_repr(self) -> str:
+        """Return what tells this module from one with the same layers: kept features are found by
+        it.
+        """
+        return f"behaves={self._behaves}"
+
+
+def as_backbone(product: Any, name: str, width: int | None) -> Any:
+    """Return a module as a backbone; what is one already, or is not a module, as it is."""
+    if isinstance(product, Backbone) or not isinstance(product, nn.Module):
+        return product
+    return ModuleBackbone(product, name, width)

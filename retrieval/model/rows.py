@@ -54,15 +54,7 @@ def first_row() -> int | None:
 
 
 def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
-    """Return how a loss can be divided, or None: every process computes all of it.
-
-    Args:
-        loss: the loss; its attribute `rows` is one of `Rows`.
-        mined: whether a miner picks its pairs.
-
-    Raises:
-        PluginError: the attribute says something else.
-    """
+    """Return how a loss can be divided, or None: every process computes all of it."""
     kind = getattr(loss, "rows", None)
     if kind is None:
         return None
@@ -81,7 +73,8 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
     if regularised or not isinstance(loss, BaseMetricLossFunction):
         return None
     plain = all(
-        type(each) in _REDUCERS and not each.collect_stats for each in _reducers(loss.reducer)
+        type(reducer) in _REDUCERS and not reducer.collect_stats
+        for reducer in _reducers(loss.reducer)
     )
     return cast(Rows, kind) if plain else None
 
@@ -96,9 +89,6 @@ def compares_with_classes(loss: nn.Module) -> bool:
 class Sums(nn.Module):
     """Stands in a reducer's place and keeps, of each of the loss's numbers by name, their sum and
     their count.
-
-    Args:
-        inner: the reducer: it says which numbers count.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -110,8 +100,8 @@ class Sums(nn.Module):
         self, losses: Mapping[str, Mapping[str, Any]], embeddings: Tensor, labels: Any
     ) -> Tensor:
         """Return 0; the sums are in `found`."""
-        for name, given in losses.items():
-            self.found[name] = _summed(name, given, _reducer(self.inner, name), embeddings)
+        for name, sub_loss in losses.items():
+            self.found[name] = _summed(name, sub_loss, _reducer(self.inner, name), embeddings)
         return embeddings.sum() * 0
 
 
@@ -157,8 +147,8 @@ def row_sums(
     with _collecting(loss, start) as found:
         loss(rows, labels, *arguments)
     none = rows.sum() * 0, torch.zeros((), dtype=torch.int64, device=rows.device)
-    each = [found.get(name, none) for name in loss.sub_loss_names()]
-    return torch.stack([total for total, _ in each]), torch.stack([count for _, count in each])
+    sums = [found.get(name, none) for name in loss.sub_loss_names()]
+    return torch.stack([total for total, _ in sums]), torch.stack([count for _, count in sums])
 
 
 @contextmanager
@@ -186,16 +176,16 @@ def _reducer(reducer: Any, name: str) -> Any:
 
 
 def _summed(
-    name: str, given: Mapping[str, Any], reducer: Any, like: Tensor
+    name: str, sub_loss: Mapping[str, Any], reducer: Any, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the sum and count of a loss's numbers that its reducer counts."""
-    losses = given["losses"]
+    losses = sub_loss["losses"]
     none = like.sum() * 0, torch.zeros((), dtype=torch.int64, device=like.device)
     if not isinstance(losses, Tensor):
         return none
-    if given["reduction_type"] == "summed":
-        return losses, given["count"]
-    if given["reduction_type"] == "already_reduced":
+    if sub_loss["reduction_type"] == "summed":
+        return losses, sub_loss["count"]
+    if sub_loss["reduction_type"] == "already_reduced":
         if float(losses.detach()):
             raise PluginError(
                 f"The loss says that it is one of rows, and gives its '{name}' as one number, of"
@@ -203,13 +193,13 @@ def _summed(
             )
         return none
     losses = losses.flatten()
-    kept = torch.ones_like(losses, dtype=torch.bool)
+    mask = torch.ones_like(losses, dtype=torch.bool)
     if isinstance(reducer, reducers.ThresholdReducer):
         if reducer.low is not None:
-            kept &= losses > reducer.low
+            mask &= losses > reducer.low
         if reducer.high is not None:
-            kept &= losses < reducer.high
-    return losses[kept].sum() + none[0], kept.sum()
+            mask &= losses < reducer.high
+    return losses[mask].sum() + none[0], mask.sum()
 
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
@@ -217,11 +207,11 @@ def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
     first of them.
     """
     groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
-    found: list[Tensor] = []
-    for anchors, *others in groups:
-        kept = (anchors >= start) & (anchors < start + count)
-        found += [anchors[kept] - start, *(other[kept] for other in others)]
-    return cast(TripletIndices, tuple(found))
+    picked: list[Tensor] = []
+    for anchors, *partners in groups:
+        mask = (anchors >= start) & (anchors < start + count)
+        picked += [anchors[mask] - start, *(other[mask] for other in partners)]
+    return cast(TripletIndices, tuple(picked))
 
 
 def _pairs(labels: Tensor, every: Tensor, start: int) -> TripletIndices:

@@ -34,10 +34,10 @@ def world_of() -> tuple[int, int]:
 
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """Return the divided parameters of a module and of what is in it, by their names in its state."""
+    """Return the divided parameters of a module and its submodules, by name in its state."""
     return {
         f"{place}.{name}" if place else name: shard
-        for place, each in module.named_modules()
-        if isinstance(own := getattr(each, "shards", None), dict)
-        for name, shard in own.items()
+        for place, submodule in module.named_modules()
+        if isinstance(shards := getattr(submodule, "shards", None), dict)
+        for name, shard in shards.items()
     }

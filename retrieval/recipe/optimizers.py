@@ -13,7 +13,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim import lr_scheduler
 
 from retrieval.errors import did_you_mean
-from retrieval.model.compiler import optimizing
+from retrieval.host.lazy import optimizing
 from retrieval.recipe.tables import Optimizer, Schedule
 
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -32,13 +32,7 @@ def _classes(module: Any, base: type) -> dict[str, Any]:
 
 
 def takes(kind: str, name: str, key: str) -> bool:
-    """Return whether a class takes an argument.
-
-    Args:
-        kind: "optimizer" or "schedule".
-        name: the class's.
-        key: the argument's.
-    """
+    """Return whether a class takes an argument."""
     known = (
         _classes(lr_scheduler, lr_scheduler.LRScheduler)
         if kind == "schedule"
@@ -48,10 +42,10 @@ def takes(kind: str, name: str, key: str) -> bool:
 
 
 def _check_options(
-    what: str, cls: Any, options: dict[str, Any], taken: set[str], where: str
+    what: str, cls: Any, options: dict[str, Any], reserved: set[str], where: str
 ) -> list[str]:
     parameters = inspect.signature(cls).parameters
-    known = [name for name in parameters if name not in taken]
+    known = [name for name in parameters if name not in reserved]
     needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     return [
         f"{where} options.{key}: {what} takes no such argument (it takes:"

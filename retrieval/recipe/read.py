@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.host.allow import require
 from retrieval.host.factory import COMPONENTS
-from retrieval.host.file_plugins import is_file_plugin
+from retrieval.host.importing import is_file_plugin
 from retrieval.host.objects import WORDS, is_object, object_name, objects_in
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.values import Place, check_values, shown
-from retrieval.recipe.overrides import apply_overrides
-from retrieval.recipe.section import Section
-from retrieval.recipe.tables import Backbone, Component, Tables, host_keys
-from retrieval.serving.files.places import StrPath
+from retrieval.recipe.tables import Backbone, Component, Section, Tables, host_keys
+
+if TYPE_CHECKING:
+    from retrieval.serving.files.places import StrPath
 
 
 class Recipe(Tables):
@@ -111,11 +111,7 @@ def read_table(
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read a recipe, unchecked; see `read_recipe`.
-
-    Returns:
-        The recipe's table, and which of its plugins a file brings and the user has not named.
-    """
+    """Read a recipe, unchecked; see `read_recipe`."""
     path = Path(recipe) if isinstance(recipe, str | os.PathLike) else Path("recipe")
     if isinstance(recipe, Tables):
         table: dict[str, Any] = recipe.model_dump(exclude_unset=True)
@@ -135,8 +131,10 @@ def read_table(
     table["plugins"] = [
         _beside(path, item) if isinstance(item, str) else item for item in named
     ] + own
-    asked = [_beside(path, item) for item in named if isinstance(item, str) and item in brought]
-    return table, [item for item in asked if item not in own]
+    brought_files = [
+        _beside(path, item) for item in named if isinstance(item, str) and item in brought
+    ]
+    return table, [item for item in brought_files if item not in own]
 
 
 def _copied(value: Any) -> Any:
@@ -149,11 +147,7 @@ def _copied(value: Any) -> Any:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Return what a TOML file says.
-
-    Raises:
-        RecipeError: it cannot be read, or is not TOML.
-    """
+    """Return what a TOML file says."""
     try:
         text = path.read_text(
             encoding="utf-8-sig"
@@ -191,15 +185,7 @@ def check_recipe(
     objects: Mapping[str, Any] | None = None,
     plugins: Plugins | None = None,
 ) -> Recipe:
-    """Check a recipe that is already a table; see `read_recipe`.
-
-    Args:
-        table: the recipe.
-        where: what an error calls it.
-        objects: parts that are given as objects, by table.
-        plugins: those of a recipe that names the same files, loaded already; None: they are loaded
-            now.
-    """
+    """Check a recipe that is already a table; see `read_recipe`."""
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
     objects = objects or {}
@@ -260,9 +246,9 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
         return Tables(**values), faults
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
-            said = shown(table[name])
+            text = shown(table[name])
             faults[name,] += (
-                f' Write: [{name}] name = {said}, or in Python {name}={{"name": {said}}}.'
+                f' Write: [{name}] name = {text}, or in Python {name}={{"name": {text}}}.'
             )
     kept = _without(table, {_entry(table, place) for place in faults})
     for name in ("data", "backbone"):
@@ -325,8 +311,8 @@ def _beside(recipe: Path, item: str) -> str:
     if not is_file_plugin(item):
         return item
     beside = recipe.parent / item
-    found = str((beside if beside.exists() or not Path(item).exists() else Path(item)).resolve())
-    return found if item.endswith(".py") else found + "/"
+    place = str((beside if beside.exists() or not Path(item).exists() else Path(item)).resolve())
+    return place if item.endswith(".py") else place + "/"
 
 
 def to_toml(recipe: Tables) -> str:
@@ -348,3 +334,94 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+_SERVE_THE_LOSS = ("miner", "generator")
+
+
+def apply_overrides(
+    table: dict[str, Any], overrides: Sequence[str], components: Collection[str] = ()
+) -> None:
+    """Put `key.path=value` texts into a recipe's table, in place.
+
+    `loss.name=…` with another name takes the other loss's parameters out before anything is set,
+    and `loss=none` the table (with the loss's also miner and generator, which serve it alone): so
+    for each of the components.
+    """
+    overrides = [text for text in overrides if not _removed(table, text, components)]
+    for text in overrides:
+        _switch(table, text, components)
+    problems = [problem for text in overrides if (problem := _override(table, text))]
+    if problems:
+        raise RecipeError(problems, "The command line")
+
+
+def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> bool:
+    """Take a component out if that is what a text says."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    if name not in components or value.strip("'\"") != "none":
+        return False
+    for component in (name, *(_SERVE_THE_LOSS if name == "loss" else ())):
+        table.pop(component, None)
+    return True
+
+
+def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> None:
+    """Take another component's parameters out if a text names one; whether the backbone is frozen
+    is the recipe's.
+    """
+    key, _, value = (part.strip() for part in text.partition("="))
+    component, _, last = key.partition(".")
+    now = table.get(component)
+    if component not in components or last != "name" or not isinstance(now, dict):
+        return
+    if now.get("name") != value.strip("'\""):
+        table[component] = {key: now[key] for key in ("name", *host_keys(component)) if key in now}
+
+
+def _override(table: dict[str, Any], text: str) -> str | None:
+    """Apply one override; return what is wrong with it, if anything."""
+    key, sep, value = text.partition("=")
+    steps = [step.strip() for step in key.split(".")]
+    if not sep or not all(steps):
+        return f"--set {text}: write it as table.key=value."
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+        new = parsed["value"] if len(parsed) == 1 else value.strip()
+    except (ValueError, RecursionError):
+        new = value.strip()  # a bare word is text
+    place: Any = table
+    for i, step in enumerate(steps[:-1]):
+        before = ".".join(steps[:i])
+        if isinstance(place, list):
+            if not step.isdigit() or int(step) >= len(place):
+                return (
+                    f"--set {text}: {before} has {len(place)}"
+                    f" {'entry' if len(place) == 1 else 'entries'}, numbered from 0; '{step}' is"
+                    " none of them."
+                )
+            place = place[int(step)]
+        elif steps[i + 1].isdigit() and step not in place:
+            return f"--set {text}: the recipe has no list '{'.'.join(steps[: i + 1])}'."
+        else:
+            place = place.setdefault(step, {})
+        if not isinstance(place, dict | list):
+            return (
+                f"--set {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no table to set a"
+                " key in."
+            )
+    if isinstance(place, list):
+        if (
+            steps[-1].isdigit()
+            and int(steps[-1]) < len(place)
+            and not isinstance(place[int(steps[-1])], dict)
+        ):
+            place[int(steps[-1])] = new
+            return None
+        first = ".".join(steps[:-1])
+        return (
+            f"--set {text}: {first} is a list; name an entry's key by the entry's number, as in"
+            f" {first}.0.{steps[-1]}=…"
+        )
+    place[steps[-1]] = new
+    return None

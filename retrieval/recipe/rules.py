@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check_names(recipe: Tables) -> list[str]:
     """Return problems of names outside plugin tables: optimiser, schedule, transforms, metrics."""
-    from retrieval.model.compiler import load_compiler
+    from retrieval.host.lazy import load_compiler
     from retrieval.recipe.optimizers import check_optimizer, check_schedule
 
     if recipe.train.compile:
@@ -38,7 +38,7 @@ def check_names(recipe: Tables) -> list[str]:
 
 def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) -> list[str]:
     """Return the problems of one of `[evaluate] metrics`."""
-    from retrieval.model.built_in import metric
+    from retrieval.model.metrics import metric
 
     if not isinstance(named, str):
         return plugins.check("metrics", named, f"[evaluate] metrics.{number}")
@@ -68,12 +68,7 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
 
 
 def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
-    """Return what cannot go together.
-
-    Args:
-        recipe: the recipe, or what is right of it, with its plugins.
-        present: the component tables that were written, also those that are wrong in themselves.
-    """
+    """Return what cannot go together."""
     present = set(present)
     problems = []
     if ("loss" in present) == ("learner" in present):
@@ -109,7 +104,7 @@ def _loss(recipe: Tables) -> list[str]:
     def others(test: Callable[[Factory], bool]) -> str:
         names = [f.name for f in plugins.factories("losses").values() if test(f)]
         own = name.partition(".")[0] + "."
-        names.sort(key=lambda other: not other.startswith(own))  # the same plugin's first
+        names.sort(key=lambda full_name: not full_name.startswith(own))  # the same plugin's first
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
     if combiner and not plugins.every(

@@ -15,8 +15,8 @@ from retrieval.host.plugin_calls import calling
 from retrieval.model.checked_dataset import check_dataset
 from retrieval.model.contracts import Backbone, Dataset, Generator
 from retrieval.model.model import Model, build_head
-from retrieval.model.module_backbone import as_backbone
 from retrieval.model.products import (
+    as_backbone,
     check_backbone,
     check_combiner,
     check_distances,

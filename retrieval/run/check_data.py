@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
-from retrieval.data.fingerprints import WIDTH, Fingerprint, fingerprint
-from retrieval.data.near import Measure, Near, Rows, near_pairs
+from retrieval.data.near import WIDTH, Fingerprint, Measure, Near, Rows, fingerprint, near_pairs
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import OfDataset, OfSources, Subjects
 from retrieval.errors import DataError

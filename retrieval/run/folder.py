@@ -25,9 +25,9 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
-from retrieval.host.file_plugins import FilePlugin, is_file_plugin
 from retrieval.host.files import whole_folder, write_text
 from retrieval.host.files import write_json as write_whole
+from retrieval.host.importing import FilePlugin, is_file_plugin
 from retrieval.host.plugins import Plugins
 from retrieval.recipe.read import Recipe, to_toml
 from retrieval.recipe.tables import Component, Tables

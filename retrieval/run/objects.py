@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrieval.data.identity import dataset_identity
+from retrieval.data.cache import dataset_identity
 from retrieval.errors import DataError
 from retrieval.host.objects import WORDS, described, is_object
 from retrieval.model.contracts import Dataset

@@ -6,9 +6,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from retrieval.data.augment import Changes, built_transforms
-from retrieval.data.batches import BatchMaker, Job
-from retrieval.data.raw import RawInputs
-from retrieval.data.sampling import check_sampler, draw_epoch
+from retrieval.data.loading import BatchMaker, Job, RawInputs, check_sampler, draw_epoch
 from retrieval.data.splits import make_splits
 from retrieval.errors import RecipeError
 from retrieval.recipe.read import Recipe

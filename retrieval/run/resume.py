@@ -13,7 +13,7 @@ from typing import Any
 
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.allow import require
-from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+from retrieval.host.importing import FilePlugin, is_file_plugin
 from retrieval.recipe.read import Recipe, apart, check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Tables
 from retrieval.run import checkpoint

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retrieval.data.mixing import Labels
+from retrieval.data.augment import Labels
 from retrieval.errors import DataError
 from retrieval.model.contracts import TripletIndices
 from retrieval.training.synthetic import Figures

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from retrieval.data.loading import inputs
-from retrieval.data.sampling import batches_in_epoch
+from retrieval.data.loading import batches_in_epoch, inputs
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugin_calls import calling

@@ -11,7 +11,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim import lr_scheduler
 
 from retrieval.errors import RecipeError
-from retrieval.model.compiler import optimizing
+from retrieval.host.lazy import optimizing
 from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Optimizer, Phase, Schedule, Trainable

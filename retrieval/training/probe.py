@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from retrieval.data.augment import built_transforms
+from retrieval.data.augment import Labels, built_transforms
 from retrieval.data.loading import TrainBatches
-from retrieval.data.mixing import Labels
 from retrieval.errors import DataError, listed
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from retrieval.data.mixing import Labels, MixedLabels
+from retrieval.data.augment import Labels, MixedLabels
 from retrieval.errors import RecipeError, RetrievalError
+from retrieval.host.lazy import optimizing
 from retrieval.host.plugin_calls import calling
-from retrieval.model.compiler import optimizing
 from retrieval.model.contracts import TripletIndices, count_indices
 from retrieval.model.guard import checked_indices, checked_objective, checked_rows, checked_scalar
 from retrieval.model.model import Model

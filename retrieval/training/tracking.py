@@ -20,7 +20,7 @@ from retrieval.host.files import write_json
 from retrieval.host.hookspecs import hookimpl
 from retrieval.host.plugin_calls import failure
 from retrieval.host.plugins import Plugins
-from retrieval.model.tracker import TrackedRun, Tracker
+from retrieval.model.contracts import TrackedRun, Tracker
 from retrieval.recipe.read import Recipe
 from retrieval.run.open import Run, run_versions
 from retrieval.training.process import Interrupted

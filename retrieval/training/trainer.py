@@ -17,11 +17,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from retrieval.data.augment import built_transforms
+from retrieval.data.augment import Labels, built_transforms
 from retrieval.data.features import backbone_features
-from retrieval.data.loading import TrainBatches
-from retrieval.data.mixing import Labels
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, RetrievalError
 from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.read import Recipe

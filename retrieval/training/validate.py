@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrieval.data.encode import encode
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs
 from retrieval.evaluation.evaluate_run import resolve_metrics
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.evaluation.protocol import Protocol

@@ -12,7 +12,7 @@ import pytest
 import torch
 from retrieval.errors import RecipeError
 from retrieval.export.export_model import export_model
-from retrieval.host.create import create
+from retrieval.host.plugins import create
 from retrieval.model.model import Model, build_head
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_sample_images

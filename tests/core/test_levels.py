@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from retrieval import Backbone, RecipeError
-from retrieval.host.create import create
+from retrieval.host.plugins import create
 from torch import Tensor
 from torch.nn import functional
 
@@ -126,7 +126,7 @@ def test_its_bundle_gives_the_same_codes(tmp_path: Path) -> None:
 
 def test_frozen_features_are_exported_though_lengths_do_not_divide() -> None:
     """By TorchScript, as the cache of features does it: 64 rows of pixels on a grid of 14."""
-    from retrieval.data.onnx_features import OnnxBackbone
+    from retrieval.data.features import OnnxBackbone
     from retrieval.model.model import Model
 
     backbone = net(levels={"image": 14})

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retrieval.data.augment import Changes
+from retrieval.data.augment import Changes, Drawing, without_asking
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.drawing import Drawing, without_asking
 from retrieval.data.loading import TrainBatches
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins

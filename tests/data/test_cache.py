@@ -14,9 +14,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from retrieval.data.cache import cache_folder, frozen_features
+from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.errors import DataError
+from retrieval.host.files import cache_folder
 from retrieval.model.contracts import Dataset
 from retrieval.serving.images import Preprocessing
 from torch import Tensor

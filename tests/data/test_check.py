@@ -23,8 +23,7 @@ from PIL import Image
 from retrieval.data import near
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.findings import Alike, Findings, Subject, spelt_alike
-from retrieval.data.fingerprints import fingerprint
-from retrieval.data.near import near_pairs
+from retrieval.data.near import fingerprint, near_pairs
 from retrieval.errors import DataError
 from retrieval.run.check_data import PICTURES, check_data
 from retrieval.serving.bundle import Bundle

@@ -17,9 +17,7 @@ from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
 from retrieval.data.augment import crop_box, draw_changes
 from retrieval.data.datasets import ArrayDataset, FileDataset
-from retrieval.data.loading import TrainBatches, inputs
-from retrieval.data.raw import RawInputs
-from retrieval.data.sampling import draw_epoch
+from retrieval.data.loading import RawInputs, TrainBatches, draw_epoch, inputs
 from retrieval.errors import DataError
 from retrieval.recipe.tables import Augmentation, Sampler
 from retrieval.serving.images import Preprocessing
@@ -388,7 +386,7 @@ def test_threads_decode_where_an_item_takes_long(
     """Small pictures are decoded one after the other: threads would wait for one another, at twice
     the CPU time.
     """
-    monkeypatch.setattr("retrieval.data.raw._WORTH", 0.025)
+    monkeypatch.setattr("retrieval.data.loading._SECONDS_WORTH_A_THREAD", 0.025)
     slow = Slow(photos, seconds)
     raw = RawInputs(slow, GREY8, budget=0)
     for start in (0, 24):

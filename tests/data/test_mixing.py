@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from retrieval.data.augment import Mix, MixedLabels
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import TrainBatches
-from retrieval.data.mixing import Mix, MixedLabels
 from retrieval.errors import RecipeError
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Sampler

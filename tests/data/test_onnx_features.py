@@ -14,11 +14,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from retrieval.data import onnx_features
+from retrieval.data import features
 from retrieval.data.datasets import FileDataset
-from retrieval.data.features import backbone_features
-from retrieval.data.onnx_features import OnnxBackbone, way_of
-from retrieval.data.raw import RawInputs
+from retrieval.data.features import OnnxBackbone, backbone_features, way_of
+from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, PluginError
 from retrieval.model.contracts import Backbone, Dataset
 from retrieval.model.graph import TOLERANCE
@@ -73,8 +72,8 @@ class Refused(Net):
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """However few the items, and four at once."""
-    monkeypatch.setattr(onnx_features, "LEAST", 1)
-    monkeypatch.setattr(onnx_features, "_MOST", 4)
+    monkeypatch.setattr(features, "LEAST", 1)
+    monkeypatch.setattr(features, "_MOST", 4)
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -134,11 +133,11 @@ def test_the_entry_says_which_way(photos: FileDataset, tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:  # nothing is exported, nothing computed
         patch.setattr(OnnxBackbone, "_agreed", refuse)
         np.testing.assert_array_equal(first, backbone_features(model(), photos, CPU, 10).arrays)
-        patch.setattr(onnx_features, "version", lambda _: "0.0")
+        patch.setattr(features, "version", lambda _: "0.0")
         with pytest.raises(PluginError, match="made again"):
             backbone_features(model(), photos, CPU, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(onnx_features, "LEAST", 1 << 60)
+        patch.setattr(features, "LEAST", 1 << 60)
         plain = backbone_features(model(), photos, CPU, 10).arrays
     assert len(entries(tmp_path) - quick) == 1
     # what torch began, torch goes on with
@@ -195,12 +194,12 @@ def test_which_way(photos: FileDataset, monkeypatch: Any) -> None:
     assert (way_of(photos, PRE, CPU) or "").startswith("onnxruntime ")
     assert way_of(photos, PRE, torch.device("cuda")) is None
     assert way_of(photos, None, CPU) is None
-    monkeypatch.setattr(onnx_features, "LEAST", 27 * 3 * 24 * 20)
+    monkeypatch.setattr(features, "LEAST", 27 * 3 * 24 * 20)
     assert way_of(photos, PRE, CPU) is not None
-    monkeypatch.setattr(onnx_features, "LEAST", 27 * 3 * 24 * 20 + 1)
+    monkeypatch.setattr(features, "LEAST", 27 * 3 * 24 * 20 + 1)
     assert way_of(photos, PRE, CPU) is None
-    monkeypatch.setattr(onnx_features, "LEAST", 1)
+    monkeypatch.setattr(features, "LEAST", 1)
     monkeypatch.setattr(
-        onnx_features, "installed_packages", lambda names: [n for n in names if n != "onnx"]
+        features, "installed_packages", lambda names: [n for n in names if n != "onnx"]
     )
     assert way_of(photos, PRE, CPU) is None

@@ -19,7 +19,7 @@ from retrieval.evaluation.protocol import Protocol
 from retrieval.evaluation.reordered import expanded, reranked
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
-from retrieval.recipe.evaluate import Expansion, Rerank
+from retrieval.recipe.tables import Expansion, Rerank
 from retrieval.run.codes import ItemCodes
 from retrieval.run.open import load_run
 

@@ -12,13 +12,13 @@ from retrieval.errors import DataError, RecipeError, RetrievalError
 from retrieval.evaluation.evaluate_run import resolve_metrics
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.host.plugins import load_plugins
-from retrieval.model.built_in import metric
 from retrieval.model.metrics import (
     MAPAtR,
     MeanAveragePrecision,
     PrecisionAt,
     RecallAt,
     RPrecision,
+    metric,
 )
 from sklearn.datasets import load_digits
 

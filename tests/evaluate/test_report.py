@@ -15,8 +15,8 @@ from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.evaluation.report import measured, pictures, write
 from retrieval.evaluation.report.page import Section, page
 from retrieval.evaluation.report.pictures import SIDE, Thumbnails
-from retrieval.recipe.evaluate import Evaluate
 from retrieval.recipe.read import check_recipe
+from retrieval.recipe.tables import Evaluate
 from retrieval.run.open import Run, load_run
 from retrieval.training.trainer import train
 

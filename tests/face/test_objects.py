@@ -81,7 +81,7 @@ def test_the_width_of_features_is_measured(own: retrieval.Run) -> None:
 
 
 def test_a_module_that_says_nothing_gets_images_as_for_imagenet(tmp_path: Path) -> None:
-    from retrieval.model.module_backbone import IMAGENET, ModuleBackbone
+    from retrieval.model.products import IMAGENET, ModuleBackbone
 
     module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
     made = ModuleBackbone(module, "object.Sequential", None)

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.evaluation.evaluation import evaluate
-from retrieval.host.create import create
+from retrieval.host.plugins import create
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run, load_run
 from retrieval.training import trainer

@@ -124,7 +124,7 @@ def test_every_default_follows_the_affinity() -> None:
 import faiss, torch
 import numpy as np
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.raw import RawInputs
+from retrieval.data.loading import RawInputs
 from retrieval.host.cores import cores, default_threads
 from retrieval.serving.http.server import Parts
 from retrieval.serving.http.settings import Settings

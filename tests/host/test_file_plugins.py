@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from retrieval.errors import PluginError
-from retrieval.host.file_plugins import FilePlugin
+from retrieval.host.importing import FilePlugin
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import read_table
 

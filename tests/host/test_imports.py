@@ -39,7 +39,6 @@ MOST_ENTRIES = 13
 
 # A plugin imports the face; what it may need besides is here, and is kept stable for it.
 INNER = {
-    "retrieval.data.cache": {"cache_folder"},
     "retrieval.data.counts": {"Count", "Counts", "differing"},
     "retrieval.data.datasets": {"ArrayDataset", "Box", "FileDataset"},
     "retrieval.data.idx": {"read_idx"},
@@ -50,14 +49,14 @@ INNER = {
     "retrieval.data.records": {"read_records"},
     "retrieval.data.readable": {"ADVICE", "report_left_out", "skip_unreadable"},
     "retrieval.data.splits": {"ROLES", "SIDES", "SPLITS", "sides"},
-    "retrieval.host.files": {"whole_file", "write_bytes"},
+    "retrieval.host.files": {"cache_folder", "whole_file", "write_bytes"},
     "retrieval.host.hookspecs": {"Factories"},
     "retrieval.host.lazy": {"lazy"},
     "retrieval.model.labels": {"learner_labels", "read_labels"},
     "retrieval.model.linear": {"class_codes", "deviations"},
     "retrieval.model.loss": {"Distance", "Pairs", "Reducer", "listed_pairs", "nothing"},
     "retrieval.model.metric_learner": {"MetricLearner"},
-    "retrieval.model.built_in": {"retrieval_metrics"},
+    "retrieval.model.metrics": {"retrieval_metrics"},
     "retrieval.model.model": {"Normalize"},
     "retrieval.model.precision": {"as_given", "full_precision"},
     "retrieval.model.rows": {"Rows", "Sums", "first_row", "summed"},

@@ -238,6 +238,9 @@ def test_an_entry_point_that_names_no_module(
         ("return {'no-name': print}", ["'no-name'", "Python identifier"]),
         ("return {3: print}", ["offers 3"]),
         ("return 1 / 0", ["failed in retrieval_losses", "ZeroDivisionError: division by zero"]),
+        ("return {'x': 'json'}", ["'json'", "MODULE:NAME"]),
+        ("return {'x': 'surely_not_installed:Loss'}", ["'gives'", "surely_not_installed"]),
+        ("return {'x': 'json:Loss'}", ["'gives'", "'json'", "'Loss'"]),
         ("import surely_not_installed", ["failed in retrieval_losses", "surely_not_installed"]),
     ],
 )

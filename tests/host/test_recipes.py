@@ -67,189 +67,88 @@ metrics = ["recall_at_1", "map_at_s"]
     )
     with pytest.raises(RecipeError) as caught:
         read_recipe(tmp_path / "recipe.toml")
-    assert sorted(caught.value.problems) == sorted(
-        [
-            'seed: should be an integer, not "3". Write it without quotes.',
-            "[data] name: There is no dataset 'everything.itms'. Did you mean 'everything.items'?",
-            (
-                '[split] by: should be "given" or "class" or "item", not "clas". Did you mean'
-                " 'class'?"
-            ),
-            "[backbone] widht: everything.same has no such parameter (it has: none).",
-            "[head] embedding_size: should be an integer (≥ 1), not 0.",
-            '[loss] margin: should be a number, not "0.1". Write it without quotes.',
-            caught.value.problems[-2],
-            caught.value.problems[-1],
-            "[optimiser]: there is no such table (known: "
-            + ", ".join(Recipe.model_fields)
-            + "). Did you mean 'optimizer'?",
-        ]
-    )
-    assert caught.value.problems[-2].startswith("[optimizer] name: torch.optim has no 'Adamw'")
-    assert caught.value.problems[-2].endswith("Did you mean 'AdamW'?")
-    assert caught.value.problems[-1].startswith(
-        "[evaluate] metrics: There is no metric 'map_at_s'. Did you mean 'map_at_r'?"
-    )
-    assert str(caught.value).startswith(f"{tmp_path / 'recipe.toml'} has 9 problems:\n  - ")
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / 'recipe.toml'} has 9 problems:\n  - ")
+    for words in (
+        'seed: should be an integer, not "3". Write it without quotes.',
+        "[data] name: There is no dataset 'everything.itms'. Did you mean 'everything.items'?",
+        "[split] by: should be",
+        "[backbone] widht: everything.same has no such parameter",
+        "[head] embedding_size: should be an integer (≥ 1), not 0.",
+        '[loss] margin: should be a number, not "0.1".',
+        "[optimiser]: there is no such table",
+        "Did you mean 'optimizer'?",
+        "[optimizer] name: torch.optim has no 'Adamw'",
+        "Did you mean 'map_at_r'?",
+    ):
+        assert words in text, words
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "place", "words"),
     [
-        (
-            {"loss": "everything.margin"},
-            (
-                '[loss]: should be a table, not "everything.margin". Write: [loss] name ='
-                ' "everything.margin", or in Python loss={"name": "everything.margin"}.'
-            ),
-        ),
-        ({"loss": {"scale": 1}}, '[loss] must name a loss: name = "PLUGIN.NAME".'),
-        ({"loss": {"name": 3}}, '[loss] must name a loss: name = "PLUGIN.NAME".'),
+        ({"loss": "everything.margin"}, "[loss]", ["a table", '[loss] name = "everything.margin"']),
+        ({"loss": {"name": 3}}, "[loss]", ['name = "PLUGIN.NAME"']),
         (
             {"loss": {"name": "everything.items"}},
-            "[loss] name: There is no loss 'everything.items'. 'everything.items' is a dataset.",
+            "[loss] name",
+            ["'everything.items' is a dataset"],
         ),
-        ({"data": None}, "[data]: is required (a table)."),
-        (
-            {"backbone": {"name": "everything.same", "frozen": "yes"}},
-            '[backbone] frozen: should be true or false, not "yes".',
-        ),
-        ({"plugins": "mine.py"}, 'plugins: should be a list of text, not "mine.py".'),
-        ({"name": 3}, "name: should be text, not 3."),
-        ({"head": {"hidden": [64, 0]}}, "[head] hidden.1: should be an integer (≥ 1), not 0."),
-        ({"head": 3}, "[head]: should be a table, not 3."),
-        (
-            {"head": {"embeding_size": 3}},
-            (
-                "[head] embeding_size: unknown key (known: embedding_size, hidden, normalize,"
-                " identity). Did you mean 'embedding_size'?"
-            ),
-        ),
-        (
-            {"split": {"test": "half"}},
-            '[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not "half".',
-        ),
-        (
-            {"split": {"test": 1.5}},
-            "[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not 1.5.",
-        ),
-        (
-            {"split": {"test": [True]}},
-            "[split] test: should be a number (≥ 0, < 1) or list of (text or integer), not [true].",
-        ),
-        ({"split": {"validation": 1}}, "[split] validation: should be a number (≥ 0, < 1), not 1."),
-        ({"sampler": {"classes": 1}}, "[sampler] classes: should be an integer (≥ 2), not 1."),
+        ({"data": None}, "[data]", ["is required"]),
+        ({"plugins": "mine.py"}, "plugins", ["list of text", '"mine.py"']),
+        ({"head": {"hidden": [64, 0]}}, "[head] hidden.1", ["integer (≥ 1)", "not 0"]),
+        ({"head": 3}, "[head]", ["should be a table, not 3"]),
+        ({"head": {"embeding_size": 3}}, "[head] embeding_size", ["known:", "'embedding_size'?"]),
+        ({"split": {"test": 1.5}}, "[split] test", ["(≥ 0, < 1) or list of", "not 1.5"]),
+        ({"split": {"test": [True]}}, "[split] test", ["not [true]"]),
         (
             {"augmentation": {"crop_scale": [0.5]}},
-            "[augmentation] crop_scale: should be a list [number, number], not [0.5].",
+            "[augmentation] crop_scale",
+            ["[number, number]"],
         ),
-        (
-            {"augmentation": {"crop_scale": [0.5, 0.2]}},
-            "[augmentation]: crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1.",
-        ),
-        ({"optimizer": {"lr": float("inf")}}, "[optimizer] lr: should be a number (> 0), not inf."),
-        ({"optimizer": {"lr": float("nan")}}, "[optimizer] lr: is nan, which is not a number."),
-        (
-            {"optimizer": {"lr_factor": {"hed": 2}}},
-            (
-                "[optimizer] lr_factor.hed: unknown key (known: backbone, head, combiner, loss,"
-                " generator). Did you mean 'head'?"
-            ),
-        ),
-        (
-            {"optimizer": {"lr_factor": {"head": -2}}},
-            "[optimizer] lr_factor.head: should be a number (≥ 0), not -2.",
-        ),
-        (
-            {"optimizer": {"options": {"weight_dcay": 1}}},
-            "[optimizer] options.weight_dcay: AdamW takes no such argument (it takes: ",
-        ),
-        ({"schedule": {"name": "cosin"}}, "[schedule] name: there is no schedule 'cosin' (known: "),
+        ({"augmentation": {"crop_scale": [0.5, 0.2]}}, "[augmentation]", ["smallest ≤ largest"]),
+        ({"optimizer": {"lr": float("inf")}}, "[optimizer] lr", ["(> 0), not inf"]),
+        ({"optimizer": {"lr": float("nan")}}, "[optimizer] lr", ["nan, which is not a number"]),
+        ({"optimizer": {"lr_factor": {"hed": 2}}}, "[optimizer] lr_factor.hed", ["'head'?"]),
+        ({"optimizer": {"options": {"dcay": 1}}}, "[optimizer] options.dcay", ["AdamW takes no"]),
+        ({"schedule": {"name": "cosin"}}, "[schedule] name", ["there is no schedule 'cosin'"]),
         (
             {"schedule": {"name": "StepLR", "options": {"step_size": 2}, "warmup": 0.1}},
-            "[schedule] warmup: goes with constant, linear and cosine, not with StepLR.",
+            "[schedule] warmup",
+            ["not with StepLR"],
         ),
-        ({"phase": [{"epochs": 0}]}, "[[phase]] 0.epochs: should be an integer (≥ 1), not 0."),
-        (
-            {"phase": [{"train": ["heads"]}]},
-            (
-                '[[phase]] 0.train.0: should be "backbone" or "head" or "combiner" or "loss" or'
-                ' "generator", not "heads". Did you mean \'head\'?'
-            ),
-        ),
-        ({"phase": [{"train": []}]}, "[[phase]] train: train must name at least one part."),
-        (
-            {"phase": [{"epoch": 1}]},
-            (
-                "[[phase]] 0.epoch: unknown key (known: name, epochs, train, lr, generator_lr,"
-                " synthetic). Did you mean 'epochs'?"
-            ),
-        ),
-        ({"phase": {"epochs": 1}}, "[[phase]]: should be a list of table, not { epochs = 1 }."),
-        (
-            {"train": {"precision": "bf61"}},
-            (
-                '[train] precision: should be "no" or "bf16" or "fp16", not "bf61". Did you mean'
-                " 'bf16'?"
-            ),
-        ),
-        (
-            {"train": {"device": None}},
-            '[train] device: should be "auto" or "cpu" or "cuda", not none.',
-        ),
+        ({"phase": [{"epochs": 0}]}, "[[phase]] 0.epochs", ["integer (≥ 1)"]),
+        ({"phase": [{"train": ["heads"]}]}, "[[phase]] 0.train.0", ["Did you mean 'head'?"]),
+        ({"phase": [{"train": []}]}, "[[phase]] train", ["at least one part"]),
+        ({"phase": {"epochs": 1}}, "[[phase]]", ["a list of table"]),
+        ({"train": {"precision": "bf61"}}, "[train] precision", ["Did you mean 'bf16'?"]),
+        ({"train": {"device": None}}, "[train] device", ["not none"]),
         (
             {"evaluate": {"metrics": ["everything.bst"]}},
-            (
-                "[evaluate] metrics: There is no metric 'everything.bst'. Did you mean"
-                " 'everything.best'?"
-            ),
+            "[evaluate] metrics",
+            ["'everything.best'?"],
         ),
+        ({"evaluate": {"metrics": ["recall_at_0"]}}, "[evaluate] metrics", ["is recall_at_1"]),
         (
-            {"evaluate": {"metrics": ["recall_at_0"]}},
-            "[evaluate] metrics: recall_at_0 looks at no neighbour; the smallest is recall_at_1.",
-        ),
-        (
-            {"evaluate": {"metrics": ["map", {"name": "core.recal_at", "k": 5}]}},
-            (
-                "[evaluate] metrics.1 name: There is no metric 'core.recal_at'. Did you mean"
-                " 'core.recall_at'?"
-            ),
-        ),
-        (
-            {"evaluate": {"metrics": [{"name": "recal_at", "k": 5}]}},
-            "[evaluate] metrics.0 name: There is no metric 'recal_at'. Did you mean 'recall_at'?",
+            {"evaluate": {"metrics": ["map", {"name": "recal_at", "k": 5}]}},
+            "[evaluate] metrics.1 name",
+            ["Did you mean 'recall_at'?"],
         ),
         (
             {"evaluate": {"metrics": [{"name": "core.recall_at", "kk": 5}]}},
-            (
-                "[evaluate] metrics.0 kk: core.recall_at has no such parameter (it has: k). Did you"
-                " mean 'k'?"
-            ),
+            "[evaluate] metrics.0 kk",
+            ["Did you mean 'k'?"],
         ),
-        (
-            {"evaluate": {"metrics": [{"name": "core.recall_at", "k": 0}]}},
-            "[evaluate] metrics.0 k: should be an integer (≥ 1), not 0.",
-        ),
-        (
-            {"evaluate": {"metrics": [{"name": "core.recall_at", "k": "5"}]}},
-            '[evaluate] metrics.0 k: should be an integer (≥ 1), not "5". Write it without quotes.',
-        ),
-        (
-            {"evaluate": {"metrics": [{"name": "map_at_r", "k": 5}]}},
-            "[evaluate] metrics.0 k: core.map_at_r has no such parameter (it has: none).",
-        ),
-        (
-            {"evaluate": {"metrics": [{"k": 5}]}},
-            '[evaluate] metrics.0 must name a metric: name = "PLUGIN.NAME".',
-        ),
-        (
-            {"evaluate": {"metrics": ["map", 3]}},
-            "[evaluate] metrics.1: should be text or table, not 3.",
-        ),
+        ({"evaluate": {"metrics": [{"k": 5}]}}, "[evaluate] metrics.0", ['"PLUGIN.NAME"']),
+        ({"evaluate": {"metrics": ["map", 3]}}, "[evaluate] metrics.1", ["text or table"]),
     ],
 )
 def test_one_mistake_is_one_sentence(
-    table: dict[str, Any], problems: Problems, changes: dict[str, Any], sentence: str
+    table: dict[str, Any],
+    problems: Problems,
+    changes: dict[str, Any],
+    place: str,
+    words: list[str],
 ) -> None:
     plugins = table["plugins"]
     merged = {k: v for k, v in {**table, **changes}.items() if v is not None}
@@ -259,15 +158,16 @@ def test_one_mistake_is_one_sentence(
             backbone={"name": "core.convnet"},
             loss={"name": "pml.multi_similarity"},
         )
-    found = problems(merged)
-    assert len(found) == 1, found
-    assert found[0].startswith(sentence) and found[0].endswith((".", "?"))
+    (problem,) = problems(merged)
+    assert problem.startswith((f"{place}:", f"{place} must")) and problem.endswith((".", "?"))
+    assert all(word in problem for word in words), problem
 
 
 COMBINER = {"combiner": {"name": "everything.cosine"}}
 GENERATOR = {"generator": {"name": "everything.middle"}}
 OWN = {**GENERATOR, "generator_optimizer": {"lr": 0.5}}
 FIXED = {"loss": {"name": "everything.fixed"}}
+DISTANCE = {"loss": {"name": "everything.margin", "scale": 1, "distance": "everything.euclidean"}}
 
 
 def several(*losses: str) -> dict[str, Any]:
@@ -282,105 +182,42 @@ def several(*losses: str) -> dict[str, Any]:
     }
 
 
+LEARNER = {"loss": None, "learner": {"name": "everything.centre"}}
+FLIP = {"augmentation": {"horizontal_flip": 0.5}}
+FROZEN = {"backbone": {"name": "everything.same", "frozen": True}}
+MINER = {"miner": {"name": "everything.all_pairs"}}
+WITHOUT_GENERATOR = "is of no use without a [generator]"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {**COMBINER, **FIXED},
-            [
-                "[combiner] everything.cosine",
-                "takes a `distance`, and everything.fixed takes none",
-                "everything.margin",
-            ],
-        ),
-        (
-            {**COMBINER, **several("margin", "fixed")},
-            ["[combiner] everything.cosine", "everything.several takes none"],
-        ),
-        (
-            {**GENERATOR, **FIXED},
-            [
-                "[generator] everything.middle",
-                "everything.fixed takes no `ref_emb`",
-                "everything.margin",
-            ],
-        ),
+        ({**COMBINER, **FIXED}, ["takes a `distance`, and everything.fixed", "everything.margin"]),
+        ({**COMBINER, **several("margin", "fixed")}, ["everything.several takes none"]),
+        ({**GENERATOR, **FIXED}, ["everything.fixed takes no `ref_emb`", "everything.margin"]),
         ({**GENERATOR, **several("margin", "fixed")}, ["everything.several takes no `ref_emb`"]),
+        ({**MINER, **FIXED}, ["everything.fixed has no use for them", "everything.margin"]),
         (
-            {"miner": {"name": "everything.all_pairs"}, **FIXED},
-            [
-                "[miner] everything.all_pairs",
-                "everything.fixed has no use for them",
-                "everything.margin",
-            ],
-        ),
-        (
-            {
-                **COMBINER,
-                "loss": {
-                    "name": "everything.margin",
-                    "scale": 1,
-                    "distance": "everything.euclidean",
-                },
-            },
+            {**COMBINER, **DISTANCE},
             ["[loss] distance: [combiner] everything.cosine is the distance already"],
         ),
         (
             {**COMBINER, "head": {"identity": True}},
-            ["[head] identity: a [combiner] brings its own head"],
+            ["[head] identity: a [combiner] brings its own"],
         ),
-        (
-            {**COMBINER, "head": {"hidden": [8]}},
-            ["[head] hidden: a [combiner] brings its own head"],
-        ),
-        (
-            {**COMBINER, "head": {"normalize": False}},
-            ["[head] normalize: a [combiner] brings its own head"],
-        ),
+        ({**COMBINER, "head": {"hidden": [8]}}, ["[head] hidden: a [combiner] brings its own"]),
+        ({**COMBINER, "head": {"normalize": False}}, ["[head] normalize: a [combiner] brings"]),
         ({"learner": {"name": "everything.centre"}}, ["either a [loss] or a [learner], not both"]),
         ({"loss": None}, ["either a [loss] or a [learner]; it has neither"]),
+        ({**LEARNER, **MINER}, ["[miner] goes with a [loss]"]),
+        ({**LEARNER, **FLIP}, ["[augmentation]", "with a [learner]"]),
+        ({**FROZEN, **FLIP}, ["[augmentation] changes", "[backbone] frozen = true", "once"]),
         (
-            {
-                "loss": None,
-                "learner": {"name": "everything.centre"},
-                "miner": {"name": "everything.all_pairs"},
-            },
-            ["[miner] goes with a [loss]"],
+            {**FROZEN, "phase": [{"train": ["backbone"]}]},
+            ["[[phase]] train: trains only the backbone"],
         ),
-        (
-            {
-                "loss": None,
-                "learner": {"name": "everything.centre"},
-                "augmentation": {"horizontal_flip": 0.5},
-            },
-            ["[augmentation]", "with a [learner]"],
-        ),
-        (
-            {
-                "backbone": {"name": "everything.same", "frozen": True},
-                "augmentation": {"horizontal_flip": 0.5},
-            },
-            [
-                "[augmentation] changes images anew in each epoch",
-                "[backbone] frozen = true",
-                "computed once",
-            ],
-        ),
-        (
-            {
-                "backbone": {"name": "everything.same", "frozen": True},
-                "phase": [{"train": ["backbone"]}],
-            },
-            ["[[phase]] train: trains only the backbone", "frozen = true"],
-        ),
-        (
-            {"phase": [{"train": ["generator"]}]},
-            ["trains only a generator, and the recipe has no [generator]"],
-        ),
-        (
-            {"generator_optimizer": {"lr": 1}},
-            ["[generator_optimizer] is of no use without a [generator]"],
-        ),
+        ({"phase": [{"train": ["generator"]}]}, ["trains only a generator", "has no [generator]"]),
+        ({"generator_optimizer": {"lr": 1}}, [f"[generator_optimizer] {WITHOUT_GENERATOR}"]),
         (
             {**OWN, "optimizer": {"lr_factor": {"generator": 2, "head": 3}}},
             ["[optimizer] lr_factor.generator", "[generator_optimizer]"],
@@ -389,28 +226,21 @@ def several(*losses: str) -> dict[str, Any]:
             {**GENERATOR, "generator_optimizer": {"lr_factor": {"generator": 2, "head": 3}}},
             ["[generator_optimizer] lr_factor.head", "[optimizer] lr_factor"],
         ),
-        (
-            {**OWN, "phase": [{"train": ["generator"], "lr": 0.1}]},
-            ["[[phase]] train: lr is instead of [optimizer] lr", "Use generator_lr"],
-        ),
+        ({**OWN, "phase": [{"train": ["generator"], "lr": 0.1}]}, ["Use generator_lr"]),
         (
             {"phase": [{"generator_lr": 0.1}]},
-            ["[[phase]] train: generator_lr is of no use without a [generator]"],
+            [f"[[phase]] train: generator_lr {WITHOUT_GENERATOR}"],
         ),
         (
             {**OWN, "phase": [{"train": ["head"], "generator_lr": 0.1}]},
-            [
-                "[[phase]] train: generator_lr",
-                "the generator does not train",
-                'add "generator" to train',
-            ],
+            ["[[phase]] train: generator_lr", 'add "generator" to train'],
         ),
-        ({"train": {"real_weight": 1}}, ["[train] real_weight is of no use without a [generator]"]),
+        ({"train": {"real_weight": 1}}, [f"[train] real_weight {WITHOUT_GENERATOR}"]),
         (
             {"train": {"loss_weight": 2}},
-            ["[train] loss_weight is of no use without a [generator] or a [combiner]"],
+            [f"[train] loss_weight {WITHOUT_GENERATOR} or a [combiner]"],
         ),
-        ({"train": {"coupling": "joint"}}, ["[train] coupling is of no use without a [generator]"]),
+        ({"train": {"coupling": "joint"}}, [f"[train] coupling {WITHOUT_GENERATOR}"]),
         (
             {"train": {"patience": 3}, "split": {"by": "class", "validation": 0}},
             ["[train] patience needs a validation part", "[split] validation above 0"],
@@ -428,42 +258,19 @@ def test_what_cannot_go_together(
 @pytest.mark.parametrize(
     "changes",
     [
-        COMBINER,
-        {**COMBINER, "train": {"loss_weight": 2}},
-        {**GENERATOR, "train": {"loss_weight": 2}},
-        {**COMBINER, **several("margin", "margin")},
-        {**GENERATOR, **several("margin")},
-        {
-            **GENERATOR,
-            "train": {"real_weight": 1, "coupling": "joint"},
-            "generator_optimizer": {"lr": 1},
-        },
-        {
-            **OWN,
-            "phase": [
-                {"train": ["generator"], "generator_lr": 0.1},
-                {"lr": 0.1, "generator_lr": 0.2},
-            ],
-        },
+        {**COMBINER, **several("margin", "margin"), "train": {"loss_weight": 2}},
+        {**GENERATOR, **several("margin"), "train": {"real_weight": 1, "coupling": "joint"}},
+        {**OWN, "phase": [{"train": ["generator"], "generator_lr": 0.1}, {"lr": 0.1}]},
         {
             **GENERATOR,
             "optimizer": {"lr_factor": {"generator": 2}},
             "phase": [{"train": ["generator"], "lr": 0.1}],
         },
-        {"miner": {"name": "everything.all_pairs"}},
-        {"augmentation": {"horizontal_flip": 0.5}},
-        {"backbone": {"name": "everything.same", "frozen": True}, "augmentation": {}},
-        {"loss": None, "learner": {"name": "everything.centre"}},
-        {"evaluate": {"metrics": ["everything.best", "recall_at_17"]}},
-        {
-            "evaluate": {
-                "metrics": [
-                    "map",
-                    {"name": "core.recall_at", "k": 5},
-                    {"name": "precision_at", "k": 2},
-                ]
-            }
-        },
+        {**MINER, **FLIP},
+        {**FROZEN, "augmentation": {}},
+        LEARNER,
+        {"evaluate": {"metrics": ["everything.best", "recall_at_17", "map"]}},
+        {"evaluate": {"metrics": [{"name": "core.recall_at", "k": 5}, {"name": "precision_at"}]}},
         {"split": {"test": [1, "2"]}, "head": {"identity": True}},
         {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}, "lr_factor": {"head": 10}}},
         {"schedule": {"name": "StepLR", "options": {"step_size": 2}}},

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retrieval.host.lazy import kept_out
-from retrieval.model import compiler
-from retrieval.model.compiler import keep_compiler_out, optimizing
+from retrieval.host.lazy import keep_compiler_out, kept_out, optimizing
+from retrieval.host import lazy
 
 UNUSED = [
     "torch._dynamo",
@@ -89,6 +88,32 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
 
 
+SERVING = {
+    "retrieval.serving",
+    "retrieval.serving.image_files",
+    "retrieval.serving.images",
+}
+"""What a recipe of arrays needs of the serving half: how an image is decoded and prepared."""
+
+
+def test_a_recipe_loads_of_serving_what_it_uses(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[data]\nname = "core.digits"\n[split]\nby = "class"\n'
+        '[sampler]\nclasses = 4\nitems = 4\n[backbone]\nname = "core.convnet"\n'
+        '[loss]\nname = "pml.multi_similarity"\n[miner]\nname = "pml.multi_similarity"\n'
+    )
+    script = f"""
+import json, sys
+from retrieval.recipe.read import read_recipe
+read_recipe({str(recipe)!r})
+print(json.dumps([name for name in sys.modules if name.startswith("retrieval.serving")]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == SERVING
+
+
 def test_no_garbage_is_looked_for_while_loading() -> None:
     """In a process of its own: what is frozen stays so."""
     script = """
@@ -140,7 +165,7 @@ def test_a_module_is_out_inside_and_the_real_one_after() -> None:
 
 
 def test_without_being_asked_to_it_keeps_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_kept_out", False)
+    monkeypatch.setattr(lazy, "_kept_out", False)
     for name in [name for name in sys.modules if name == "torch._dynamo"]:
         monkeypatch.delitem(sys.modules, name)
     with optimizing():

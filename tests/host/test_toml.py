@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from retrieval.errors import RecipeError
 from retrieval.host.values import toml_value
-from retrieval.recipe.overrides import apply_overrides
-from retrieval.recipe.read import read_recipe, to_toml
+from retrieval.recipe.read import apply_overrides, read_recipe, to_toml
 from retrieval.recipe.tables import Phase, Tables
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

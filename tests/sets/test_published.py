@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from retrieval.data.cache import dataset_identity
 from retrieval.data.counts import Count
-from retrieval.data.identity import dataset_identity
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.model.contracts import Dataset

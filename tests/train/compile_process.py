@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from retrieval.model.compiler import keep_compiler_out
+from retrieval.host.lazy import keep_compiler_out
 
 keep_compiler_out()
 from retrieval.recipe.read import read_recipe  # noqa: E402

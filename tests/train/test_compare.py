@@ -18,8 +18,8 @@ import pytest
 from comparing import LOSSES, RECIPE, go
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.recipe.ranges import Range
 from retrieval.recipe.read import check_recipe
+from retrieval.recipe.tables import Range
 from retrieval.run import checkpoint
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, fold_recipe, perform

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from retrieval.data.mixing import MixedLabels
+from retrieval.data.augment import MixedLabels
 from retrieval.errors import DataError
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run

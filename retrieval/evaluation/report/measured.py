@@ -17,7 +17,7 @@ from retrieval.evaluation.exclusion import Search
 from retrieval.evaluation.protocol import Protocol
 from retrieval.evaluation.relevance import Relevance, graded_values
 from retrieval.evaluation.verification import roc_curve
-from retrieval.model.built_in import metric
+from retrieval.model.metrics import metric
 from retrieval.run.codes import ItemCodes
 from retrieval.run.open import Run
 

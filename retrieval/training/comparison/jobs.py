@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from retrieval.data.datasets import Subset
 from retrieval.data.splits import Splits, make_splits
-from retrieval.data.subset import Subset
 from retrieval.errors import DataError, RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.host.files import write_json
@@ -279,7 +279,7 @@ def begin_worker(threads: int) -> None:
     import multiprocessing
     import threading
 
-    from retrieval.model.compiler import keep_compiler_out
+    from retrieval.host.lazy import keep_compiler_out
     from retrieval.serving.runtime import quiet_threads
 
     keep_compiler_out()

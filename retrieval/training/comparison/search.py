@@ -20,8 +20,8 @@ import numpy as np
 
 from retrieval.errors import DataError, MissingDependency
 from retrieval.host.files import write_json
-from retrieval.recipe.ranges import Range
 from retrieval.recipe.read import Recipe
+from retrieval.recipe.tables import Range
 from retrieval.training.comparison import space
 from retrieval.training.comparison.jobs import Figures, Job
 from retrieval.training.comparison.plan import PRIMARY

@@ -8,10 +8,8 @@ from typing import Any
 
 from retrieval.errors import RecipeError
 from retrieval.host.values import toml_value
-from retrieval.recipe.overrides import apply_overrides
-from retrieval.recipe.ranges import Range
-from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Tables
+from retrieval.recipe.read import apply_overrides, check_recipe
+from retrieval.recipe.tables import Range, Tables
 
 SEARCHED = (
     "loss",
