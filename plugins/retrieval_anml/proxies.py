@@ -36,8 +36,8 @@ class ImprovedProxyNCALoss(SimilarityLoss):
 
     with g = |γ₁| and λ = 2 − 2 × the threshold; without thresholds d(y) alone, and the mean over C
     − 1. The loss is the mean of ℓ(x + margin). With the identity, no thresholds and γ₂ = 1 it is
-    Proxy-NCA (Movshovitz-Attias et al., ICCV
-    2017) less log(C − 1). A distance D of a combiner gives d = D².
+    Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) less log(C − 1). A distance D of a combiner
+    gives d = D².
 
     Args:
         gamma1: how fast the class's proxy stops counting once it is nearer than the threshold; only

@@ -1,50 +1,37 @@
-"""Ranking losses where upstream departs from the paper, fails on some batch, or needs much memory;
-each class says what differs.
-"""
+"""Losses of whole rankings and of the distributions of similarities. None takes a reference set."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
+from retrieval import traits
 from torch import Tensor
 
-from retrieval_pml.blocks import blocks, by_rows
-from retrieval_pml.common import OfBatch, PreciseLoss, element, reduced
-from retrieval_pml.matrices import similarities
-from retrieval_pml.pairs import Pairs
-
-
-class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
-    """Smoothed average precision of any batch, in blocks of positive pairs × N.
-
-    Upstream reads the number of classes where it needs the items of each, so that its groups mix
-    classes unless both numbers agree; and it requires the batch sorted by class, with equally many
-    items of each. Here the batch may have any order and any class sizes; an item without another of
-    its class is left out. As in the authors' code, a query counts among its own positives.
-    """
-
-    weighted = True
-
-    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
-        """Return the losses by name; see `OfBatch`."""
-        pairs = Pairs(labels, labels)
-        pairs.own = None  # a query counts among its own positives
-        positives = pairs.counts()[0]
-        parts = blocks(len(labels), len(labels), each=positives)
-        loss, _ = by_rows(mat, pairs, self._plain, parts=parts)
-        return self.weigh(loss, positives > 1, labels, indices_tuple)
-
-    def _plain(self, mat: Tensor, same: Tensor, other: Tensor) -> Tensor:
-        query, item = torch.where(same)
-        # (pairs, N): how far each batch item is ahead of this positive in the query's ranking
-        ahead = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.temperature)
-        ahead = ahead.scatter(1, item.unsqueeze(1), 0)
-        precision = (1 + (ahead * same[query]).sum(1)) / (1 + ahead.sum(1))
-        return 1 - precision.new_zeros(len(mat)).index_add(0, query, precision) / same.sum(1)
+from retrieval_pml.adapters import (
+    Count,
+    Distance,
+    NonNegative,
+    OfBatch,
+    Positive,
+    PreciseLoss,
+    Reducer,
+    Regularizer,
+    Share,
+    element,
+    forwards,
+    reduced,
+)
+from retrieval_pml.pair_matrix import (
+    Pairs,
+    blocks,
+    by_rows,
+    similarities,
+)
 
 
 class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
@@ -79,6 +66,72 @@ class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
         return (1 - share.sum(1) / count.clamp(min=1)).masked_fill(count == 0, 0), count
 
 
+@traits(ref_emb=False)
+@forwards(FastAPLoss)
+def fast_ap(
+    num_bins: Count = 10,
+    reducer: Reducer = None,
+    embedding_regularizer: Regularizer = None,
+    embedding_reg_weight: float = 1.0,
+) -> losses.FastAPLoss:
+    """FastAP: 1 − average precision, from soft histograms of squared distances between unit
+    vectors.
+
+    Cakir, He, Xia, Kulis & Sclaroff, Deep Metric Learning to Rank, CVPR 2019. Wants large batches.
+
+    Args:
+        num_bins: how many bins divide the range of squared distances, 0 to 4.
+    """
+
+
+class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
+    """Smoothed average precision of any batch, in blocks of positive pairs × N.
+
+    Upstream reads the number of classes where it needs the items of each, so that its groups mix
+    classes unless both numbers agree; and it requires the batch sorted by class, with equally many
+    items of each. Here the batch may have any order and any class sizes; an item without another of
+    its class is left out. As in the authors' code, a query counts among its own positives.
+    """
+
+    weighted = True
+
+    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
+        """Return the losses by name; see `OfBatch`."""
+        pairs = Pairs(labels, labels)
+        pairs.own = None  # a query counts among its own positives
+        positives = pairs.counts()[0]
+        parts = blocks(len(labels), len(labels), each=positives)
+        loss, _ = by_rows(mat, pairs, self._plain, parts=parts)
+        return self.weigh(loss, positives > 1, labels, indices_tuple)
+
+    def _plain(self, mat: Tensor, same: Tensor, other: Tensor) -> Tensor:
+        query, item = torch.where(same)
+        # (pairs, N): how far each batch item is ahead of this positive in the query's ranking
+        ahead = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.temperature)
+        ahead = ahead.scatter(1, item.unsqueeze(1), 0)
+        precision = (1 + (ahead * same[query]).sum(1)) / (1 + ahead.sum(1))
+        return 1 - precision.new_zeros(len(mat)).index_add(0, query, precision) / same.sum(1)
+
+
+@traits(ref_emb=False)
+@forwards(SmoothAPLoss)
+def smooth_ap(
+    temperature: Positive = 0.01,
+    reducer: Reducer = None,
+    embedding_regularizer: Regularizer = None,
+    embedding_reg_weight: float = 1.0,
+) -> losses.SmoothAPLoss:
+    """Smooth-AP: 1 − average precision, with a sigmoid in place of each comparison of ranks.
+
+    Brown, Xie, Kalogeiton & Zisserman, Smooth-AP: Smoothing the Path Towards Large-Scale Image
+    Retrieval, ECCV 2020. Takes batches in any order and with any class sizes; upstream mixes up the
+    number of classes and of items in each, and requires sorted, equal classes.
+
+    Args:
+        temperature: of the sigmoid; smaller is closer to the true ranks.
+    """
+
+
 class PNPLoss(PreciseLoss, OfBatch, losses.PNPLoss):
     """Upstream's, of the negatives before each positive, where upstream asks of each item (N³)."""
 
@@ -105,6 +158,30 @@ class PNPLoss(PreciseLoss, OfBatch, losses.PNPLoss):
         return cost.new_zeros(len(mat)).index_add(0, query, cost) / same.sum(1)
 
 
+@traits(ref_emb=False, miner=False)
+@forwards(PNPLoss)
+def pnp(
+    b: Positive = 2.0,
+    alpha: Positive = 1.0,
+    anneal: Positive = 0.01,
+    variant: Literal["Ds", "Dq", "Iu", "Ib", "O"] = "O",
+    embedding_regularizer: Regularizer = None,
+    embedding_reg_weight: float = 1.0,
+) -> losses.PNPLoss:
+    """Penalises the negatives that rank before a positive, and nothing else.
+
+    Li, Min, Song, Li, Zhang & Jiang, Rethinking the Optimization of Average Precision: Only
+    Penalizing Negative Instances before Positive Ones is Enough, AAAI 2022.
+
+    Args:
+        b: the base of variant Ib.
+        alpha: the exponent of variant Dq.
+        anneal: the temperature of the sigmoid that counts negatives.
+        variant: how the count R of negatives costs: O as R, Ds as log(1 + R), Dq as 1 − 1/(1 +
+            R)^alpha, Iu as (1 + R) log(1 + R), Ib as (bR − log(1 + bR)) / b².
+    """
+
+
 class RankedListLoss(PreciseLoss, OfBatch, losses.RankedListLoss):
     """Upstream's, in a few N × N."""
 
@@ -124,6 +201,36 @@ class RankedListLoss(PreciseLoss, OfBatch, losses.RankedListLoss):
         pushed = (push * over).sum(1) / (push.sum(1) + least)
         loss: Tensor = (1 - self.imbalance) * pulled + self.imbalance * pushed
         return loss
+
+
+@traits(ref_emb=False, miner=False)
+@forwards(RankedListLoss)
+def ranked_list(
+    margin: Positive,
+    Tn: NonNegative,
+    imbalance: Share = 0.5,
+    alpha: Positive | None = None,
+    Tp: NonNegative = 0.0,
+    distance: Distance = None,
+    reducer: Reducer = None,
+    embedding_regularizer: Regularizer = None,
+    embedding_reg_weight: float = 1.0,
+) -> losses.RankedListLoss:
+    """Ranked list loss: positives within a sphere around each query, negatives outside a larger
+    one.
+
+    Wang, Hua, Kodirov, Hu, Garnier & Robertson, Ranked List Loss for Deep Metric Learning, CVPR
+    2019; the paper uses margin = 0.4, alpha = 1.2, Tn = 10. Above 5 a temperature makes exp
+    overflow-prone, and upstream warns.
+
+    Args:
+        margin: between both spheres, in the distance's unit.
+        Tn: the temperature that weighs negatives by how much they violate; 0 weighs them equally.
+        imbalance: the weight of negatives against positives.
+        alpha: the radius of the outer sphere; by default 1 + margin / 2.
+        Tp: the temperature that weighs positives by how much they violate; 0 weighs them equally.
+        reducer: how the queries' losses become one number; the mean by default.
+    """
 
 
 class HistogramLoss(PreciseLoss, losses.HistogramLoss):
@@ -175,3 +282,28 @@ def _unordered(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     pairs = torch.stack([torch.minimum(first, second), torch.maximum(first, second)])
     low, high = torch.unique(pairs, dim=1)
     return low, high
+
+
+@traits(ref_emb=False)
+@forwards(HistogramLoss)
+def histogram(
+    n_bins: Count | None = None,
+    delta: Positive | None = None,
+    embedding_regularizer: Regularizer = None,
+    embedding_reg_weight: float = 1.0,
+) -> losses.HistogramLoss:
+    """Histogram loss: the probability that a random negative pair is more similar than a random
+    positive one.
+
+    Ustinova & Lempitsky, Learning Deep Embeddings with Histogram Loss, NIPS 2016. Counts every pair
+    once; upstream fails when a cosine rounds to 1.
+
+    Args:
+        n_bins: how many bins divide the cosines from −1 to 1; 100 when neither is given.
+        delta: a bin's width, 2 / n_bins, instead of `n_bins`.
+    """
+
+
+FACTORIES: Mapping[str, Callable[..., Any]] = {
+    make.__name__: make for make in (fast_ap, smooth_ap, pnp, ranked_list, histogram)
+}

@@ -13,7 +13,13 @@ from retrieval import Part, traits
 from retrieval.model.precision import as_given, full_precision
 from torch import Tensor, nn
 
-from retrieval_pml.common import AnyLoss, AnyMiner, Count, no_reference, on_labels
+from retrieval_pml.adapters import (
+    AnyLoss,
+    AnyMiner,
+    Count,
+    no_reference,
+    on_labels,
+)
 
 WITHOUT_REFERENCE = (
     losses.FastAPLoss,

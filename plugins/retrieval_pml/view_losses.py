@@ -1,7 +1,6 @@
 """Losses of two views of the same things.
 
-Items that share a label are views of one thing, paired in order.
-"""
+Items that share a label are views of one thing, paired in order."""
 
 from __future__ import annotations
 
@@ -13,20 +12,22 @@ from pytorch_metric_learning import losses
 from retrieval import traits
 from torch import Tensor, nn
 
-from retrieval_pml.blocks import derivatives
-from retrieval_pml.common import (
+from retrieval_pml.adapters import (
     AnyLoss,
     NonNegative,
     Positive,
     PreciseLoss,
     Reducer,
     element,
+    forwards,
     no_indices,
     on_labels,
     reduced,
 )
-from retrieval_pml.forward import forwards
-from retrieval_pml.wrappers import check_reference
+from retrieval_pml.pair_matrix import (
+    derivatives,
+)
+from retrieval_pml.wrapper_losses import check_reference
 
 
 def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,10 +236,8 @@ def vic_reg(
     """VICReg: two views of a thing alike, each dimension spread out, no two dimensions correlated.
 
     Bardes, Ponce & LeCun, VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised
-    Learning, ICLR
-    2022. Items that share a label are taken for views of one thing, in pairs, in the batch's order;
-          fewer than two
-    pairs cost nothing.
+    Learning, ICLR 2022. Items that share a label are taken for views of one thing, in pairs, in the
+    batch's order; fewer than two pairs cost nothing.
 
     Args:
         invariance_lambda: the weight of the distance between views (λ).
