@@ -1,6 +1,5 @@
 """The adversarial negative in closed form, under the head's current metric: the confusion stage for
-deep losses.
-"""
+deep losses."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from retrieval import Generator
-from retrieval.model.model import Normalize
-from retrieval.model.precision import full_precision
+from retrieval.plugin_tools import Normalize, full_precision
 from torch import Tensor, nn
 
 # Where the two halves of a point on the sphere cancel to less than this part of their length, no

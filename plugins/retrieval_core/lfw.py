@@ -9,11 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from retrieval import DataError, Dataset
-from retrieval.data.datasets import FileDataset
-from retrieval.data.error_lists import refuse, some
-from retrieval.data.pairs import find_pairs, read_people, stem
-from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
-from retrieval.serving.image_files import NO_IMAGE, find_images
+from retrieval.data.pairs import find_pairs, read_people
+from retrieval.plugin_tools import (
+    ADVICE,
+    FileDataset,
+    find_images,
+    refuse,
+    report_left_out,
+    skip_unreadable,
+    some,
+)
 
 Sides = dict[int, str]
 """An item's number to "train" or "test"; items that are not in it are left out."""
@@ -60,7 +65,7 @@ def lfw_people(
             f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
         )
     found = find_images(folder)
-    found.left_out.pop(NO_IMAGE, None)  # the lists, and what else comes with the archive
+    found.left_out.pop("no image", None)  # the lists, and what else comes with the archive
     files, notes = found.images, report_left_out(found, folder, skip_bad)
     keys = [file.relative_to(folder).as_posix() for file in files]
     problems = _name_problems(keys)
@@ -192,8 +197,8 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
         for line, name, images in people:
             if (first := listed.setdefault(name, line)) != line:
                 problems.append(f"line {line}: {name} is in line {first} already.")
-            numbers = [places.get(stem(name, n)) for n in range(1, images + 1)]
-            lacking = [stem(name, n) for n, place in enumerate(numbers, 1) if place is None]
+            numbers = [places.get(_image_name(name, n)) for n in range(1, images + 1)]
+            lacking = [_image_name(name, n) for n, place in enumerate(numbers, 1) if place is None]
             if lacking:
                 problems.append(
                     f"line {line}: of {name}'s {images:,} images {len(lacking):,} are missing:"
@@ -206,3 +211,8 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
             "it has one fold: one tests and the others train, so there must be two at least."
         )
     return groups, problems
+
+
+def _image_name(person: str, number: int) -> str:
+    """Return the name that LFW gives a person's image, below its folder and without the extension."""
+    return f"{person}/{person}_{number:04d}"

@@ -9,7 +9,7 @@ import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval import traits
-from retrieval.model.rows import Sums, summed
+from retrieval.plugin_tools import Sums, summed
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -16,7 +16,7 @@ from sklearn.neighbors import NeighborhoodComponentsAnalysis
 from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean, radii
 from retrieval_anml import neighborhoods as module
 from retrieval_anml.neighborhoods import Neighborhoods
-from retrieval_anml.outer import Outer
+from retrieval_anml.neighborhoods import Outer
 
 Floats = NDArray[np.floating[Any]]
 

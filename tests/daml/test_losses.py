@@ -20,8 +20,8 @@ from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Combiner
 from torch import Tensor, nn
 
-from retrieval_daml.losses import LOSSES
-from retrieval_daml.npair import pairs_by_round
+from retrieval_daml.paper_losses import LOSSES
+from retrieval_daml.paper_losses import pairs_by_round
 
 Y = torch.tensor([0, 0, 1, 1, 2, 2, 0, 1, 3])
 REF_Y = torch.tensor([1, 0, 2, 2, 0, 1, 4])

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retrieval_oahu.abtl import bounds_loss, dissimilar_threshold, similar_threshold
-from retrieval_oahu.ahu import hedge_update
-from retrieval_oahu.history import ROWS, recorded
+from retrieval_oahu.network import bounds_loss, dissimilar_threshold, similar_threshold
+from retrieval_oahu.network import hedge_update
+from retrieval_oahu.online import ROWS, recorded
 from retrieval_oahu.network import Network, triplet_gradient
 
 _spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))

@@ -1,25 +1,20 @@
 """Data sets that other libraries read: torchvision's, Hugging Face's, and tar shards as WebDataset
-writes them.
-"""
+writes them."""
 
 from __future__ import annotations
 
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from retrieval import DataError, Dataset, MissingDependency
-from retrieval.data.datasets import ArrayDataset
-from retrieval.data.error_lists import refuse, some
-from retrieval.data.gate import is_missing, usable
-from retrieval.data.splits import sides
 from retrieval.errors import did_you_mean
-from retrieval.serving.images import decode
-from retrieval.serving.index.locations import Source
+from retrieval.plugin_tools import ArrayDataset, decode, is_missing, refuse, sides, some, usable
 from retrieval.serving.index.sources import Readers, collect
 
 _FOLDERS = "Export its images into one folder a class, and use core.folder"
@@ -289,7 +284,7 @@ class _Shards(Dataset):
 
     kind = "image"
 
-    def __init__(self, items: Sequence[Source], column: Mapping[str, list[str] | None]) -> None:
+    def __init__(self, items: Sequence[Any], column: Mapping[str, list[str] | None]) -> None:
         self._items, self._local = items, threading.local()
         self.labels = [item.label or "" for item in items]
         self.keys = [item.key for item in items]
@@ -341,17 +336,9 @@ def shards(path: Path) -> Dataset:
             " that are not compressed. Unpack it."
         )
     items = [
-        (
-            item
-            if item.label is not None
-            else (
-                Source(
-                    item.key, str(item.metadata["label"]), None, item.metadata, origin=item.origin
-                )
-                if item.metadata.get("label") is not None
-                else item
-            )
-        )
+        replace(item, label=str(item.metadata["label"]))
+        if item.label is None and item.metadata.get("label") is not None
+        else item
         for item in collect(files, "image").items
     ]
     column = {

@@ -11,8 +11,7 @@ positives, the second the greatest of the negatives. A threshold may be left out
 count; sums may replace the means (equation 25).
 
 The derivative of x is a row of softmax weights. It is made together with x and in the place of the
-similarities: autograd would keep some ten matrices of the batch's size.
-"""
+similarities: autograd would keep some ten matrices of the batch's size."""
 
 from __future__ import annotations
 
@@ -21,10 +20,92 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from retrieval.plugin_tools import listed_pairs
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from retrieval_anml.pairs import LabelPairs, Pairs
+
+@dataclass
+class Columns:
+    """Some references of each anchor.
+
+    Attributes:
+        values: (P,) indices of references, anchor after anchor; anchors of one label share theirs.
+        start: (B,) where an anchor's begin in it.
+        count: (B,) how many they are.
+    """
+
+    values: Tensor
+    start: Tensor
+    count: Tensor
+
+    def rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return these anchors' columns (last − first, M), padded, and bool of that shape: False
+        for padding.
+        """
+        start, count = self.start[first:last, None], self.count[first:last, None]
+        step = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
+        member = step < count
+        return self.values[torch.where(member, start + step, 0)], member
+
+
+class LabelPairs:
+    """Every pair: the same label is positive, another label negative.
+
+    Args:
+        labels: (B,) of the anchors.
+        ref_labels: (R,) of what they are compared with; None: the batch itself, where no item is
+            its own positive.
+    """
+
+    def __init__(self, labels: Tensor, ref_labels: Tensor | None) -> None:
+        self.own = ref_labels is None
+        reference = labels if ref_labels is None else ref_labels
+        self.shape = (len(labels), len(reference))
+        ordered, columns = torch.sort(reference, stable=True)
+        start = torch.searchsorted(ordered, labels.contiguous())
+        stop = torch.searchsorted(ordered, labels.contiguous(), right=True)
+        self.same = Columns(columns, start, stop - start)
+
+    def positives(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return these anchors' positives, as `Columns.rows` does."""
+        columns, member = self.same.rows(first, last)
+        if self.own:
+            member = member & (columns != torch.arange(first, last, device=columns.device)[:, None])
+        return columns, member
+
+
+class ListedPairs:
+    """The pairs that a miner listed, each counted once however often it is listed.
+
+    Args:
+        indices: three or four index tensors, see `retrieval.Miner`.
+        shape: B and R.
+        device: where the embeddings are.
+
+    Raises:
+        ValueError: the indices are not three or four tensors, or one is out of range.
+    """
+
+    def __init__(self, indices: Any, shape: tuple[int, int], device: torch.device) -> None:
+        self.shape = shape
+        anchor, positive, other, negative = listed_pairs(indices, shape, device)
+        self.positive = _columns(anchor, positive, shape)
+        self.negative = _columns(other, negative, shape)
+
+    def positives(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return these anchors' positives, as `Columns.rows` does."""
+        return self.positive.rows(first, last)
+
+
+Pairs = LabelPairs | ListedPairs
+
+
+def _columns(anchors: Tensor, others: Tensor, shape: tuple[int, int]) -> Columns:
+    keys = torch.unique(anchors * shape[1] + others)
+    count = torch.bincount(keys // max(shape[1], 1), minlength=shape[0])
+    return Columns(keys % max(shape[1], 1), count.cumsum(0) - count, count)
+
 
 # similarities worked on at a time: what a processor's cache holds
 BLOCK = 1 << 18

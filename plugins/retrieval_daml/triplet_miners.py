@@ -1,6 +1,5 @@
 """Which triplets a generator is given: one negative for each anchor and other class, or a semi-hard
-one for each positive pair.
-"""
+one for each positive pair."""
 
 from __future__ import annotations
 
@@ -9,11 +8,13 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from retrieval import TripletIndices
-from retrieval.model.loss import Distance
-from retrieval.model.precision import full_precision
+from retrieval.plugin_tools import Distance, full_precision
 from torch import Tensor, nn
 
-from retrieval_daml.base import Measure, default_distance
+from retrieval_daml.paper_losses import (
+    Measure,
+    default_distance,
+)
 
 
 class OnePerClass(nn.Module):
@@ -155,7 +156,3 @@ def _one_of_each(labels: Tensor) -> Tensor:
     first = torch.full((len(classes),), len(labels), device=labels.device)
     places = torch.arange(len(labels), device=labels.device)
     return shuffled[first.scatter_reduce(0, group, places, "amin")]
-
-
-MINERS = {"one_per_class": OnePerClass, "semi_hard": SemiHard}
-"""The miners by their names in a recipe."""

@@ -1,6 +1,5 @@
 """The log-exp mean: a smooth passage from the smallest of some numbers over their mean to the
-largest.
-"""
+largest."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 T = TypeVar("T", NDArray[np.floating[Any]], "Tensor")
 
 

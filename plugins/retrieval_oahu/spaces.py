@@ -1,8 +1,7 @@
 """What an OAHU model is used for: classification, similarity, retrieval (Gao et al. 2019, §3.6),
 from embeddings alone.
 
-The embeddings may come from a learner or from an exported bundle.
-"""
+The embeddings may come from a learner or from an exported bundle."""
 
 from __future__ import annotations
 
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval.model.labels import read_labels
+from retrieval.plugin_tools import read_labels
 
 if TYPE_CHECKING:
     from retrieval import Bundle
-
 Floats = NDArray[np.floating[Any]]
-
 _BLOCK = 1 << 22
 """Distances that are held at a time."""
 _MARGIN = 8

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.model.loss import Distance
-from retrieval.model.precision import full_precision
+from retrieval.plugin_tools import Distance, full_precision
 from torch import Tensor, nn
 
 
@@ -78,6 +76,3 @@ class PairMiner(BaseMiner):
         anchor, near = positive.nonzero(as_tuple=True)
         other, far = negative.nonzero(as_tuple=True)
         return anchor, near, other, far
-
-
-MINERS: Mapping[str, Callable[..., Any]] = {"pair_miner": PairMiner}

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from retrieval import Part
-from retrieval.model.model import Normalize
-from retrieval.model.precision import as_given, full_precision
+from retrieval.plugin_tools import Normalize, as_given, full_precision
 from torch import Tensor, nn
 
 Width = Annotated[int, Field(ge=1)]
