@@ -19,7 +19,6 @@ from safetensors.numpy import save as to_bytes
 from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import ThreadpoolController
 
-from retrieval_oahu import files
 from retrieval_oahu.streams import (
     in_chunks,
     paper_stream,
@@ -88,7 +87,7 @@ T = TypeVar("T")
 _KEY = "retrieval_oahu"
 
 
-def save(learner: Any, path: Path) -> None:
+def write_learner(learner: Any, path: Path) -> None:
     """Write a fitted learner; the file appears whole or not at all.
 
     Raises:
@@ -111,7 +110,7 @@ def save(learner: Any, path: Path) -> None:
     write_bytes(path, content, DataError, shared=True)
 
 
-def load(kind: type[T], path: Path) -> T:
+def read_learner(kind: type[T], path: Path) -> T:
     """Return the learner in a file.
 
     Raises:
@@ -283,7 +282,7 @@ class OnlineLearner(MetricLearner):
         as if it had not been interrupted.
         """
         check_is_fitted(self, "n_triplets_")
-        files.save(self, Path(path))
+        write_learner(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -292,7 +291,7 @@ class OnlineLearner(MetricLearner):
         Raises:
             DataError: the file is missing, damaged, or holds another learner.
         """
-        return files.load(cls, Path(path))
+        return read_learner(cls, Path(path))
 
     def _reset(self, features: int, sample: Floats | None) -> None:
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0

@@ -16,10 +16,14 @@ from scipy.linalg import inv, sqrtm
 from sklearn.datasets import load_wine
 
 from retrieval_aml import AML, GMML
-from retrieval_aml.aml import adversarial_pairs
-from retrieval_aml.gmml import moments_of_classes, moments_of_drawn_pairs, moments_of_pairs
-from retrieval_aml.aml import Objective, divided_difference, spectrum
-from retrieval_aml.gmml import geodesic, lifted
+from retrieval_aml.aml import Objective, adversarial_pairs, divided_difference, spectrum
+from retrieval_aml.gmml import (
+    geodesic,
+    lifted,
+    moments_of_classes,
+    moments_of_drawn_pairs,
+    moments_of_pairs,
+)
 
 SPEC = importlib.util.spec_from_file_location(
     "pairs_by_loops", Path(__file__).parent / "pairs_by_loops.py"

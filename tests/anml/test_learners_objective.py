@@ -13,10 +13,9 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean, radii
+from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean
 from retrieval_anml import neighborhoods as module
-from retrieval_anml.neighborhoods import Neighborhoods
-from retrieval_anml.neighborhoods import Outer
+from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
 Floats = NDArray[np.floating[Any]]
 
@@ -242,7 +241,7 @@ def test_sparse_weights_are_the_dense_ones(monkeypatch: pytest.MonkeyPatch) -> N
     learner.objective(np.eye(3), x, y)
     assert not any(isinstance(e, np.ndarray) for e, _ in calls)
     monkeypatch.setattr(module, "exponentials", real)
-    monkeypatch.setattr(radii, "NEGLIGIBLE", -np.inf)
+    monkeypatch.setattr(module, "NEGLIGIBLE", -np.inf)
     dense_value, dense_gradient = learner.objective(np.eye(3), x, y)
     assert value == pytest.approx(dense_value, rel=1e-14)
     np.testing.assert_allclose(gradient, dense_gradient, rtol=1e-12, atol=1e-13)

@@ -14,14 +14,18 @@ import torch
 from retrieval.model.contracts import Combiner
 from torch import Tensor
 
-from retrieval_anml.similarity_losses import similarities
-from retrieval_anml.similarity_losses import DANMLoss, MinedDANMLoss
-from retrieval_anml.pair_gap import Rule, gap_of_similarities
-from retrieval_anml.similarity_losses import ImprovedLiftedLoss, LiftedLoss
+from retrieval_anml.pair_gap import LabelPairs, ListedPairs, Rule, gap_of_similarities
 from retrieval_anml.pair_miner import PairMiner
-from retrieval_anml.similarity_losses import ImprovedNPairLoss, NPairLoss
-from retrieval_anml.pair_gap import LabelPairs, ListedPairs
-from retrieval_anml.similarity_losses import ImprovedProxyNCALoss
+from retrieval_anml.similarity_losses import (
+    DANMLoss,
+    ImprovedLiftedLoss,
+    ImprovedNPairLoss,
+    ImprovedProxyNCALoss,
+    LiftedLoss,
+    MinedDANMLoss,
+    NPairLoss,
+    similarities,
+)
 
 _spec = importlib.util.spec_from_file_location(
     "losses_by_loops", Path(__file__).with_name("losses_by_loops.py")

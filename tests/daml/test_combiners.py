@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import retrieval_daml.local_metrics as blocks
-from retrieval_daml.local_metrics import Discriminator
-from retrieval_daml.local_metrics import UniformMetrics
+from retrieval_daml.local_metrics import Discriminator, UniformMetrics
 
 F, D, H = 5, 12, 7
 
