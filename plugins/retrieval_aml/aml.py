@@ -1,5 +1,4 @@
-"""AML, adversarial metric learning: GMML that is trained on the most misleading pair near each pair
-too."""
+"""AML, adversarial metric learning: GMML that is trained on each pair's most misleading pair too."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta
     shorter = 1 / (1 + 2 / (beta * values**2))
     near = ((difference @ vectors) * shorter) @ vectors.T
     half = np.where(similar[:, None], near, beta / (2 + beta) * difference) / 2
-    found: Floats = np.stack([middle + half, middle - half], axis=1)
-    return found
+    moved: Floats = np.stack([middle + half, middle - half], axis=1)
+    return moved
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ class Objective:
         Args:
             m: (F, F) symmetric positive definite.
         """
-        return self.at(*np.linalg.eigh(m))
+        return self.at_eigen(*np.linalg.eigh(m))
 
-    def at(self, values: Floats, vectors: Floats) -> tuple[float, Floats]:
+    def at_eigen(self, values: Floats, vectors: Floats) -> tuple[float, Floats]:
         """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one per column."""
         turned = vectors.T @ self.similar @ vectors
         inverse = (vectors / values) @ vectors.T
@@ -123,8 +122,8 @@ def spectrum(values: Floats, beta: float) -> Floats:
     """Return h(λ) = β² λ⁵ / (2 + βλ²)², elementwise: what a similar pair's adversarial distance is
     along an eigenvector.
     """
-    found: Floats = values / (1 + 2 / (beta * values**2)) ** 2
-    return found
+    values_of_h: Floats = values / (1 + 2 / (beta * values**2)) ** 2
+    return values_of_h
 
 
 def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
@@ -188,12 +187,14 @@ def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
     iterations = 0
     value = np.inf
     while True:
-        found = _round(objective, half, tol, min(ROUND, max_iter - iterations))
-        iterations += found.iterations
-        done = found.slope <= tol or iterations >= max_iter or not found.value < value * (1 - 1e-12)
+        result = _round(objective, half, tol, min(ROUND, max_iter - iterations))
+        iterations += result.iterations
+        done = (
+            result.slope <= tol or iterations >= max_iter or not result.value < value * (1 - 1e-12)
+        )
         if done:
-            return Found(found.half, found.value, found.slope, iterations)
-        half, value = found.half, found.value
+            return Found(result.half, result.value, result.slope, iterations)
+        half, value = result.half, result.value
 
 
 def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Found:
@@ -204,7 +205,7 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
     iterations as others.
     """
     values, vectors = eigen_of_factor(start)
-    unit = objective.at(values, vectors)[0]
+    unit = objective.at_eigen(values, vectors)[0]
     root, back = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
     stretched = root @ objective.effective_similar_at(values, vectors) @ root
     shrunk = objective.pull * (back @ objective.dissimilar @ back)
@@ -227,12 +228,12 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
 
     def loss(flat: Floats) -> tuple[float, Floats]:
         half, values, vectors = factor(flat)
-        value, gradient = objective.at(*eigen_of_factor(half))
+        value, gradient = objective.at_eigen(*eigen_of_factor(half))
         turned = vectors.T @ (w.T @ gradient @ w) @ vectors
         back = vectors @ (_exponential_slopes(values) * turned) @ vectors.T
         return value / unit, weight * (scale * back)[upper] / unit
 
-    found = minimize(
+    result = minimize(
         loss,
         np.zeros(len(weight)),
         jac=True,
@@ -245,7 +246,7 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
             "maxcor": 20,
         },
     )
-    flat, iterations = found.x, int(found.nit)
+    flat, iterations = result.x, int(result.nit)
     value, gradient = loss(flat)
     slope = float(np.abs(gradient).max())
     # Below about 1e-8 a step changes the value by less than its rounding, and the line search
@@ -275,7 +276,8 @@ class AML(PairLearner):
 
     Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11: it minimises
 
-        L(M; pairs) + α L(M; adversarial pairs(M)),    L(M; pairs) = mean over similar δᵀMδ + mean over dissimilar δᵀM⁻¹δ,
+        L(M; pairs) + α L(M; adversarial pairs(M)),
+        L(M; pairs) = mean over similar δᵀMδ + mean over dissimilar δᵀM⁻¹δ,
 
     in which the adversarial pairs are a closed form of M (Eq 9), so that one function of M is left:
     exact, from two F × F matrices, however many pairs there are. L-BFGS on symmetric S, M = W
@@ -366,27 +368,29 @@ class AML(PairLearner):
         """
         both, alike = self._checked_pairs_as_fitted(pairs, similar)
         m = self.get_mahalanobis_matrix() * self.scale_ * self.scale_[:, None]
-        found: Floats = adversarial_pairs(m, both / self.scale_, alike, self.beta) * self.scale_
-        return found
+        moved: Floats = adversarial_pairs(m, both / self.scale_, alike, self.beta) * self.scale_
+        return moved
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
         if not self.balance:
             dissimilar = dissimilar * (self.n_dissimilar_ / self.n_similar_)
         objective = Objective(similar, dissimilar, self.alpha, self.beta)
-        found = minimise(objective, tol=self.tol, max_iter=self.max_iter)
-        self.objective_ = found.value
-        self.n_iter_ = found.iterations
-        self.converged_ = found.slope <= self.tol
+        result = minimise(objective, tol=self.tol, max_iter=self.max_iter)
+        self.objective_ = result.value
+        self.n_iter_ = result.iterations
+        self.converged_ = result.slope <= self.tol
         if not self.converged_:
             warnings.warn(
-                f"AML stopped at a relative slope of {found.slope:.1g} after {found.iterations}"
+                f"AML stopped at a relative slope of {result.slope:.1g} after {result.iterations}"
                 f" iterations, above tol = {self.tol:g}. Raise max_iter or tol, standardize the"
                 " features, or raise regularization.",
                 ConvergenceWarning,
                 stacklevel=4,
             )
         return (
-            found.half if self.t == 0.5 else _slid(found.half, objective.pull * dissimilar, self.t)
+            result.half
+            if self.t == 0.5
+            else _slid(result.half, objective.pull * dissimilar, self.t)
         )
 
     def _refuse_parameters(self) -> None:

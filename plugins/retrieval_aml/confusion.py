@@ -29,9 +29,10 @@ class Confusion(Generator):
 
         z = (2a + βn) / (2 + β),    the minimiser of D(a, z)² + β/2 · D(n, z)².
 
-    It depends on the head as soon as that scales codes to unit length (the default). The metric is then no longer the same
-    everywhere, and the minimiser on the sphere is the code (2u + βv)/‖·‖, u and v the codes of a and n. With the lengths
-    |a|, |n| of their codes before scaling, a feature with that code is
+    It depends on the head as soon as that scales codes to unit length (the default). The metric is
+    then no longer the same everywhere, and the minimiser on the sphere is the code (2u + βv)/‖·‖, u
+    and v the codes of a and n. With the lengths |a|, |n| of their codes before scaling, a feature
+    with that code is
 
         z = (2|n| a + β|a| n) / (2|n| + β|a|),
 
@@ -93,7 +94,7 @@ class Confusion(Generator):
 
 
 def _before_scaling(head: nn.Module) -> nn.Sequential | None:
-    """Return what a head does before it scales codes to unit length; None where it does not end so."""
+    """Return a head without its last layer, which scales to unit length; None without such a one."""
     if isinstance(head, Normalize):
         return nn.Sequential()
     if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], Normalize):
@@ -106,10 +107,10 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Within, a module is in evaluation mode: no batch statistics are moved, and no random number
     is drawn.
     """
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for each, mode in modes:
-            each.training = mode
+        for part, mode in modes:
+            part.training = mode

@@ -121,7 +121,7 @@ class GeometricMeanLoss(CheckedLoss):
         ref_labels: Tensor | None,
     ) -> Squares:
         """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
-        found = (
+        pairs = (
             indices_utils.get_all_pairs_indices(
                 labels, None if ref_emb is embeddings else ref_labels
             )
@@ -136,7 +136,7 @@ class GeometricMeanLoss(CheckedLoss):
         covariance = items.T @ items / max(len(items), 1)
         spread = covariance.diagonal().sum() / size
         rounding = (16 * torch.finfo(items.dtype).eps) ** 2 * mean.detach().square().mean()
-        kinds = (found[0].numel() > 0, found[2].numel() > 0)
+        kinds = (pairs[0].numel() > 0, pairs[2].numel() > 0)
         one_sided = self.scale == "free" and not all(kinds)
         if one_sided or not any(kinds) or not bool(spread > rounding):
             return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
@@ -147,24 +147,24 @@ class GeometricMeanLoss(CheckedLoss):
 
         far = torch.linalg.solve(metric, items.T).T
         pull = 1 + self.alpha * (self.beta / (2 + self.beta)) ** 2
-        dissimilar = pull * _squares(far, queries, found[2:])
+        dissimilar = pull * _squares(far, queries, pairs[2:])
         t = 1.0
         if self.scale == "free":
-            moments = _mean_square_by_column(items.detach() @ eigenvectors, queries, found[:2])
+            moments = _mean_square_by_column(items.detach() @ eigenvectors, queries, pairs[:2])
             weight = dissimilar.detach().mean()
             if not (float(moments.sum()) > 0 and float(weight) > 0):
                 return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
             t = best_scale(moments, eigenvalues, weight, self.alpha, self.beta)
-        similar = _squares(items, queries, found[:2])
+        similar = _squares(items, queries, pairs[:2])
         if self.alpha:
             # s(tΣ) = I − 2K⁻¹ with K = 2I + βt²Σ²: no eigenvectors to differentiate, so that ties
             # do no harm
             k = self.beta * t**2 * metric @ metric + 2 * identity
             near = items - 2 * torch.linalg.solve(k, items.T).T
-            similar = similar + self.alpha * _squares(near, queries, found[:2])
+            similar = similar + self.alpha * _squares(near, queries, pairs[:2])
         return {
-            "pos_loss": _part(t * similar, found[:2], "pos_pair"),
-            "neg_loss": _part(dissimilar / t, found[2:], "neg_pair"),
+            "pos_loss": _part(t * similar, pairs[:2], "pos_pair"),
+            "neg_loss": _part(dissimilar / t, pairs[2:], "neg_pair"),
         }
 
 

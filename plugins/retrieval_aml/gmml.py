@@ -160,7 +160,7 @@ def geodesic(a: Floats, b: Floats, t: float) -> Floats:
 
 
 def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
-    """Return H (F, F) with HHᵀ = A⁻¹ #_t B, which is L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ; see `geodesic`."""
+    """Return H (F, F) with HHᵀ = A⁻¹ #_t B = L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ; see `geodesic`."""
     lower = np.linalg.cholesky(a)
     # singular values of a factor keep the digits that eigenvalues of the product would lose
     _, values, right = np.linalg.svd(np.linalg.cholesky(b).T @ lower)
@@ -200,10 +200,10 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
         m: (F, F) symmetric, positive semi-definite up to rounding, not 0.
     """
     values, vectors = np.linalg.eigh(m)
-    there = values > FLOOR * np.trace(m) / len(m)
-    if there.all():
+    wide = values > FLOOR * np.trace(m) / len(m)
+    if wide.all():
         return np.eye(len(m)), np.empty((len(m), 0))
-    return vectors[:, there], vectors[:, ~there]
+    return vectors[:, wide], vectors[:, ~wide]
 
 
 def completed(half: Floats, still: Floats) -> Floats:
@@ -497,7 +497,8 @@ class GMML(PairLearner):
         >>> from sklearn.neighbors import KNeighborsClassifier
         >>> from sklearn.pipeline import make_pipeline
         >>> x, y = load_wine(return_X_y=True)
-        >>> knn = make_pipeline(GMML(t=0.3, standardize=True), KNeighborsClassifier(5)).fit(x[::2], y[::2])
+        >>> knn = make_pipeline(GMML(t=0.3, standardize=True), KNeighborsClassifier(5))
+        >>> knn = knn.fit(x[::2], y[::2])
         >>> bool(knn.score(x[1::2], y[1::2]) > 0.95)
         True
     """

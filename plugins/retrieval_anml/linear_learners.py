@@ -73,18 +73,18 @@ class NeighborhoodLearner(LinearMap):
         start = self._start(x)
         # several threads gain nothing on small products, and cost dearly where cores are busy
         with threadpool_limits(1 if loss.queries * len(x) < ONE_THREAD else None, user_api="blas"):
-            found = minimize(
+            result = minimize(
                 lambda flat: _flat(loss(flat.reshape(start.shape))),
                 start.ravel(),
                 jac=True,
                 method="L-BFGS-B",
                 options={"maxiter": self.max_iter, "ftol": self.tol, "gtol": 1e-8},
             )
-        learned = found.x.reshape(start.shape)
+        learned = result.x.reshape(start.shape)
         self.components_ = np.ascontiguousarray(learned.T / scale)
         self.mean_ = raw.mean(axis=0)
-        self.objective_ = float(found.fun)
-        self.n_iter_ = int(found.nit)
+        self.objective_ = float(result.fun)
+        self.n_iter_ = int(result.nit)
         self.n_queries_ = loss.queries
         if np.abs(learned).max() < 1e-6 * np.abs(start).max():
             warnings.warn(
@@ -110,12 +110,12 @@ class NeighborhoodLearner(LinearMap):
             ValueError: as for `fit`, or the number of L's rows is not the number of X's columns.
         """
         x, codes = self._checked(X, y, reset=False)
-        at = check_array(L, dtype=np.float64)
-        if len(at) != x.shape[1]:
+        point = check_array(L, dtype=np.float64)
+        if len(point) != x.shape[1]:
             raise ValueError(
-                f"L has {len(at)} rows and the features {x.shape[1]} columns; they must agree."
+                f"L has {len(point)} rows and the features {x.shape[1]} columns; they must agree."
             )
-        return self._neighborhoods(x, codes, None)(at)
+        return self._neighborhoods(x, codes, None)(point)
 
     def _checked(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool
@@ -169,8 +169,8 @@ class NeighborhoodLearner(LinearMap):
             raise ValueError(f"tol is {self.tol}; it must be greater than 0.")
 
 
-def _flat(found: tuple[float, Floats]) -> tuple[float, Floats]:
-    return found[0], found[1].ravel()
+def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
+    return value_and_gradient[0], value_and_gradient[1].ravel()
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -188,7 +188,8 @@ class LANML(NeighborhoodLearner):
     Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, with the margin that it lacks
     (without one M = 0 is optimal): it minimises
 
-        mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i)) + λ Ω(M),    d_ij = (x_i − x_j)ᵀ M (x_i − x_j),
+        mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i)) + λ Ω(M),
+        d_ij = (x_i − x_j)ᵀ M (x_i − x_j),
 
     b_γ the log-exp mean: a smooth mean of a query's farthest (γ < 0) or nearest (γ > 0) items. Ω is
     the mean of d_ij over queries and S_i (§7.1.1). The paper sums ℓ where this takes the mean: its
@@ -338,8 +339,9 @@ class PNCA(NeighborhoodLearner):
     Song et al., "Adaptive Neighborhood Metric Learning", Eq 21: it minimises 1 − mean over i of
     p_i, the share of items that the soft neighbour gets wrong, with
 
-        p_i = s_i / (s_i + Σ_{j ∈ D_i} e^{−d_ij}),    s_i = |S_i| (mean over S_i of e^{−α d_ij})^{1/α}    ("mean")
-                                                   or s_i = (Σ over S_i of e^{−α d_ij})^{1/α}             ("sum")
+        p_i = s_i / (s_i + Σ_{j ∈ D_i} e^{−d_ij}),
+        s_i = |S_i| (mean over S_i of e^{−α d_ij})^{1/α}    ("mean")
+        or s_i = (Σ over S_i of e^{−α d_ij})^{1/α}          ("sum")
 
     The paper prints the sum; it saturates for a small α (p_i = 1 wherever the search starts, so
     nothing is learned), and the mean form doesn't. Both are NCA (Goldberger et al., 2004) at α = 1.

@@ -69,9 +69,9 @@ def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
         far = (
             (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma if gamma else 0 * mean
         )
-        found = mean - np.where(top < 1, near, far)
-    found = np.where(np.isfinite(found), found, mean)  # γ so small that 1/γ overflows
-    squeezed: NDArray[Any] = found.squeeze(axis)
+        means = mean - np.where(top < 1, near, far)
+    means = np.where(np.isfinite(means), means, mean)  # γ so small that 1/γ overflows
+    squeezed: NDArray[Any] = means.squeeze(axis)
     return squeezed
 
 

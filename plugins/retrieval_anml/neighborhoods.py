@@ -11,7 +11,9 @@ smallest or largest distances instead (Eq 6, and f is then Eq 11): W_ij is ℓ�
 subgradient where two distances tie. W is made for a block of queries against all items, used and
 thrown away: memory is a few blocks and N × F, never N × N. A block's queries are of one class, or
 of many classes that are small: then distances to all items are taken, and the own class is left out
-afterwards, since to copy what is not of a class costs more than to compare a few queries with it."""
+afterwards, since copying the
+other classes costs more than comparing a few queries with their own.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,7 @@ BLOCK = 1 << 21
 """How many distances are held at a time: 16 MB."""
 
 
-def few(queries: int, count: int, items: int) -> bool:
+def is_small(queries: int, count: int, items: int) -> bool:
     """Return whether a class of `count` among `items` items, with so many queries, goes together
     with others.
     """
@@ -238,8 +240,8 @@ class Neighborhoods:
         self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
         self.queries = sum(len(c.queries) for c in self.classes)
         self.spread = self._spread() if regularization else np.zeros((x.shape[1],) * 2)
-        small = [c for c in self.classes if few(len(c.queries), c.count, len(x))]
-        self.large = [c for c in self.classes if not few(len(c.queries), c.count, len(x))]
+        small = [c for c in self.classes if is_small(len(c.queries), c.count, len(x))]
+        self.large = [c for c in self.classes if not is_small(len(c.queries), c.count, len(x))]
         self.small = [
             _together([c for c in small if c.count == count])
             for count in sorted({c.count for c in small})
@@ -289,16 +291,16 @@ class Neighborhoods:
         """Return f and ∇f (F, C) at L (F, C)."""
         z = self.x @ L
         square = np.einsum("ij,ij->i", z, z)[:, None]
-        one = np.ones_like(square)
+        ones = np.ones_like(square)
         # one product gives −2ab + |a|² + |b|²
-        left, right = np.hstack([-2 * z, square, one]), np.hstack([z, one, square])
+        left, right = np.hstack([-2 * z, square, ones]), np.hstack([z, ones, square])
         gradient, total = np.zeros_like(z), 0.0
         for c in self.large:
             total += self._class(c, z, left, right, gradient)
         if self.small:
             pushed = np.zeros((len(z), z.shape[1] + 1))
             for s in self.small:
-                total += self._few(s, z, left, right, gradient, pushed)
+                total += self._small_classes(s, z, left, right, gradient, pushed)
             gradient += 2 * (pushed[:, -1:] * z - pushed[:, :-1])
         out = self.x.T @ gradient / self.queries
         value = total / self.queries
@@ -310,14 +312,14 @@ class Neighborhoods:
 
     def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
         """Add a class's queries to the gradient in z; return the sum of their ℓ."""
-        others = np.concatenate([right[: c.start], right[c.stop :]])
+        rivals = np.concatenate([right[: c.start], right[c.stop :]])
         pushed = np.zeros(
-            (len(others), z.shape[1] + 1)
+            (len(rivals), z.shape[1] + 1)
         )  # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
         own, total = z[c.start : c.stop], 0.0
-        offset = self.offset(c.similar, len(others))
-        rows = max(1, BLOCK // max(len(others), c.count))
-        space = np.empty(min(rows, len(c.queries)) * len(others))
+        offset = self.offset(c.similar, len(rivals))
+        rows = max(1, BLOCK // max(len(rivals), c.count))
+        space = np.empty(min(rows, len(c.queries)) * len(rivals))
         for i in range(0, len(c.queries), rows):
             query = c.queries[i : i + rows]
             near = None if c.neighbors is None else c.neighbors[i : i + rows]
@@ -325,7 +327,7 @@ class Neighborhoods:
             radius, weights = self._similar(own, query, near, a, right[c.start : c.stop])
             sharpness = self.gamma2 if self.k2 is None else 1.0
             t = np.matmul(
-                -sharpness * a, others.T, out=space[: len(a) * len(others)].reshape(len(a), -1)
+                -sharpness * a, rivals.T, out=space[: len(a) * len(rivals)].reshape(len(a), -1)
             )
             np.minimum(t, 0, out=t)
             top = t.max(axis=1)
@@ -344,7 +346,7 @@ class Neighborhoods:
                     query[alive],
                 )
                 weights = weights[alive]
-            reach, e, mass = self._reach(t, top, least, len(others))
+            reach, e, mass = self._reach(t, top, least, len(rivals))
             loss, slope = self.outer(radius - reach + offset)
             total += float(loss.sum())
             # A row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out.
@@ -352,17 +354,17 @@ class Neighborhoods:
             scale = (slope / mass)[:, None]
             pushed -= e.T @ (scale * np.hstack([part, np.ones_like(scale)]))
             own_gradient = gradient[c.start : c.stop]
-            own_gradient[query] += 2 * scale * (e @ others[:, :-2])
+            own_gradient[query] += 2 * scale * (e @ rivals[:, :-2])
             weighted = slope[:, None] * np.hstack([part, np.ones_like(scale)])
             pulled = weights.T @ weighted
             own_gradient[query] -= 2 * slope[:, None] * (weights @ own)
             own_gradient += 2 * (pulled[:, -1:] * own - pulled[:, :-1])
-        pushed[:, :-1] -= pushed[:, -1:] * others[:, :-2]
+        pushed[:, :-1] -= pushed[:, -1:] * rivals[:, :-2]
         gradient[: c.start] -= 2 * pushed[: c.start, :-1]
         gradient[c.stop :] -= 2 * pushed[c.start :, :-1]
         return total
 
-    def _few(
+    def _small_classes(
         self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
     ) -> float:
         """Add small classes' queries to the gradient in z, and to `pushed` Σ_i W_ij z_i and Σ_i
@@ -492,11 +494,11 @@ def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:
     distance.
     """
     square = np.einsum("ij,ij->i", x, x)
-    found = np.empty((len(chosen), count), dtype=np.intp)
+    nearest = np.empty((len(chosen), count), dtype=np.intp)
     rows = max(1, BLOCK // len(x))
     for i in range(0, len(chosen), rows):
         part = chosen[i : i + rows]
         d = square - 2 * x[part] @ x.T
         d[np.arange(len(part)), part] = np.inf
-        found[i : i + rows] = np.argpartition(d, count - 1, axis=1)[:, :count]
-    return found
+        nearest[i : i + rows] = np.argpartition(d, count - 1, axis=1)[:, :count]
+    return nearest

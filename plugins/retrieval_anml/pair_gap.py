@@ -3,7 +3,8 @@ block of anchors.
 
 With similarities s, larger is closer, positives S and negatives D of an anchor:
 
-    x = 1/γ₁ · log( [e^{−γ₁ p} + Σ_S e^{−γ₁ s}] / (|S| + 1) )  +  1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
+    x = 1/γ₁ · log( [e^{−γ₁ p} + Σ_S e^{−γ₁ s}] / (|S| + 1) )
+      + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
 
 (Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22 in similarities; γ₁ is
 the size of the paper's negative γ₁.) The first term is, softly, minus the least similarity of the
@@ -101,8 +102,8 @@ class ListedPairs:
 Pairs = LabelPairs | ListedPairs
 
 
-def _columns(anchors: Tensor, others: Tensor, shape: tuple[int, int]) -> Columns:
-    keys = torch.unique(anchors * shape[1] + others)
+def _columns(anchors: Tensor, partners: Tensor, shape: tuple[int, int]) -> Columns:
+    keys = torch.unique(anchors * shape[1] + partners)
     count = torch.bincount(keys // max(shape[1], 1), minlength=shape[0])
     return Columns(keys % max(shape[1], 1), count.cumsum(0) - count, count)
 
@@ -290,7 +291,7 @@ class _GapOfSimilarities(torch.autograd.Function):
         weights = similarity.clone(memory_format=torch.contiguous_format)
         parts = [gap_of_rows(weights[i:j], pairs, i, rule) for i, j in _blocks(pairs.shape)]
         ctx.save_for_backward(weights)
-        gaps, defined = (torch.cat(each) for each in zip(*parts, strict=True))
+        gaps, defined = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.mark_non_differentiable(defined)
         return gaps, defined
 
@@ -317,7 +318,7 @@ class _GapOfCosines(torch.autograd.Function):
             torch.mm(query[i:j], columns.T, out=weights[i:j])
             parts.append(gap_of_rows(weights[i:j], pairs, i, rule))
         ctx.save_for_backward(query, lengths, reference, reference_lengths, weights)
-        gaps, defined = (torch.cat(each) for each in zip(*parts, strict=True))
+        gaps, defined = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.mark_non_differentiable(defined)
         return gaps, defined
 
@@ -372,8 +373,8 @@ def gap_of_similarities(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[T
     Returns:
         The gaps (B,), 0 where undefined, and bool (B,); see `gap_of_rows`. Differentiable once.
     """
-    found: tuple[Tensor, Tensor] = _GapOfSimilarities.apply(similarity, pairs, rule)
-    return found
+    gaps: tuple[Tensor, Tensor] = _GapOfSimilarities.apply(similarity, pairs, rule)
+    return gaps
 
 
 def gap_of_cosines(
@@ -387,5 +388,5 @@ def gap_of_cosines(
         pairs: which count.
         rule: how.
     """
-    found: tuple[Tensor, Tensor] = _GapOfCosines.apply(query, reference, pairs, rule)
-    return found
+    gaps: tuple[Tensor, Tensor] = _GapOfCosines.apply(query, reference, pairs, rule)
+    return gaps

@@ -1,5 +1,4 @@
-"""The deep losses of the paper: DANML, and lifted structure, N-pair and proxy-NCA as they were and as
-the paper improves them."""
+"""The paper's deep losses: DANML, and lifted structure, N-pair and proxy-NCA with its improvements."""
 
 from __future__ import annotations
 
@@ -164,7 +163,8 @@ class DANMLoss(SimilarityLoss):
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22. For each anchor with
     positives S and negatives D, s the cosine and g = |γ₁|,
 
-        x = 1/g · log( [e^{−g p} + Σ_S e^{−g s}] / (|S| + 1) ) + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
+        x = 1/g · log( [e^{−g p} + Σ_S e^{−g s}] / (|S| + 1) )
+          + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
 
     and the loss is the mean of ℓ(x + margin). The thresholds p and q steady a neighbourhood whose
     members change from batch to batch: a positive more similar than p, and a negative less similar
@@ -294,7 +294,8 @@ class ImprovedLiftedLoss(SimilarityLoss):
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 25: the mean over anchors
     of
 
-        [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} ) + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
+        [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} )
+          + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
 
     with s the cosine. It takes memory of B × R. An anchor without positives (negatives) costs 0
     where there is no threshold to stand in for them, and so does one without any pair. A distance D
@@ -499,8 +500,8 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, T
         return order[:-1][paired], order[1:][paired], rank[:-1][paired] // 2
     references, reference_order = torch.sort(ref_labels, stable=True)
     place = torch.searchsorted(references, ordered) + rank
-    found = place < torch.searchsorted(references, ordered, right=True)
-    return order[found], reference_order[place[found]], rank[found]
+    has_partner = place < torch.searchsorted(references, ordered, right=True)
+    return order[has_partner], reference_order[place[has_partner]], rank[has_partner]
 
 
 @traits(ref_emb=False, miner=False)
@@ -511,7 +512,8 @@ class ImprovedProxyNCALoss(SimilarityLoss):
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3, which gives no equation.
     With d the squared Euclidean distance on the sphere, 2 − 2 cosine,
 
-        x = 1/g · log( [e^{g λ₁} + e^{g d(y)}] / 2 ) + 1/γ₂ · log( [e^{−γ₂ λ₂} + Σ_{z ≠ y} e^{−γ₂ d(z)}] / C )
+        x = 1/g · log( [e^{g λ₁} + e^{g d(y)}] / 2 )
+          + 1/γ₂ · log( [e^{−γ₂ λ₂} + Σ_{z ≠ y} e^{−γ₂ d(z)}] / C )
 
     with g = |γ₁| and λ = 2 − 2 × the threshold; without thresholds d(y) alone, and the mean over C
     − 1. The loss is the mean of ℓ(x + margin). With the identity, no thresholds and γ₂ = 1 it is

@@ -1,5 +1,4 @@
-"""A small convolutional net for images of 28 to 128 pixels, and the backbones without weights: pixels
-and vectors as they are."""
+"""A small convolutional net for images of 28 to 128 pixels, and backbones without weights."""
 
 from __future__ import annotations
 

@@ -52,15 +52,15 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
     top = _folders(folder)
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
     depth = 2 if split else 1  # folders above an image, its class the last of them
-    found = find_images(folder)
-    files, notes = found.images, report_left_out(found, folder, skip_bad)
+    images = find_images(folder)
+    files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder) for file in files]
     stray = [key for key in keys if len(key.parts) <= depth]
     if stray:
-        several = len(stray) > 1
+        plural = len(stray) > 1
         raise DataError(
-            f"{folder}: {len(stray):,} image{'s lie' if several else ' lies'} in no class's folder,"
-            f" so there is no label: {some(stray)}. Move {'them' if several else 'it'}."
+            f"{folder}: {len(stray):,} image{'s lie' if plural else ' lies'} in no class's folder,"
+            f" so there is no label: {some(stray)}. Move {'them' if plural else 'it'}."
         )
     classes = [inner for place in top for inner in _folders(place)] if split else top
     filled = {folder.joinpath(*key.parts[:depth]) for key in keys}

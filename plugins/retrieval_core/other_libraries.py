@@ -107,25 +107,25 @@ def torchvision_dataset(
         )
     make = getattr(datasets, dataset)
     takes = inspect.signature(make).parameters
-    given = dict(options or {})
-    if wrong := sorted({*given} - {*takes}):
+    arguments = dict(options or {})
+    if wrong := sorted({*arguments} - {*takes}):
         raise DataError(
             f"[data] options: torchvision's {dataset} takes no {', '.join(wrong)} (it takes"
             f" {', '.join(takes)})."
         )
     if "download" in takes:
-        given["download"] = download
+        arguments["download"] = download
     sides: dict[str, dict[str, Any]] = {"": {}}
-    if "train" in takes and "train" not in given:
+    if "train" in takes and "train" not in arguments:
         sides = {"train": {"train": True}, "test": {"train": False}}
     elif (
         "split" in takes
-        and "split" not in given
+        and "split" not in arguments
         and str(takes["split"].default) in ("train", "trainval")
     ):
         sides = {"train": {"split": takes["split"].default}, "test": {"split": "test"}}
     try:
-        parts = {side: make(folder, **given, **own) for side, own in sides.items()}
+        parts = {side: make(folder, **arguments, **own) for side, own in sides.items()}
     except Exception as error:  # each class has errors of its own
         raise DataError(
             f"torchvision's {dataset} cannot be read from {folder}: {_reason(error)}. "
@@ -136,7 +136,7 @@ def torchvision_dataset(
 
 
 def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Dataset | None:
-    """Return a data set of arrays, where torchvision holds all pixels as they are given; else None."""
+    """Return a data set of arrays where torchvision holds all pixels as it shows them; else None."""
     arrays = []
     for part in parts.values():
         data = getattr(part, "data", None)
@@ -224,33 +224,33 @@ def huggingface(
         ) from error
     try:
         if Path(source).is_dir():
-            found: Any = datasets.load_from_disk(source)
+            loaded: Any = datasets.load_from_disk(source)
         else:
-            found = datasets.load_dataset(source, config)
+            loaded = datasets.load_dataset(source, config)
     except Exception as error:
         raise DataError(
             f"Hugging Face's datasets cannot load {source!r}: {_reason(error)}."
         ) from error
-    whole = found if isinstance(found, Mapping) else {train: found}
-    wanted = [train] if test is None or not isinstance(found, Mapping) else [train, test]
+    whole = loaded if isinstance(loaded, Mapping) else {train: loaded}
+    chosen = [train] if test is None or not isinstance(loaded, Mapping) else [train, test]
     problems = [
         f"it has no split '{side}' (it has: {', '.join(whole)}).{did_you_mean(side, whole)}"
-        for side in wanted
+        for side in chosen
         if side not in whole
     ]
-    for side in wanted:
+    for side in chosen:
         for column in (image, label):
             if side in whole and column not in whole[side].column_names:
-                there = whole[side].column_names
+                columns = whole[side].column_names
                 problems.append(
                     f"split '{side}' has no column '{column}' (it has:"
-                    f" {', '.join(there)}).{did_you_mean(column, there)}"
+                    f" {', '.join(columns)}).{did_you_mean(column, columns)}"
                 )
     if problems:
         refuse(source, problems)
-    names = ("train", "test") if len(wanted) > 1 else ("",)
+    names = ("train", "test") if len(chosen) > 1 else ("",)
     parts, labels = {}, {}
-    for name, side in zip(names, wanted, strict=True):
+    for name, side in zip(names, chosen, strict=True):
         feature = whole[side].features[label]
         texts = getattr(feature, "names", None)
         values = whole[side][label]

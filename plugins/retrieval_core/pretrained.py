@@ -210,18 +210,18 @@ class Levels(nn.Module):
 
     def _maps(self, x: Tensor) -> dict[str, Tensor]:
         """Return the maps (B, C, h, w) of the levels that are asked for."""
-        network, found = self.network, {}
+        network, maps = self.network, {}
         if "image" in self.grids:
-            found["image"] = x * self.std + self.mean
+            maps["image"] = x * self.std + self.mean
         deepest = max(get_args(Level).index(level) for level in self.grids)
         h = network.bn1(network.conv_stem(x)) if deepest else x
         for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
             h = block(h)
             if str(number) in self.grids:
-                found[str(number)] = h
+                maps[str(number)] = h
         if "last" in self.grids:
-            found["last"] = network.bn2(network.conv_head(h))
-        return found
+            maps["last"] = network.bn2(network.conv_head(h))
+        return maps
 
 
 def _averages(cells: int, length: int) -> Tensor:
@@ -231,11 +231,11 @@ def _averages(cells: int, length: int) -> Tensor:
     A matrix, since torch's exporter by TorchScript, which frozen features go through, has no
     adaptive pooling where lengths do not divide.
     """
-    made = torch.zeros(cells, length)
+    matrix = torch.zeros(cells, length)
     for cell in range(cells):
         start, stop = cell * length // cells, -(-(cell + 1) * length // cells)
-        made[cell, start:stop] = 1 / (stop - start)
-    return made
+        matrix[cell, start:stop] = 1 / (stop - start)
+    return matrix
 
 
 def torchvision_model(
@@ -324,11 +324,11 @@ def _remove_classifier(network: nn.Module) -> None:
     """Put an identity in place of the last linear layer of the network's last part."""
     name, last = list(network.named_children())[-1]
     for kind in (nn.Linear, nn.Conv2d):
-        found = [
+        paths = [
             path for path, module in last.named_modules(prefix=name) if isinstance(module, kind)
         ]
-        if found:
-            parent, _, child = found[-1].rpartition(".")
+        if paths:
+            parent, _, child = paths[-1].rpartition(".")
             setattr(network.get_submodule(parent), child, nn.Identity())
             return
     raise ValueError(f"{type(network).__name__} ends in no linear layer that could be removed")

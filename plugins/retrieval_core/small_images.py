@@ -55,9 +55,10 @@ def digits() -> Dataset:
 
 def _digits() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the pixels (N, 64), 0 to 16, and the labels (N,)."""
-    found = find_spec("sklearn")
-    file = Path(str(found and found.origin)).parent / "datasets" / "data" / "digits.csv.gz"
-    if file.is_file():  # read as it lies: loading scikit-learn, with SciPy and pandas, takes most of a small run's start
+    package = find_spec("sklearn")
+    file = Path(str(package and package.origin)).parent / "datasets" / "data" / "digits.csv.gz"
+    # read as it lies: loading scikit-learn, with SciPy and pandas, takes most of a small run's start
+    if file.is_file():
         rows = np.loadtxt(file, delimiter=",")
         return rows[:, :-1], rows[:, -1]
     from sklearn.datasets import load_digits
@@ -207,7 +208,7 @@ def emnist(
         _check_counts(
             folder,
             f"EMNIST {variant}",
-            {side: [Count(*one)] for side, one in sides},
+            {side: [Count(*count)] for side, count in sides},
             numbers,
             splits,
         )

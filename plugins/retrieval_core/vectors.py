@@ -69,13 +69,13 @@ def _read(file: Path) -> dict[str, NDArray[Any]]:
     try:
         # opened here: numpy leaves a file open that turns out to be damaged
         with file.open("rb") as stream:
-            found = np.load(stream, allow_pickle=False)
-            if not isinstance(found, Mapping):
+            archive = np.load(stream, allow_pickle=False)
+            if not isinstance(archive, Mapping):
                 raise DataError(
                     f"{file} holds a single array. Write it with numpy.savez(file, features=…,"
                     " labels=…)."
                 )
-            return {name: found[name] for name in found if name in ("features", *_COLUMNS)}
+            return {name: archive[name] for name in archive if name in ("features", *_COLUMNS)}
     except FileNotFoundError:
         raise DataError(
             f"[data] file: {file} does not exist. Relative paths start at {Path.cwd()}."
@@ -158,11 +158,11 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
     elif column is not None:
         raise DataError(f"{path} is a table, which has one column of vectors: leave 'column' out.")
     else:
-        found = collect([path], "features")
-        assert found.features is not None
-        items, arrays = found.items, found.features
+        sources = collect([path], "features")
+        assert sources.features is not None
+        items, arrays = sources.items, sources.features
     metadata = [dict(item.metadata) for item in items]
-    taken = {
+    columns = {
         name: (
             [str(row.pop(name) or "") for row in metadata]
             if all(name in row for row in metadata)
@@ -175,8 +175,8 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
         [item.label or "" for item in items],
         [item.key for item in items],
         kind="features",
-        splits=sides(taken["split"]),
-        roles=taken["role"],
+        splits=sides(columns["split"]),
+        roles=columns["role"],
         metadata=metadata,
     )
     return usable(dataset, str(path))

@@ -89,7 +89,7 @@ def retrieval_combiners() -> Factories:
 
 @hookimpl
 def retrieval_report_panels(run: Run) -> dict[str, bytes]:
-    """Loss curves, weights of local metrics and shifts of synthetic samples of an adversarial run."""
+    """Losses, weights of local metrics and shifts of synthetic samples of an adversarial run."""
     from retrieval_daml.report import report_panels
 
     return report_panels(run)

@@ -276,17 +276,17 @@ class DisturbedNegative(Generator):
         Raises:
             ValueError: no head was bound, and there is more than one try.
         """
-        made = self._copy(anchor, positive, negative)
+        nearest_copy = self._copy(anchor, positive, negative)
         if self.tries == 1 or len(anchor) == 0:
-            return made
+            return nearest_copy
         code = self._codes(anchor)
-        nearest = (self._codes(made) - code).square().sum(1)
+        nearest = (self._codes(nearest_copy) - code).square().sum(1)
         for _ in range(self.tries - 1):
             other = self._copy(anchor, positive, negative)
             apart = (self._codes(other) - code).square().sum(1)
-            made = torch.where((apart < nearest)[:, None], other, made)
+            nearest_copy = torch.where((apart < nearest)[:, None], other, nearest_copy)
             nearest = torch.minimum(apart, nearest)
-        return made
+        return nearest_copy
 
     def _copy(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         length = negative.norm(dim=1, keepdim=True)
@@ -295,8 +295,8 @@ class DisturbedNegative(Generator):
         else:
             other = torch.randperm(len(anchor), device=anchor.device)
             added = (anchor[other] - positive[other]).detach()
-        made: Tensor = nn.functional.normalize(negative + self.step * added) * length
-        return made
+        copied: Tensor = nn.functional.normalize(negative + self.step * added) * length
+        return copied
 
     @torch.no_grad()
     def _codes(self, features: Tensor) -> Tensor:
@@ -306,11 +306,11 @@ class DisturbedNegative(Generator):
                 " bind(head) first, or set tries = 1"
             )
         head = self._head[0]
-        modes = [(each, each.training) for each in head.modules()]
+        modes = [(part, part.training) for part in head.modules()]
         head.eval()  # no batch statistics are moved, no random number is drawn
         try:
             codes: Tensor = full_precision(head(features))
         finally:
-            for each, mode in modes:
-                each.training = mode
+            for part, mode in modes:
+                part.training = mode
         return codes

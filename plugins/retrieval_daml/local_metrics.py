@@ -48,8 +48,8 @@ def all_pairs(
     """
     if exporting() or len(query) * len(reference) * width <= DIRECT:
         return function(query, reference, *parameters)
-    made: Tensor = _Blocks.apply(function, width, tail, query, reference, *parameters)
-    return made
+    values: Tensor = _Blocks.apply(function, width, tail, query, reference, *parameters)
+    return values
 
 
 def exporting() -> bool:
@@ -94,23 +94,23 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         saved = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[3:]
         sums = [
-            torch.zeros_like(x) if want else None for x, want in zip(saved, wanted, strict=True)
+            torch.zeros_like(x) if want else None for x, want in zip(saved, needed, strict=True)
         ]
         for rows, columns in _blocks(len(saved[0]), len(saved[1]), ctx.width):
             with torch.enable_grad():
                 parts = [saved[0][rows], saved[1][columns], *saved[2:]]
                 parts = [
-                    x.detach().requires_grad_(want) for x, want in zip(parts, wanted, strict=True)
+                    x.detach().requires_grad_(want) for x, want in zip(parts, needed, strict=True)
                 ]
                 value = ctx.function(*parts)
             inputs = [x for x in parts if x.requires_grad]
-            found = iter(
+            gradients_of_inputs = iter(
                 torch.autograd.grad(value, inputs, gradient[rows, columns], allow_unused=True)
             )
             for place, total in enumerate(sums):
-                if total is None or (part := next(found)) is None:
+                if total is None or (part := next(gradients_of_inputs)) is None:
                     continue
                 where = (rows, columns)[place] if place < 2 else slice(None)
                 total[where] += part
@@ -152,7 +152,9 @@ class ViewMaps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, D) of (B, F)."""
         parts = x.chunk(len(self.maps), dim=-1)
-        return torch.cat([one(part) for one, part in zip(self.maps, parts, strict=True)], dim=-1)
+        return torch.cat(
+            [linear(part) for linear, part in zip(self.maps, parts, strict=True)], dim=-1
+        )
 
 
 class LocalMetrics(Combiner):
@@ -208,7 +210,7 @@ class LocalMetrics(Combiner):
         return codes[:, : self.embedding_size]
 
     def local_distances(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the local distances (Q, R, K) of codes, all at once: for small numbers of pairs."""
+        """Return the local distances (Q, R, K) of codes, all at once: for few pairs."""
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
         if exporting():  # the same numbers, by operators that every exporter knows
             apart = x[:, None] - y[None]
@@ -240,8 +242,8 @@ class LocalMetrics(Combiner):
 
 def split(x: Tensor, parts: int) -> Tensor:
     """Return (…, K, D / K) of (…, D)."""
-    made: Tensor = x.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
-    return made
+    split_up: Tensor = x.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
+    return split_up
 
 
 def widened(*codes: Tensor) -> tuple[Tensor, ...]:
@@ -513,25 +515,25 @@ class Discriminator(LocalMetrics):
         mean = gamma.mean(0)
         spread = -(gamma - 1 / self.metrics).square().sum(-1).mean()
         balance = (mean - 1 / self.metrics).square().sum()
-        return self.mu * spread + self.rho * balance, self._figures(gamma.detach(), spread, balance)
+        return self.mu * spread + self.rho * balance, self._logged(gamma.detach(), spread, balance)
 
-    def _figures(self, gamma: Tensor, spread: Tensor, balance: Tensor) -> dict[str, Tensor]:
-        figures = {
+    def _logged(self, gamma: Tensor, spread: Tensor, balance: Tensor) -> dict[str, Tensor]:
+        logged = {
             "j_dis": spread.detach(),
             "balance": balance.detach(),
             "gamma_max": gamma.amax(-1).mean(),
         }
         ordered = gamma[:: max(1, len(gamma) // 4096)].sort(0).values
         for k in range(self.metrics):
-            figures[f"load_{k + 1}"] = gamma[:, k].mean()
+            logged[f"load_{k + 1}"] = gamma[:, k].mean()
             for quantile in QUANTILES:
                 place = round(quantile * (len(ordered) - 1))
-                figures[f"gamma_{k + 1}_p{round(100 * quantile)}"] = ordered[place, k]
-        return figures
+                logged[f"gamma_{k + 1}_p{round(100 * quantile)}"] = ordered[place, k]
+        return logged
 
-    def warnings(self, figures: Mapping[str, float]) -> Sequence[str]:
+    def warnings(self, logged: Mapping[str, float]) -> Sequence[str]:
         """Return a sentence for each metric whose mean weight is below .05."""
-        loads = {k + 1: figures.get(f"load_{k + 1}") for k in range(self.metrics)}
+        loads = {k + 1: logged.get(f"load_{k + 1}") for k in range(self.metrics)}
         return [
             f"local metric {k} of {self.metrics} has a mean weight of {load:.3f}: the discriminator"
             " hardly uses it. Use a smaller [combiner] mu, a larger rho, or fewer metrics."
@@ -543,7 +545,7 @@ class Discriminator(LocalMetrics):
     # -----------------------------------------------------------------------------------------
 
     def choose_candidates(self, codes: Tensor) -> int:
-        """Return how many candidates a server rescores: 500 where the weights are sharp, else 200."""
+        """Return how many candidates a server rescores: 500 for sharp weights, else 200."""
         if self.fixed_candidates is not None:
             return self.fixed_candidates
         return 500 if self.sharpness(codes) > SHARP else 200
@@ -551,9 +553,9 @@ class Discriminator(LocalMetrics):
     @torch.no_grad()
     def sharpness(self, codes: Tensor) -> float:
         """Return the mean largest weight over pairs of different items, from 1/K to 1."""
-        few = codes[:: max(1, len(codes) // SAMPLE)]
-        if self.metrics == 1 or len(few) < 2:
+        sample = codes[:: max(1, len(codes) // SAMPLE)]
+        if self.metrics == 1 or len(sample) < 2:
             return 1.0
-        largest = self.weights(few, few).amax(-1)
-        different = ~torch.eye(len(few), dtype=torch.bool, device=codes.device)
+        largest = self.weights(sample, sample).amax(-1)
+        different = ~torch.eye(len(sample), dtype=torch.bool, device=codes.device)
         return float(largest[different].mean())

@@ -46,10 +46,10 @@ class Measure:
         """Return D² (N,) of pairs."""
         if self.euclidean and not self._dense(rows):
             return (self.query[rows] - self.reference[columns]).square().sum(1)
-        found = self._raw(rows, columns)
+        raw = self._raw(rows, columns)
         if self.distance.is_inverted:
-            return 2 - 2 * found
-        return found if self.euclidean else found.square()
+            return 2 - 2 * raw
+        return raw if self.euclidean else raw.square()
 
     def plain(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return D (N,) of pairs."""
@@ -124,7 +124,7 @@ class PaperLoss(CheckedLoss):
 def triplets(
     indices: Any, labels: Tensor | None, query: Tensor, reference: Tensor, ref_labels: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a miner's triplets, all that its pairs make, or every triplet where there is no miner."""
+    """Return a miner's triplets or all that its pairs make; without a miner, every triplet."""
     if indices is None:
         same = reference is query
         a, p, n = indices_utils.get_all_triplets_indices(labels, labels if same else ref_labels)
@@ -136,8 +136,8 @@ def triplets(
     return a[which], p[which], n[other]
 
 
-def _once(anchors: Tensor, others: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    keys = torch.unique(anchors * size + others)
+def _once(anchors: Tensor, partners: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    keys = torch.unique(anchors * size + partners)
     return keys // max(size, 1), keys % max(size, 1)
 
 
@@ -180,14 +180,14 @@ class ContrastiveLoss(PaperLoss):
         """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         measure = Measure(self.distance, embeddings, ref_emb)
-        made = {"pos_loss": nothing(embeddings, ref_emb), "neg_loss": nothing(embeddings, ref_emb)}
+        parts = {"pos_loss": nothing(embeddings, ref_emb), "neg_loss": nothing(embeddings, ref_emb)}
         if len(a):
             near = measure.squared(a, p)
-            made["pos_loss"] = {"losses": near, "indices": (a, p), "reduction_type": "pos_pair"}
+            parts["pos_loss"] = {"losses": near, "indices": (a, p), "reduction_type": "pos_pair"}
         if len(b):
             far = (self.margin - measure.squared(b, n)).relu()
-            made["neg_loss"] = {"losses": far, "indices": (b, n), "reduction_type": "neg_pair"}
-        return made
+            parts["neg_loss"] = {"losses": far, "indices": (b, n), "reduction_type": "neg_pair"}
+        return parts
 
     def _sub_loss_names(self) -> list[str]:
         return ["pos_loss", "neg_loss"]
@@ -280,10 +280,10 @@ class LiftedLoss(PaperLoss):
         measure = Measure(self.distance, embeddings, ref_emb)
         push = self._by_anchor(self.margin - measure.plain(b, n), b, len(embeddings))
         lowest = torch.finfo(push.dtype).min / 4
-        others = torch.where(
+        push_of_positive = torch.where(
             _is_anchor(embeddings, ref_emb, p), push[p.clamp_max(len(push) - 1)], lowest
         )
-        both = torch.stack([push[a], others])
+        both = torch.stack([push[a], push_of_positive])
         reach = both.amax(0) if self.form == "printed" else both.logsumexp(0)
         losses = (reach + measure.plain(a, p)).relu()
         if self.form == "original":
@@ -385,7 +385,7 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
     else:
         references, reference_order = torch.sort(ref_labels, stable=True)
         place = torch.searchsorted(references, ordered) + rank
-        found = place < torch.searchsorted(references, ordered, right=True)
-        a, p, turn = order[found], reference_order[place[found]], rank[found]
+        has_partner = place < torch.searchsorted(references, ordered, right=True)
+        a, p, turn = order[has_partner], reference_order[place[has_partner]], rank[has_partner]
     first, second = ((turn[:, None] == turn) & (a[:, None] != a)).nonzero(as_tuple=True)
     return a, p, a[first], p[second]

@@ -51,8 +51,8 @@ class OnePerClass(nn.Module):
     ) -> TripletIndices:
         """Return triplets; see `retrieval.Miner`."""
         own = ref_emb is None or ref_labels is None
-        others = labels if ref_labels is None else ref_labels
-        classes, group = torch.unique(others, return_inverse=True)
+        known_labels = labels if ref_labels is None else ref_labels
+        classes, group = torch.unique(known_labels, return_inverse=True)
         order = torch.argsort(group, stable=True)
         count = torch.bincount(group, minlength=len(classes))
         start = count.cumsum(0) - count
@@ -60,15 +60,15 @@ class OnePerClass(nn.Module):
         if self.anchors == "one":
             anchors = _one_of_each(labels)
         matches = labels[anchors][:, None] == classes
-        at, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
+        row, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
         rest = count[cls] - 1 if own else count[cls]
-        at, cls, rest = at[rest > 0], cls[rest > 0], rest[rest > 0]
-        differs = ~matches[at]
+        row, cls, rest = row[rest > 0], cls[rest > 0], rest[rest > 0]
+        differs = ~matches[row]
         if 0 < self.negatives < differs.shape[1] - 1:
             chosen = torch.multinomial(differs.double(), self.negatives)
             differs = torch.zeros_like(differs).scatter_(1, chosen, True)
         which, other = differs.nonzero(as_tuple=True)
-        a = anchors[at[which]]
+        a = anchors[row[which]]
         step = _below(rest[which])
         if own:  # no item is its own positive
             rank = torch.empty_like(order)
@@ -123,10 +123,10 @@ class SemiHard(nn.Module):
     ) -> TripletIndices:
         """Return triplets; see `retrieval.Miner`."""
         query = reference = full_precision(embeddings)
-        others = labels
+        known_labels = labels
         if ref_emb is not None and ref_labels is not None:
-            reference, others = full_precision(ref_emb), ref_labels
-        same = labels[:, None] == others
+            reference, known_labels = full_precision(ref_emb), ref_labels
+        same = labels[:, None] == known_labels
         with torch.autocast(device_type=query.device.type, enabled=False):
             matrix = Measure(self.distance, query, reference).all_squared()
         positive = same.clone()
@@ -135,8 +135,8 @@ class SemiHard(nn.Module):
         a, p = positive.nonzero(as_tuple=True)
         gap = matrix[a] - matrix[a, p][:, None]
         fits = (gap > 0) & (gap < self.margin) & ~same[a]
-        found = fits.any(1)
-        a, p, fits = a[found], p[found], fits[found]
+        has_fit = fits.any(1)
+        a, p, fits = a[has_fit], p[has_fit], fits[has_fit]
         if len(a) == 0:
             return a, p, a
         if self.pick == "hardest":

@@ -80,9 +80,9 @@ class MetricLearnLearner(LinearMap):
     def _fit_options(self) -> dict[str, Any]:
         return {}
 
-    def _components(self, found: Floats) -> Floats:
+    def _components(self, components: Floats) -> Floats:
         """Return the map (C, F) from the one that metric-learn found."""
-        return found
+        return components
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,), which may be text.
@@ -433,8 +433,8 @@ class LFDA(MetricLearnLearner):
         # each time; for all of them it calls LAPACK, and the first are the same
         return {**super()._settings(), "n_components": None}
 
-    def _components(self, found: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
-        return found[: self.n_components]
+    def _components(self, components: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+        return components[: self.n_components]
 
 
 class RCA(MetricLearnLearner):

@@ -92,14 +92,14 @@ class ABTL(CheckedLoss):
 
     def _hedged(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
         """Return Σ α_l loss_l of each triplet, and let the combiner see each space's mean loss."""
-        queries, others = self.distance.embeddings(x), self.distance.embeddings(r)
+        queries, references = self.distance.embeddings(x), self.distance.embeddings(r)
         alpha = self.distance.alpha.to(x.dtype).clone()
-        each = []
+        losses_by_level = []
         for level in range(self.distance.spaces):
-            apart = queries[:, None, level] - others[None, :, level]
+            apart = queries[:, None, level] - references[None, :, level]
             matrix = (apart.square().sum(2) + 1e-12).sqrt()
-            each.append(abtl(matrix[a, p], matrix[a, n], self.tau))
-        losses = torch.stack(each)
+            losses_by_level.append(abtl(matrix[a, p], matrix[a, n], self.tau))
+        losses = torch.stack(losses_by_level)
         if self.training and torch.is_grad_enabled():
             self.distance.observe(losses.mean(dim=1))
         weighted: Tensor = alpha @ losses

@@ -92,14 +92,14 @@ class OverComplete(nn.Module):
         """Return codes."""
         h = (x - self.get_buffer("offset")) / self.get_buffer("scale")
         factor = self.get_buffer("factor")
-        found = []
+        codes = []
         for level, layer in enumerate(self.embedding):
-            found.append(
+            codes.append(
                 functional.normalize(full_precision(layer(h)), dim=1, eps=TINY) * factor[level]
             )
             if level < len(self.hidden):
                 h = self.hidden[level](h).relu()
-        return torch.cat(found, dim=1)
+        return torch.cat(codes, dim=1)
 
 
 class UnitLength(nn.Module):
@@ -134,8 +134,8 @@ class Bilinear(Combiner):
 
     def query_vectors(self, codes: Tensor) -> Tensor:
         """Return Wᵀ x (N, F)."""
-        asked: Tensor = codes @ self.get_buffer("similarity").to(codes.dtype)
-        return asked
+        vectors: Tensor = codes @ self.get_buffer("similarity").to(codes.dtype)
+        return vectors
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -176,12 +176,12 @@ class Hedge(Combiner):
         """Return the combiner of codes that are embeddings times √α, as `OAHU.transform` gives
         them.
         """
-        made = cls(embedding, len(alpha) - 1)
+        combiner = cls(embedding, len(alpha) - 1)
         weights = torch.from_numpy(np.array(alpha, dtype=np.float64))
-        made.get_buffer("alpha").copy_(weights)
-        made.get_buffer("factor").copy_(weights.sqrt())
-        made._weights_changed()
-        return made
+        combiner.get_buffer("alpha").copy_(weights)
+        combiner.get_buffer("factor").copy_(weights.sqrt())
+        combiner._weights_changed()
+        return combiner
 
     def build_head(self, features: int) -> nn.Module:
         """Return the over-complete network, features (B, F) to codes (B, (L + 1) E)."""

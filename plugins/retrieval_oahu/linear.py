@@ -71,9 +71,9 @@ class MatrixLearner(LinearMap, OnlineLearner):
         self._start(features)
         if sample is not None:
             rng = np.random.default_rng(self._chosen_seed())
-            one, other = rng.integers(0, len(sample), (2, _PAIRS))
-            kept = one != other
-            self._settle(((sample[one[kept]] - sample[other[kept]]) ** 2).sum(axis=1))
+            left, right = rng.integers(0, len(sample), (2, _PAIRS))
+            kept = left != right
+            self._settle(((sample[left[kept]] - sample[right[kept]]) ** 2).sum(axis=1))
 
     def _settle(self, squares: Floats) -> None:
         mean = float(squares.mean()) or 1.0
@@ -100,13 +100,13 @@ class MatrixLearner(LinearMap, OnlineLearner):
         """The learned map (F, F): the root of M, in the features' own units."""
         if not hasattr(self, "matrix_"):
             raise AttributeError("components_")
-        found = _roots.get(self)
-        if found is None:
+        components = _roots.get(self)
+        if components is None:
             values, vectors = np.linalg.eigh((self.matrix_ + self.matrix_.T) / 2)
             order = np.argsort(-values, kind="stable")
             root = np.sqrt(np.maximum(values[order], 0.0)) / (self.unit_ or 1.0)
-            found = _roots[self] = np.ascontiguousarray((vectors[:, order] * root).T)
-        return found
+            components = _roots[self] = np.ascontiguousarray((vectors[:, order] * root).T)
+        return components
 
 
 _roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
@@ -332,8 +332,8 @@ class OPML(MatrixLearner):
         """The learned map (F, F), in the features' own units."""
         if not hasattr(self, "matrix_"):
             raise AttributeError("components_")
-        found: Floats = self.matrix_ / (self.unit_ or 1.0)
-        return found
+        components: Floats = self.matrix_ / (self.unit_ or 1.0)
+        return components
 
 
 def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
@@ -412,8 +412,8 @@ class OASIS(OnlineLearner):
     def queries(self, X: ArrayLike) -> Floats:
         """Return Wᵀ x (N, F), whose inner product with `transform`'s codes is the similarity."""
         codes = self.transform(X)
-        asked: Floats = codes @ self.similarity_.astype(codes.dtype)
-        return asked
+        vectors: Floats = codes @ self.similarity_.astype(codes.dtype)
+        return vectors
 
     def pair_distance(self, pairs: ArrayLike) -> Floats:
         """Return |Wᵀx − y| of the unit vectors x and y of each pair (P, 2, F), (P,): what a search
@@ -439,7 +439,7 @@ class OASIS(OnlineLearner):
         return np.asarray(np.einsum("pf,pf->p", self.queries(query), self.transform(item)))
 
     def to_model_parts(self) -> tuple[nn.Module, Bilinear]:
-        """Return the head, which scales to unit length, and the combiner, which multiplies queries."""
+        """Return the head that scales to unit length, and the combiner that multiplies queries."""
         from retrieval_oahu.combiners import Bilinear, UnitLength
 
         check_is_fitted(self, "n_triplets_")

@@ -123,12 +123,12 @@ class Network:
 
     def embed(self, x: Floats) -> Floats:
         """Return the unit embeddings (L + 1, N, E) of standardised features (N, F)."""
-        h, found = x, []
+        h, embeddings = x, []
         for level in self.levels:
             out = h @ level
-            found.append(unit(out[:, self.hidden :]))
+            embeddings.append(unit(out[:, self.hidden :]))
             h = np.maximum(out[:, : self.hidden], 0)
-        return np.stack(found)
+        return np.stack(embeddings)
 
     def step(self, rows: Floats, alpha: Floats, tau: float, rate: float) -> Floats:
         """Learn from one triplet; return each level's loss (L + 1,) before the update, Eq 13.

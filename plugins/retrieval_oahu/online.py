@@ -1,5 +1,6 @@
-"""What every learner from a stream has in common: checked triplets, counters, `fit`, a record of its
-weights, save and load."""
+"""What every learner from a stream shares: checked triplets, counters, `fit`, its weights' record,
+save and load.
+"""
 
 from __future__ import annotations
 
@@ -61,26 +62,26 @@ ROWS = 512
 
 
 def recorded(
-    kept: Floats, at: NDArray[np.int64], stride: int, value: Floats, step: int
+    kept: Floats, steps: NDArray[np.int64], stride: int, value: Floats, step: int
 ) -> tuple[Floats, NDArray[np.int64], int]:
     """Return the record with one more row when its turn has come; when it is full, every second row
     goes and the stride doubles.
 
     Args:
         kept: (M, W) values.
-        at: (M,) after how many steps each was taken, multiples of the stride.
+        steps: (M,) after how many steps each was taken, multiples of the stride.
         stride: how many steps lie between two rows.
         value: (W,) the present value.
         step: how many steps were made.
     """
     if step % stride:
-        return kept, at, stride
-    kept, at = np.concatenate([kept, value[None]]), np.append(at, step)
+        return kept, steps, stride
+    kept, steps = np.concatenate([kept, value[None]]), np.append(steps, step)
     if len(kept) > ROWS:
         stride *= 2
-        turn = at % stride == 0
-        kept, at = kept[turn], at[turn]
-    return kept, at, stride
+        turn = steps % stride == 0
+        kept, steps = kept[turn], steps[turn]
+    return kept, steps, stride
 
 
 T = TypeVar("T")

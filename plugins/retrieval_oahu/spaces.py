@@ -58,8 +58,8 @@ class Spaces:
         if manifest.subspaces:
             weights = np.array([space.weight for space in manifest.subspaces])
         else:
-            asked = encoded.query.reshape(len(inputs), count, -1)
-            weights = np.linalg.norm(asked, axis=2).max(axis=0)
+            query = encoded.query.reshape(len(inputs), count, -1)
+            weights = np.linalg.norm(query, axis=2).max(axis=0)
         return cls(np.ascontiguousarray(parted), weights / weights.sum())
 
     def __len__(self) -> int:
@@ -76,11 +76,11 @@ class Spaces:
         )
         return np.ascontiguousarray(weighted.transpose(1, 0, 2)).reshape(len(self), -1)
 
-    def distances(self, others: Spaces) -> Floats:
+    def distances(self, references: Spaces) -> Floats:
         """Return D_l (L + 1, N) between these items and as many others, row by row (Eq 6)."""
-        apart = self.embeddings.astype(np.float64) - others.embeddings
-        found: Floats = np.sqrt((apart * apart).sum(axis=2))
-        return found
+        apart = self.embeddings.astype(np.float64) - references.embeddings
+        distances: Floats = np.sqrt((apart * apart).sum(axis=2))
+        return distances
 
     def classify(self, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
         """Return labels (N,): each of the k neighbours in each space votes with its score (Eq
@@ -100,7 +100,7 @@ class Spaces:
         winners: NDArray[Any] = names[votes.argmax(axis=1)]
         return winners
 
-    def similar(self, others: Spaces, threshold: float = 0.55) -> NDArray[np.float64]:
+    def similar(self, references: Spaces, threshold: float = 0.55) -> NDArray[np.float64]:
         """Return P (N,) of pairs, row by row (Eq 26); see `OAHU.similar`.
 
         Raises:
@@ -108,12 +108,14 @@ class Spaces:
         """
         if not 0 < threshold < 1:
             raise ValueError(f"threshold is {threshold} and must be above 0 and below 1.")
-        if len(self) != len(others):
+        if len(self) != len(references):
             raise ValueError(
                 f"Both sides of the pairs must have the same number of items, not {len(self)} and"
-                f" {len(others)}."
+                f" {len(references)}."
             )
-        return np.asarray(self.alpha @ (self.distances(others) / 2 < threshold), dtype=np.float64)
+        return np.asarray(
+            self.alpha @ (self.distances(references) / 2 < threshold), dtype=np.float64
+        )
 
     def retrieve(
         self, references: Spaces, k: int = 10
@@ -131,17 +133,17 @@ class Spaces:
         # by score, ties by row; then the first appearance of each row
         order = np.lexsort((flat, -value), axis=1)
         flat, value = np.take_along_axis(flat, order, 1), np.take_along_axis(value, order, 1)
-        found = np.empty((len(self), width), np.int64)
+        rows_found = np.empty((len(self), width), np.int64)
         best = np.empty((len(self), width))
         for query in range(len(self)):
             first = np.sort(np.unique(flat[query], return_index=True)[1])[:width]
-            found[query], best[query] = flat[query, first], value[query, first]
-        return found, best
+            rows_found[query], best[query] = flat[query, first], value[query, first]
+        return rows_found, best
 
     def _candidates(
         self, references: Spaces, k: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return rows and scores (L + 1, N, k) of the k nearest references in each space (Eq 23)."""
+        """Return rows and scores (L + 1, N, k) of each space's k nearest references (Eq 23)."""
         if k < 1 or not len(references):
             raise ValueError(
                 f"k is {k} and there are {len(references)} references; at least one of each is"

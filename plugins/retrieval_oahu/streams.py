@@ -1,5 +1,4 @@
-"""Streams of triplets: from labels, from a click log, and with what follows from them by the paper's
-four rules of transitive closure."""
+"""Streams of triplets: from labels, from a click log, and by the paper's four rules of closure."""
 
 from __future__ import annotations
 
@@ -83,40 +82,40 @@ class Closure:
         for _ in range(32):
             while self._edges:
                 place = int(rng.integers(len(self._edges)))
-                one, other = self._edges[place]
-                if one in self._parted and other in self._parted[one]:
+                left, right = self._edges[place]
+                if left in self._parted and right in self._parted[left]:
                     break
                 self._edges[place] = self._edges[-1]
                 self._edges.pop()
             else:
                 return None
             if rng.integers(2):
-                one, other = other, one
-            own = self._members[one]
+                left, right = right, left
+            own = self._members[left]
             if len(own) > 1:
                 a = int(rng.integers(len(own)))
                 p = int(rng.integers(len(own) - 1))
-                away = self._members[other]
+                away = self._members[right]
                 return Triplet(own[a], own[p + (p >= a)], away[int(rng.integers(len(away)))])
         return None
 
-    def _join(self, one: int, other: int) -> None:
-        if one == other:
+    def _join(self, larger: int, smaller: int) -> None:
+        if larger == smaller:
             return
-        if len(self._members[one]) < len(self._members[other]):
-            one, other = other, one
-        for item in self._members[other]:
-            self._group[item] = one
-        self._members[one] += self._members.pop(other)
-        for away in self._parted.pop(other):
-            self._parted[away].discard(other)
-            self._part(one, away)
+        if len(self._members[larger]) < len(self._members[smaller]):
+            larger, smaller = smaller, larger
+        for item in self._members[smaller]:
+            self._group[item] = larger
+        self._members[larger] += self._members.pop(smaller)
+        for away in self._parted.pop(smaller):
+            self._parted[away].discard(smaller)
+            self._part(larger, away)
 
-    def _part(self, one: int, other: int) -> None:
-        if other not in self._parted[one]:
-            self._parted[one].add(other)
-            self._parted[other].add(one)
-            self._edges.append((one, other))
+    def _part(self, left: int, right: int) -> None:
+        if right not in self._parted[left]:
+            self._parted[left].add(right)
+            self._parted[right].add(left)
+            self._edges.append((left, right))
 
 
 Floats = NDArray[np.floating[Any]]
@@ -131,8 +130,8 @@ class HeldOut:
     """
 
     def __init__(self, pairs: ArrayLike) -> None:
-        given = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
-        self._pairs = {(min(x, y), max(x, y)) for x, y in given.tolist()}
+        rows = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+        self._pairs = {(min(x, y), max(x, y)) for x, y in rows.tolist()}
 
     def touches(self, triplet: Triplet) -> bool:
         """Return whether any two of a triplet's three items are a pair of the set."""
@@ -346,7 +345,7 @@ def paper_stream(
 def _usable(
     known: Closure, rng: np.random.Generator, seen: set[Triplet], held_out: HeldOut | None
 ) -> Triplet | None:
-    """Return a triplet that follows, a new one if some tries find one; None where none may be used."""
+    """Return a triplet that follows, a new one if a few tries find one; None without any."""
     last = None
     for _ in range(_TRIES):
         drawn = known.draw(rng)
@@ -450,26 +449,26 @@ class ClickLog:
 
     def _triplets(self, query: str, shown: str, chosen: str) -> Iterator[Triplet]:
         picked, seen = self._rows(chosen), self._rows(shown)
-        asked = self._rows(query)
-        passed = [row for row in seen if row not in picked and row not in asked]
-        picked = [row for row in picked if row not in asked]
-        if not (asked and picked and passed):
+        queries = self._rows(query)
+        passed = [row for row in seen if row not in picked and row not in queries]
+        picked = [row for row in picked if row not in queries]
+        if not (queries and picked and passed):
             self.unusable += 1
             return
         for positive in picked:
             for negative in passed:
-                yield Triplet(asked[0], positive, negative)
+                yield Triplet(queries[0], positive, negative)
 
     def _rows(self, text: str) -> list[int]:
         """Return the rows of ids, each once; unknown ones are counted."""
-        found: dict[int, None] = {}
+        rows: dict[int, None] = {}
         for name in filter(None, map(str.strip, text.split("|"))):
             row = self.ids.get(name)
             if row is None:
                 self.unknown += 1
             else:
-                found[row] = None
-        return list(found)
+                rows[row] = None
+        return list(rows)
 
     def _text(self, file: TextIO) -> Iterator[str]:
         """Return whole lines; with `follow` wait for more, and for the end of a line that is being

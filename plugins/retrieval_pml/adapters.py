@@ -411,10 +411,10 @@ def forwards(upstream: Callable[..., Any], **renamed: str) -> Callable[[F], F]:
             values = {names.get(name, name): value for name, value in bound.arguments.items()}
             if values.get("weight_init_func") is not None:
                 values["weight_init_func"] = getattr(nn.init, f"{values['weight_init_func']}_")
-            made = upstream(**values)
-            if isinstance(made, PreciseLoss) and bound.arguments.get("classes") is not None:
-                made.known_classes = bound.arguments["classes"]
-            return made
+            part = upstream(**values)
+            if isinstance(part, PreciseLoss) and bound.arguments.get("classes") is not None:
+                part.known_classes = bound.arguments["classes"]
+            return part
 
         make.__doc__ = _documented(inspect.getdoc(function) or "", list(signature.parameters))
         return make  # type: ignore[return-value]

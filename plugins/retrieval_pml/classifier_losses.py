@@ -86,10 +86,10 @@ class Nearest(Pool):
         """
         best = products.amax(1)
         free = torch.ones_like(best, dtype=torch.bool)
-        for each in products.unbind(1):
-            mine = (each == best).logical_and_(free)
+        for product in products.unbind(1):
+            mine = (product == best).logical_and_(free)
             free ^= mine
-            each.copy_(mine)
+            product.copy_(mine)
         return best
 
 
@@ -116,7 +116,7 @@ def cross_entropy(
     weights: Tensor,
     labels: Tensor,
     target: Target,
-    *others: Tensor,
+    *inputs: Tensor,
     bias: Tensor | None = None,
     pool: Pool | None = None,
     centres: int = 1,
@@ -129,18 +129,18 @@ def cross_entropy(
         items: (N, C).
         weights: (C, centres × K), all classes' first centres first.
         labels: (N,) int64.
-        target: of the labels' logits (N,) and `others`: what stands in their place, each of its own
+        target: of the labels' logits (N,) and `inputs`: what stands in their place, each of its own
             item's numbers.
-        others: what `target` needs besides, each (N,).
+        inputs: what `target` needs besides, each (N,).
         bias: (K,) added to each item's products, where there is one centre; or None.
         pool: what makes one number of a class's centres; None where there is one.
         centres: how many each class has.
         rate: logits are a class's number times this.
     """
-    found: Tensor = _CrossEntropy.apply(
-        items, weights, bias, labels, target, (pool, centres, rate), *others
+    losses: Tensor = _CrossEntropy.apply(
+        items, weights, bias, labels, target, (pool, centres, rate), *inputs
     )
-    return found
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -155,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
         labels: Tensor,
         target: Target,
         pooled: tuple[Pool | None, int, float],
-        *others: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
         pool, centres, rate = pooled
         slopes = items @ weights if bias is None else torch.addmm(bias, items, weights)
@@ -166,7 +166,7 @@ class _CrossEntropy(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [
                 (x * f).detach().requires_grad_()
-                for x, f in ((near, rate), *((x, 1) for x in others))
+                for x, f in ((near, rate), *((x, 1) for x in inputs))
             ]
             at_label = target(*leaves)
             derived = torch.autograd.grad(at_label.sum(), leaves, materialize_grads=True)
@@ -191,31 +191,31 @@ class _CrossEntropy(torch.autograd.Function):
             if pool is not None:
                 by_class[part].mul_(logits.unsqueeze(1))
         ctx.save_for_backward(
-            items, weights, bias, labels, slopes, *others, *(excess * x for x in derived[1:])
+            items, weights, bias, labels, slopes, *inputs, *(excess * x for x in derived[1:])
         )
-        ctx.made = target, pooled
+        ctx.constants = target, pooled
         return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         items, weights, bias, labels, slopes, *rest = ctx.saved_tensors
-        target, pooled = ctx.made
-        others, of_others = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        target, pooled = ctx.constants
+        more, of_more = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         if torch.is_grad_enabled():  # the gradient will be differentiated
-            inputs = items, weights, bias, *others
+            inputs = items, weights, bias, *more
             x, w, b, *o = derivatives(
                 lambda x, w, b, *o: _plain(x, w, b, labels, target, pooled, *o), inputs, gradient
             )
             return x, w, b, None, None, None, *o
-        each = gradient.unsqueeze(1)
-        x = (slopes @ weights.T).mul_(each) if ctx.needs_input_grad[0] else None
+        column = gradient.unsqueeze(1)
+        x = (slopes @ weights.T).mul_(column) if ctx.needs_input_grad[0] else None
         w = None
         if ctx.needs_input_grad[1]:
-            weighed = items * each
+            weighed = items * column
             # in the order that the weights lie in
             w = (slopes.T @ weighed).T if weights.stride(0) == 1 else weighed.T @ slopes
         b = gradient @ slopes if ctx.needs_input_grad[2] else None
-        return x, w, b, None, None, None, *(gradient * x for x in of_others)
+        return x, w, b, None, None, None, *(gradient * x for x in of_more)
 
 
 def _plain(
@@ -225,7 +225,7 @@ def _plain(
     labels: Tensor,
     target: Target,
     pooled: tuple[Pool | None, int, float],
-    *others: Tensor,
+    *inputs: Tensor,
 ) -> Tensor:
     """Return what `cross_entropy` returns, as a formula."""
     pool, centres, rate = pooled
@@ -233,10 +233,10 @@ def _plain(
     if pool is not None:
         logits = pool.plain(logits.view(len(items), centres, weights.shape[1] // centres))
     logits = logits * rate
-    at = labels.unsqueeze(1)
-    mine = target(logits.gather(1, at).squeeze(1), *others)
+    place = labels.unsqueeze(1)
+    mine = target(logits.gather(1, place).squeeze(1), *inputs)
     return functional.cross_entropy(
-        logits.scatter(1, at, mine.unsqueeze(1)), labels, reduction="none"
+        logits.scatter(1, place, mine.unsqueeze(1)), labels, reduction="none"
     )
 
 
@@ -271,9 +271,9 @@ class ClassWeights(PreciseLoss):
         losses = self.of_items(embeddings, labels)
         if indices_tuple is not None:
             losses = losses * self.weights_of(indices_tuple, labels, losses.dtype)
-        found = element(losses)
-        self.add_weight_regularization_to_loss_dict(found, self.class_weights())
-        return found
+        parts = element(losses)
+        self.add_weight_regularization_to_loss_dict(parts, self.class_weights())
+        return parts
 
     def written_for(self, labels: Tensor) -> bool:
         """Return whether `of_items` measures as this loss's distance does."""
@@ -308,8 +308,8 @@ class MarginAtTarget(ClassWeights):
         )
 
     def _at_target(self, logits: Tensor) -> Tensor:
-        found: Tensor = self.modify_cosine_of_target_classes(logits / self.scale) * self.scale
-        return found
+        logit: Tensor = self.modify_cosine_of_target_classes(logits / self.scale) * self.scale
+        return logit
 
 
 class MultipleAngle(MarginAtTarget):
@@ -344,8 +344,8 @@ class MultipleAngle(MarginAtTarget):
 
     def _with_lengths(self, logits: Tensor, lengths: Tensor) -> Tensor:
         cosines = logits / (self.scale * lengths).clamp(min=torch.finfo(lengths.dtype).tiny)
-        found: Tensor = self.modify_cosine_of_target_classes(cosines) * (lengths * self.scale)
-        return found
+        logit: Tensor = self.modify_cosine_of_target_classes(cosines) * (lengths * self.scale)
+        return logit
 
 
 class LargeMarginSoftmaxLoss(MultipleAngle, losses.LargeMarginSoftmaxLoss):
@@ -576,8 +576,8 @@ class SoftTripleLoss(ClassWeights, losses.SoftTripleLoss):
         return cross_entropy(items, weights, labels, self._at_target, **pooled)
 
     def _at_target(self, logits: Tensor) -> Tensor:
-        found: Tensor = logits - self.la * self.margin
-        return found
+        logit: Tensor = logits - self.la * self.margin
+        return logit
 
     def class_weights(self) -> Tensor:
         """Return the class weights as rows, for their regulariser."""

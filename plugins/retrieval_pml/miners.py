@@ -1,7 +1,8 @@
 """Miners: they choose the pairs or triplets that a loss works on.
 
-They give upstream's pairs and triplets, in upstream's order and of upstream's draws, by masks and in
-blocks of rows, without lists of all of them."""
+They give upstream's pairs and triplets, in upstream's order and of upstream's draws, by masks and
+in blocks of rows, without lists of all of them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
         pairs, highest = Pairs(labels, ref_labels), torch.finfo(mat.dtype).max
         if embeddings is ref_emb:
             pairs.own = 0
-        found = []
+        chunks = []
         for rows in blocks(*mat.shape):
             near = (
                 -mat[rows] if self.distance.is_inverted else mat[rows].clone()
@@ -61,8 +62,8 @@ class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
             kept = of_positives + self.epsilon > near.amin(1)[row]
             a1, p = row[kept], p[kept]
             a2, n = torch.where(near - self.epsilon < farthest.unsqueeze(1))
-            found.append((a1 + rows.start, p, a2 + rows.start, n))
-        return tuple(torch.cat(each) for each in zip(*found, strict=True))
+            chunks.append((a1 + rows.start, p, a2 + rows.start, n))
+        return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
 
 
 @forwards(MultiSimilarityMiner)
@@ -87,7 +88,7 @@ class PairMarginMiner(PreciseMiner, miners.PairMarginMiner):
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.Miner`."""
         mat = similarities(self.distance, embeddings, ref_emb)
-        pairs, found = Pairs(labels, ref_labels), []
+        pairs, chunks = Pairs(labels, ref_labels), []
         for rows in blocks(*mat.shape):
             positive, negative = pairs.of(rows)
             near = mat[rows]
@@ -97,8 +98,8 @@ class PairMarginMiner(PreciseMiner, miners.PairMarginMiner):
                 far, close = near > self.pos_margin, near < self.neg_margin
             a1, p = torch.where(positive & far)
             a2, n = torch.where(negative & close)
-            found.append((a1 + rows.start, p, a2 + rows.start, n))
-        return tuple(torch.cat(each) for each in zip(*found, strict=True))
+            chunks.append((a1 + rows.start, p, a2 + rows.start, n))
+        return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
 
 
 @forwards(PairMarginMiner)
@@ -128,14 +129,14 @@ class TripletMarginMiner(PreciseMiner, miners.TripletMarginMiner):
             near = mat[a, p].unsqueeze(1)
             gap: Tensor = near - mat[a] if self.distance.is_inverted else mat[a] - near
             if self.type_of_triplets == "easy":
-                found: Tensor = gap > self.margin
-                return found
-            found = gap <= self.margin
+                mask: Tensor = gap > self.margin
+                return mask
+            mask = gap <= self.margin
             if self.type_of_triplets == "hard":
-                found &= gap <= 0
+                mask &= gap <= 0
             elif self.type_of_triplets == "semihard":
-                found &= gap > 0
-            return found
+                mask &= gap > 0
+            return mask
 
         return _triplets(chosen, anchor, positive, labels, ref_labels)
 
@@ -176,8 +177,8 @@ class AngularMiner(PreciseMiner, miners.AngularMiner):
             sides = self.distance.pairwise_distance(unit[a], reference[p]).unsqueeze(1)
             # torch adds this to each difference of a pairwise distance
             heights = torch.cdist((unit[a] + reference[p]) / 2 - 1e-6, reference)
-            found: Tensor = torch.atan(sides / (2 * heights)) > self.angle
-            return found
+            mask: Tensor = torch.atan(sides / (2 * heights)) > self.angle
+            return mask
 
         return _triplets(chosen, anchor, positive, labels, ref_labels)
 
@@ -188,26 +189,26 @@ def _triplets(
     """Return the triplets (T,) of positive pairs (P,) and those of their negatives that `chosen`
     says, of some pairs, as a mask (K, M).
     """
-    found: list[tuple[slice, Tensor, Tensor]] = []
+    chunks: list[tuple[slice, Tensor, Tensor]] = []
     for part in blocks(len(anchor), len(ref_labels)):
         a, p = anchor[part], positive[part]
         kept = chosen(a, p) & (labels[a].unsqueeze(1) != ref_labels.unsqueeze(0))
         pair, negative = torch.where(kept)
-        found.append((part, pair.int(), negative.int()))
+        chunks.append((part, pair.int(), negative.int()))
     # they are the most of the memory: half of it while they are collected, and no copy of the whole
-    made = torch.empty(
-        3, sum(len(pair) for _, pair, _ in found), dtype=torch.int64, device=labels.device
+    triplets = torch.empty(
+        3, sum(len(pair) for _, pair, _ in chunks), dtype=torch.int64, device=labels.device
     )
     start = 0
-    found.reverse()
-    while found:
-        part, pair, negative = found.pop()
-        of_part = made[:, start : start + len(pair)]
+    chunks.reverse()
+    while chunks:
+        part, pair, negative = chunks.pop()
+        of_part = triplets[:, start : start + len(pair)]
         torch.index_select(anchor[part], 0, pair, out=of_part[0])
         torch.index_select(positive[part], 0, pair, out=of_part[1])
         of_part[2] = negative
         start += len(pair)
-    a, p, n = made
+    a, p, n = triplets
     return a, p, n
 
 
@@ -250,20 +251,20 @@ class BatchEasyHardMiner(PreciseMiner, miners.BatchEasyHardMiner):
                 kept = torch.where(p[2] & n[2])[0]
                 both.append((kept + rows.start, p[1][kept], n[1][kept]))
                 continue
-            for found, picked, mask in ((of_positives, p, positive), (of_negatives, n, negative)):
+            for chunks, picked, mask in ((of_positives, p, positive), (of_negatives, n, negative)):
                 a, other = (
                     torch.where(mask)
                     if picked is None
                     else (torch.where(picked[2])[0], picked[1][picked[2]])
                 )
-                found.append((a + rows.start, other))
+                chunks.append((a + rows.start, other))
         if both:
-            a, p, n = (torch.cat(each) for each in zip(*both, strict=True))
+            a, p, n = (torch.cat(column) for column in zip(*both, strict=True))
             return a, p, a, n
         return tuple(
-            torch.cat(each)
-            for found in (of_positives, of_negatives)
-            for each in zip(*found, strict=True)
+            torch.cat(column)
+            for chunks in (of_positives, of_negatives)
+            for column in zip(*chunks, strict=True)
         )
 
     def _positives(
@@ -300,8 +301,8 @@ class BatchEasyHardMiner(PreciseMiner, miners.BatchEasyHardMiner):
         if allowed is not None:
             mask = mask & (near <= allowed[1]) & (near >= allowed[0])
         edge = torch.finfo(near.dtype)
-        found = near.masked_fill(~mask, edge.min if largest else edge.max)
-        value, place = found.max(1) if largest else found.min(1)
+        candidates = near.masked_fill(~mask, edge.min if largest else edge.max)
+        value, place = candidates.max(1) if largest else candidates.min(1)
         return value, place, mask.any(1)
 
 
@@ -361,16 +362,16 @@ class HDCMiner(PreciseMiner, miners.HDCMiner):
         if self.was_set_externally:
             return super().mine(embeddings, labels, ref_emb, ref_labels)
         mat = similarities(self.distance, embeddings, ref_emb)
-        found: list[Tensor] = []
+        picked: list[Tensor] = []
         for name, mask in zip(
             ("pos", "neg"), Pairs(labels, ref_labels).of(slice(None)), strict=True
         ):
-            at = mask.flatten().nonzero().squeeze(1)
-            near = mat.reshape(-1).index_select(0, at)
+            places = mask.flatten().nonzero().squeeze(1)
+            near = mat.reshape(-1).index_select(0, places)
             count = math.ceil(self.filter_percentage * len(near))
-            place = near.topk(count, largest=self.should_select_largest(name))[1]
-            found += _pairs_at(at.index_select(0, place), mat.shape[1])
-        return tuple(found)
+            best = near.topk(count, largest=self.should_select_largest(name))[1]
+            picked += _pairs_at(places.index_select(0, best), mat.shape[1])
+        return tuple(picked)
 
 
 @forwards(HDCMiner)
@@ -392,15 +393,17 @@ class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.Miner`."""
         mat = similarities(self.distance, embeddings, ref_emb)
-        found: list[Tensor] = []
+        picked: list[Tensor] = []
         masks = Pairs(labels, ref_labels).of(slice(None))
-        for mask, wanted in zip(masks, (self.pos_per_bin, self.neg_per_bin), strict=True):
-            at = mask.flatten().nonzero().squeeze(1)
-            if len(at):
-                near = mat.reshape(-1).index_select(0, at)
-                at = at.index_select(0, self.filter_by_bin(near, self.get_bins(near), wanted))
-            found += _pairs_at(at, mat.shape[1])
-        return tuple(found)
+        for mask, count in zip(masks, (self.pos_per_bin, self.neg_per_bin), strict=True):
+            places = mask.flatten().nonzero().squeeze(1)
+            if len(places):
+                near = mat.reshape(-1).index_select(0, places)
+                places = places.index_select(
+                    0, self.filter_by_bin(near, self.get_bins(near), count)
+                )
+            picked += _pairs_at(places, mat.shape[1])
+        return tuple(picked)
 
     def filter_by_bin(self, distances: Tensor, bins: Tensor, num_pairs: int) -> Tensor:
         """Return the places of the pairs that are drawn."""
@@ -418,10 +421,10 @@ class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
         return order.index_select(0, torch.cat(drawn))
 
 
-def _pairs_at(at: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _pairs_at(place: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return rows and columns of places in a matrix, counted row by row."""
-    row = at.div(columns, rounding_mode="floor")
-    return row, at - row * columns
+    row = place.div(columns, rounding_mode="floor")
+    return row, place - row * columns
 
 
 @forwards(UniformHistogramMiner)
@@ -454,34 +457,34 @@ class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
             these are numbers.
             """
             near = mat[rows].clamp(min=self.cutoff)
-            found = (2.0 - width) * torch.log(near) - ((width - 3) / 2) * torch.log(
+            logs = (2.0 - width) * torch.log(near) - ((width - 3) / 2) * torch.log(
                 1.0 - 0.25 * near**2.0
             )
-            finite = torch.isfinite(found)
+            finite = torch.isfinite(logs)
             other = labels[rows].unsqueeze(1) != ref_labels.unsqueeze(0)
-            return near, found * other, finite
+            return near, logs * other, finite
 
         tops = []
         for rows in blocks(*mat.shape):
-            _, found, finite = logarithms(rows)
-            tops.append(found.masked_fill(~finite, -torch.inf).max())
+            _, logs, finite = logarithms(rows)
+            tops.append(logs.masked_fill(~finite, -torch.inf).max())
         top = torch.stack(tops).max()
         drawn = []
         for label in torch.unique(labels):
             anchors = torch.where(labels == label)[0]
-            others = torch.where(ref_labels == label)[0]
+            members = torch.where(ref_labels == label)[0]
             negatives = torch.where(ref_labels != label)[0]
             own = ref_labels is labels
-            if len(others) < (2 if own else 1) or len(negatives) < 1:
+            if len(members) < (2 if own else 1) or len(negatives) < 1:
                 continue
-            near, found, finite = logarithms(anchors)
-            weights = torch.exp(found - top) * (near < self.nonzero_loss_cutoff)
+            near, logs, finite = logarithms(anchors)
+            weights = torch.exp(logs - top) * (near < self.nonzero_loss_cutoff)
             weights = weights.masked_fill_(~finite, 0)
             weights = (weights / weights.sum(1, keepdim=True))[:, negatives]
-            drawn.append(_draw(anchors, others, negatives, weights, own))
+            drawn.append(_draw(anchors, members, negatives, weights, own))
         empty = torch.zeros(0, dtype=torch.int64, device=labels.device)
         a, p, n = (
-            (torch.cat([empty, *each]) for each in zip(*drawn, strict=True))
+            (torch.cat([empty, *column]) for column in zip(*drawn, strict=True))
             if drawn
             else (empty,) * 3
         )
@@ -489,25 +492,25 @@ class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
 
 
 def _draw(
-    anchors: Tensor, others: Tensor, negatives: Tensor, weights: Tensor, own: bool
+    anchors: Tensor, members: Tensor, negatives: Tensor, weights: Tensor, own: bool
 ) -> Triplets:
     """Return as many random triplets of each anchor as its class has items.
 
     Args:
         anchors: (A,) items of a class.
-        others: (P,) items of the class, among which the positives are.
+        members: (P,) items of the class, among which the positives are.
         negatives: (M,) the items of other classes.
         weights: (A, M) how likely each of them is; NaN where an anchor has none.
         own: whether anchors are among the others, and so no positives of their own.
     """
-    count = len(others)
-    choices = others.expand(len(anchors), count)
+    count = len(members)
+    choices = members.expand(len(anchors), count)
     if own:
-        choices = choices[~torch.eye(count, dtype=torch.bool, device=others.device)].view(
+        choices = choices[~torch.eye(count, dtype=torch.bool, device=members.device)].view(
             count, count - 1
         )
-    p = torch.randint(0, choices.shape[1], (len(anchors) * count,)).to(others.device)
-    a = torch.arange(len(anchors), device=others.device).repeat_interleave(count)
+    p = torch.randint(0, choices.shape[1], (len(anchors) * count,)).to(members.device)
+    a = torch.arange(len(anchors), device=members.device).repeat_interleave(count)
     kept = weights.sum(1)[a] > 0
     a, p = a[kept], p[kept]
     if not len(a):

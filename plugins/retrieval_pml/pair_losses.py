@@ -71,7 +71,7 @@ class SumsOfPairs(Whole):
         def plain(
             mat: Tensor, _: Tensor, negative: Tensor, *constants: Tensor
         ) -> tuple[Tensor, Tensor]:
-            loss = self.pushed(mat, *(each.unsqueeze(1) for each in constants))
+            loss = self.pushed(mat, *(pushes.unsqueeze(1) for pushes in constants))
             kept = negative
             if low is not None:
                 kept = kept & (loss > low)
@@ -91,18 +91,18 @@ class SumsOfPairs(Whole):
         # what the fused form leaves at 0 is not counted, so that another bound needs the masks
         written = high is None and low in (None, 0)
         constants = self.constants(mat, pairs)
-        each, counts, near = rows_and_pairs(
+        pushes, counts, near = rows_and_pairs(
             mat, pairs, (anchor, positive), plain, *constants, fused=fused if written else None
         )
-        found = {name: self.zero_loss() for name in ("pos_loss", "neg_loss")}
+        parts = {name: self.zero_loss() for name in ("pos_loss", "neg_loss")}
         if len(anchor):
-            found |= numbers(self.pulled(near), (anchor, positive), "pos_pair", "pos_loss")
-        total, counted = each.sum(), counts.sum()
+            parts |= numbers(self.pulled(near), (anchor, positive), "pos_pair", "pos_loss")
+        total, counted = pushes.sum(), counts.sum()
         if isinstance(self.reducer, Sums):
-            found["neg_loss"] = summed(total, counted)
+            parts["neg_loss"] = summed(total, counted)
         else:
-            found["neg_loss"] = reduced(total / counted.clamp(min=1) if mean else total)["loss"]
-        return found
+            parts["neg_loss"] = reduced(total / counted.clamp(min=1) if mean else total)["loss"]
+        return parts
 
     def constants(self, mat: Tensor, pairs: Pairs) -> list[Tensor]:
         """Return what `pushed` needs of all pairs, each (N,)."""
@@ -233,24 +233,24 @@ class _MeanOfNegatives(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mat: Tensor, pairs: Pairs) -> Tensor:
-        ctx.made = pairs, mat.shape, int(pairs.counts()[1].sum())
+        ctx.constants = pairs, mat.shape, int(pairs.counts()[1].sum())
         total = mat.new_zeros(())
         for part in blocks(*mat.shape):
             rows = mat[part].clone()
             pairs.leave_negatives(rows, part, 0)
             total += rows.sum()
-        return total.div_(max(ctx.made[2], 1))
+        return total.div_(max(ctx.constants[2], 1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        pairs, shape, count = ctx.made
-        each = (gradient / max(count, 1)).expand(shape)
+        pairs, shape, count = ctx.constants
+        slope = (gradient / max(count, 1)).expand(shape)
         if torch.is_grad_enabled():  # the gradient will be differentiated
-            return each * pairs.of(slice(None))[1], None
-        found = each.contiguous()
+            return slope * pairs.of(slice(None))[1], None
+        slopes = slope.contiguous()
         for part in blocks(*shape):
-            pairs.leave_negatives(found[part], part, 0)
-        return found, None
+            pairs.leave_negatives(slopes[part], part, 0)
+        return slopes, None
 
 
 @forwards(IntraPairVarianceLoss)

@@ -1,8 +1,9 @@
-"""The engine of losses and miners: a batch's matrix of distances or similarities, which of its pairs
-are positive, and formulas on some rows of it at a time with their gradient.
+"""The engine of losses and miners: a batch's matrix of distances or similarities, its positive
+pairs, and formulas on some rows of it at a time with their gradient.
 
 A formula works on as many numbers as a processor's cache holds. Nothing of a block is kept but its
-rows' losses and the gradient, so that a loss needs the matrix, one more, and no lists of indices."""
+rows' losses and the gradient, so that a loss needs the matrix, one more, and no lists of indices.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
     function = _Gram if kind[0] == "gram" else _Euclidean
     if not torch.is_grad_enabled():
         mat = function.apply(*_vectors(distance, embeddings), [], distance.power)
-        _kept.made = weakref.ref(embeddings, _forget), embeddings._version, kind, mat
+        _kept.matrix = weakref.ref(embeddings, _forget), embeddings._version, kind, mat
         return mat
-    return function.apply(*_vectors(distance, embeddings), _taken(embeddings, kind), distance.power)  # type: ignore[no-any-return]
+    return function.apply(*_vectors(distance, embeddings), _take(embeddings, kind), distance.power)  # type: ignore[no-any-return]
 
 
 def _vectors(distance: Any, embeddings: Tensor) -> tuple[Tensor, bool]:
@@ -73,8 +74,8 @@ def unit(vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
         dim: along which they lie.
         scale: the length.
     """
-    found: Tensor = _Unit.apply(vectors, dim, scale)
-    return found
+    vectors_of_length: Tensor = _Unit.apply(vectors, dim, scale)
+    return vectors_of_length
 
 
 def lengths_of(vectors: Tensor, dim: int) -> Tensor:
@@ -89,19 +90,19 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, dim: int, scale: float) -> Tensor:
-        found, lengths = _at_length_1(vectors, dim)
-        ctx.save_for_backward(vectors, found, lengths)
-        ctx.made = dim, scale
-        return found if scale == 1 else found * scale
+        scaled, lengths = _at_length_1(vectors, dim)
+        ctx.save_for_backward(vectors, scaled, lengths)
+        ctx.constants = dim, scale
+        return scaled if scale == 1 else scaled * scale
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        vectors, found, lengths = ctx.saved_tensors
-        dim, scale = ctx.made
+        vectors, scaled, lengths = ctx.saved_tensors
+        dim, scale = ctx.constants
         gradient = gradient if scale == 1 else gradient * scale
         if torch.is_grad_enabled():  # the gradient will be differentiated
-            found = functional.normalize(vectors, dim=dim, eps=_EPS)
-        return _through(gradient, vectors, found, lengths, dim), None, None
+            scaled = functional.normalize(vectors, dim=dim, eps=_EPS)
+        return _through(gradient, vectors, scaled, lengths, dim), None, None
 
 
 def _at_length_1(vectors: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -110,21 +111,23 @@ def _at_length_1(vectors: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return vectors / lengths.clamp(min=_EPS), lengths  # as torch's, to the last bit
 
 
-def _through(gradient: Tensor, vectors: Tensor, found: Tensor, lengths: Tensor, dim: int) -> Tensor:
-    """Return the gradient to vectors of one to `found`, these at length 1; where it will be
-    differentiated, `found` is made of them.
+def _through(
+    gradient: Tensor, vectors: Tensor, scaled: Tensor, lengths: Tensor, dim: int
+) -> Tensor:
+    """Return the gradient to vectors of one to `scaled`, these at length 1; where it will be
+    differentiated, `scaled` is made of them.
     """
     if torch.is_grad_enabled():
-        return torch.autograd.grad(found, vectors, gradient, create_graph=True)[0]
+        return torch.autograd.grad(scaled, vectors, gradient, create_graph=True)[0]
     # a vector that is too short to have a direction is only divided
-    inner = (gradient * found).sum(dim, keepdim=True).masked_fill_(lengths < _EPS, 0)
-    return torch.addcmul(gradient, found, inner, value=-1).div_(lengths.clamp(min=_EPS))
+    inner = (gradient * scaled).sum(dim, keepdim=True).masked_fill_(lengths < _EPS, 0)
+    return torch.addcmul(gradient, scaled, inner, value=-1).div_(lengths.clamp(min=_EPS))
 
 
 def products(x: Tensor) -> Tensor:
     """Return x xᵀ (N, N) of vectors x (N, C); its gradient takes one product."""
-    found: Tensor = _Gram.apply(x, False, [], 1)
-    return found
+    gram: Tensor = _Gram.apply(x, False, [], 1)
+    return gram
 
 
 def _kind(distance: Any) -> tuple[Any, ...] | None:
@@ -144,19 +147,19 @@ def _kind(distance: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _taken(embeddings: Tensor, kind: tuple[Any, ...]) -> list[Tensor]:
-    """Return the matrix that is kept of these embeddings, if there is one, and keep it no longer."""
-    made = getattr(_kept, "made", None)
-    _kept.made = None
-    if made is None or made[0]() is not embeddings or made[1:3] != (embeddings._version, kind):
+def _take(embeddings: Tensor, kind: tuple[Any, ...]) -> list[Tensor]:
+    """Return the matrix that is kept of these embeddings, if any, and keep it no longer."""
+    entry = getattr(_kept, "matrix", None)
+    _kept.matrix = None
+    if entry is None or entry[0]() is not embeddings or entry[1:3] != (embeddings._version, kind):
         return []
-    return [made[3]]
+    return [entry[3]]
 
 
 def _forget(gone: Any) -> None:
-    made = getattr(_kept, "made", None)
-    if made is not None and made[0] is gone:
-        _kept.made = None
+    entry = getattr(_kept, "matrix", None)
+    if entry is not None and entry[0] is gone:
+        _kept.matrix = None
 
 
 class _Gram(torch.autograd.Function):
@@ -164,18 +167,23 @@ class _Gram(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scaled: bool, known: list[Tensor], power: float) -> Tensor:
-        found, lengths = _at_length_1(x, 1) if scaled else (x, None)
-        ctx.save_for_backward(x, found, lengths)
-        return known.pop() if known else _with_itself(found)
+        vectors, lengths = _at_length_1(x, 1) if scaled else (x, None)
+        ctx.save_for_backward(x, vectors, lengths)
+        return known.pop() if known else _with_itself(vectors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        x, found, lengths = ctx.saved_tensors
+        x, vectors, lengths = ctx.saved_tensors
         if lengths is None:
-            return _with_transposed(gradient) @ found, None, None, None
+            return _with_transposed(gradient) @ vectors, None, None, None
         if torch.is_grad_enabled():  # the gradient will be differentiated
-            found = functional.normalize(x, dim=1, eps=_EPS)
-        return _through(_with_transposed(gradient) @ found, x, found, lengths, 1), None, None, None
+            vectors = functional.normalize(x, dim=1, eps=_EPS)
+        return (
+            _through(_with_transposed(gradient) @ vectors, x, vectors, lengths, 1),
+            None,
+            None,
+            None,
+        )
 
 
 class _Euclidean(torch.autograd.Function):
@@ -183,25 +191,30 @@ class _Euclidean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scaled: bool, known: list[Tensor], power: float) -> Tensor:
-        found, lengths = _at_length_1(x, 1) if scaled else (x, None)
+        vectors, lengths = _at_length_1(x, 1) if scaled else (x, None)
         if known:
             mat = known.pop()
         else:
-            mat = torch.cdist(found, found)
+            mat = torch.cdist(vectors, vectors)
             mat = mat if power == 1 else mat.square_()
-        ctx.save_for_backward(x, found, lengths, mat)
+        ctx.save_for_backward(x, vectors, lengths, mat)
         ctx.power = power
         return mat
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        x, found, lengths, mat = ctx.saved_tensors
+        x, vectors, lengths, mat = ctx.saved_tensors
         if lengths is not None and torch.is_grad_enabled():  # the gradient will be differentiated
-            found = functional.normalize(x, dim=1, eps=_EPS)
+            vectors = functional.normalize(x, dim=1, eps=_EPS)
         slopes = gradient / mat.masked_fill(mat == 0, torch.inf) if ctx.power == 1 else 2 * gradient
         slopes = _with_transposed(slopes)
-        back = slopes.sum(1, keepdim=True) * found - slopes @ found
-        return (back if lengths is None else _through(back, x, found, lengths, 1)), None, None, None
+        back = slopes.sum(1, keepdim=True) * vectors - slopes @ vectors
+        return (
+            (back if lengths is None else _through(back, x, vectors, lengths, 1)),
+            None,
+            None,
+            None,
+        )
 
 
 def _with_itself(x: Tensor) -> Tensor:
@@ -210,13 +223,13 @@ def _with_itself(x: Tensor) -> Tensor:
     """
     if x.device.type != "cpu" or x.shape[1] < _LONG or len(x) < _LONG:
         return x @ x.T
-    found = torch.empty(len(x), len(x), dtype=x.dtype)
+    gram = torch.empty(len(x), len(x), dtype=x.dtype)
     step = -(-len(x) // 8)
     for start in range(0, len(x), step):
         stop = start + step
-        torch.mm(x[start:stop], x[start:].T, out=found[start:stop, start:])
-        found[stop:, start:stop] = found[start:stop, stop:].T
-    return found
+        torch.mm(x[start:stop], x[start:].T, out=gram[start:stop, start:])
+        gram[stop:, start:stop] = gram[start:stop, stop:].T
+    return gram
 
 
 def _with_transposed(mat: Tensor) -> Tensor:
@@ -260,9 +273,9 @@ class Pairs:
         positive[a1, p] = True
         negative[a2, n] = True
         assert not negative[a1, p].any(), "Each pair should be either be positive or negative"
-        found = cls(positive[:, 0], positive[0])
-        found.listed = positive, negative
-        return found
+        pairs = cls(positive[:, 0], positive[0])
+        pairs.listed = positive, negative
+        return pairs
 
     def of(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return some rows' masks, both bool."""
@@ -284,8 +297,8 @@ class Pairs:
         row, column = self._alike(rows)
         if self.own is None:
             return row, column
-        others = column - row != self.own + (rows.start or 0 if rows else 0)
-        return row[others], column[others]
+        differ = column - row != self.own + (rows.start or 0 if rows else 0)
+        return row[differ], column[differ]
 
     def counts(self) -> tuple[Tensor, Tensor]:
         """Return how many positives and how many negatives each row has, each (N,)."""
@@ -318,9 +331,9 @@ class Pairs:
         total = self._ends[stop] - self._ends[start]
         row = torch.repeat_interleave(counts, output_size=total)
         begins = (first - counts.cumsum(0)).add_(counts).index_select(0, row)
-        found = row, order.index_select(0, begins.add_(torch.arange(total, device=row.device)))
-        self._last = (start, stop), found
-        return found
+        pairs = row, order.index_select(0, begins.add_(torch.arange(total, device=row.device)))
+        self._last = (start, stop), pairs
+        return pairs
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -343,31 +356,31 @@ Plain = Callable[..., Any]
 Fused = Callable[..., Any]
 
 
-def blocks(rows: int, columns: int, each: Tensor | None = None) -> list[slice]:
+def blocks(rows: int, columns: int, repeats: Tensor | None = None) -> list[slice]:
     """Return slices of rows that make at most `ENTRIES` numbers, or one row.
 
     Args:
         rows: how many there are.
         columns: how many numbers a row has.
-        each: (rows,) how often a row is repeated; 1 by default.
+        repeats: (rows,) how often a row is repeated; 1 by default.
     """
-    if each is None:
+    if repeats is None:
         step = max(1, ENTRIES // max(columns, 1))
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    found, start, filled = [], 0, 0
-    for row, count in enumerate(each.tolist()):
+    parts, start, filled = [], 0, 0
+    for row, count in enumerate(repeats.tolist()):
         if row > start and (filled + count) * columns > ENTRIES:
-            found.append(slice(start, row))
+            parts.append(slice(start, row))
             start, filled = row, 0
         filled += count
-    return [*found, slice(start, rows)] if rows else []
+    return [*parts, slice(start, rows)] if rows else []
 
 
 def by_rows(
     mat: Tensor,
     pairs: Pairs,
     plain: Plain,
-    *others: Tensor,
+    *inputs: Tensor,
     fused: Fused | None = None,
     parts: list[slice] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -376,17 +389,17 @@ def by_rows(
     Args:
         mat: (N, M) similarities or distances.
         pairs: which of its pairs are positive and which negative.
-        plain: of some rows (R, M), their two masks, and their rows of `others`: their losses (R,),
+        plain: of some rows (R, M), their two masks, and their rows of `inputs`: their losses (R,),
             differentiable, and where there is something to count a second (R,), which is not. Each
             is of its row alone.
-        others: more of each row, each (N, …).
+        inputs: more of each row, each (N, …).
         fused: of some rows (R, M), the pairs, which rows they are, a tensor (R, M) that it fills
-            with the losses' derivatives, and their rows of `others`: what `plain` returns and the
-            losses' derivatives by each of `others`, instead of `plain` where the gradient is not
+            with the losses' derivatives, and their rows of `inputs`: what `plain` returns and the
+            losses' derivatives by each of `inputs`, instead of `plain` where the gradient is not
             differentiated again.
         parts: the rows of each block; by default as many as `ENTRIES` allow.
     """
-    losses, counts, _ = rows_and_pairs(mat, pairs, None, plain, *others, fused=fused, parts=parts)
+    losses, counts, _ = rows_and_pairs(mat, pairs, None, plain, *inputs, fused=fused, parts=parts)
     return losses, counts
 
 
@@ -395,7 +408,7 @@ def rows_and_pairs(
     pairs: Pairs,
     listed: tuple[Tensor, Tensor] | None,
     plain: Plain,
-    *others: Tensor,
+    *inputs: Tensor,
     fused: Fused | None = None,
     parts: list[slice] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -403,16 +416,16 @@ def rows_and_pairs(
     all by one gradient of the matrix.
     """
     parts = blocks(*mat.shape) if parts is None else parts
-    found: tuple[Tensor, Tensor, Tensor] = _ByRows.apply(
-        mat, pairs, listed, plain, fused, parts, *others
+    results: tuple[Tensor, Tensor, Tensor] = _ByRows.apply(
+        mat, pairs, listed, plain, fused, parts, *inputs
     )
-    return found
+    return results
 
 
-def _both(made: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(made, tuple):
-        return made[0], made[1]
-    return made, made.new_zeros(len(made), dtype=torch.int64)
+def _both(result: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(result, tuple):
+        return result[0], result[1]
+    return result, result.new_zeros(len(result), dtype=torch.int64)
 
 
 def _as_is(tensor: Tensor) -> Tensor:
@@ -431,13 +444,13 @@ class _ByRows(torch.autograd.Function):
         plain: Plain,
         fused: Fused | None,
         parts: list[slice],
-        *others: Tensor,
+        *inputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]]
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]]
         empty = torch.zeros if fused is None else torch.empty
         slopes = [
             empty(x.shape, dtype=x.dtype, device=x.device) if want else None
-            for x, want in zip((mat, *others), wanted, strict=True)
+            for x, want in zip((mat, *inputs), needed, strict=True)
         ]
         losses, counts = (
             mat.new_zeros(len(mat)),
@@ -451,9 +464,9 @@ class _ByRows(torch.autograd.Function):
                     if slopes[0] is None
                     else slopes[0][part]
                 )
-                made = fused(rows, pairs, part, out, *(x[part] for x in others))
-                losses[part], counts[part] = _both(made)
-                for whole, slope in zip(slopes[1:], made[2:] if others else (), strict=True):
+                result = fused(rows, pairs, part, out, *(x[part] for x in inputs))
+                losses[part], counts[part] = _both(result)
+                for whole, slope in zip(slopes[1:], result[2:] if inputs else (), strict=True):
                     if whole is not None:
                         whole[part] = slope
                 continue
@@ -461,21 +474,21 @@ class _ByRows(torch.autograd.Function):
             # a checkpoint around all of this would have every tensor that is saved here computed
             # anew, amid this very forward
             with torch.enable_grad(), saved_tensors_hooks(_as_is, _as_is):
-                given = [
+                leaves_in = [
                     x[part].detach().requires_grad_(want)
-                    for x, want in zip((mat, *others), wanted, strict=True)
+                    for x, want in zip((mat, *inputs), needed, strict=True)
                 ]
-                value, count = _both(plain(given[0], *masks, *given[1:]))
+                value, count = _both(plain(leaves_in[0], *masks, *leaves_in[1:]))
                 losses[part], counts[part] = value.detach(), count
-                leaves = [x for x in given if x.requires_grad]
+                leaves = [x for x in leaves_in if x.requires_grad]
                 if not value.requires_grad:
                     continue
-                found = iter(torch.autograd.grad(value.sum(), leaves, allow_unused=True))
+                gradients = iter(torch.autograd.grad(value.sum(), leaves, allow_unused=True))
             for whole in slopes:
-                if whole is not None and (gradient := next(found)) is not None:
+                if whole is not None and (gradient := next(gradients)) is not None:
                     whole[part] = gradient
-        ctx.save_for_backward(mat, *others, *(slope for slope in slopes if slope is not None))
-        ctx.made = pairs, listed, plain, wanted
+        ctx.save_for_backward(mat, *inputs, *(slope for slope in slopes if slope is not None))
+        ctx.constants = pairs, listed, plain, needed
         ctx.mark_non_differentiable(counts)
         return losses, counts, mat.new_zeros(0) if listed is None else mat[listed]
 
@@ -483,24 +496,24 @@ class _ByRows(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor, _: Any, of_listed: Tensor
     ) -> tuple[Tensor | None, ...]:
-        pairs, listed, plain, wanted = ctx.made
+        pairs, listed, plain, needed = ctx.constants
         saved = ctx.saved_tensors
-        given, slopes = saved[: len(wanted)], iter(saved[len(wanted) :])
+        inputs, slopes = saved[: len(needed)], iter(saved[len(needed) :])
         if torch.is_grad_enabled():  # the gradient will be differentiated
 
-            def formula(mat: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-                losses, _ = _both(plain(mat, *pairs.of(slice(None)), *others))
+            def formula(mat: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+                losses, _ = _both(plain(mat, *pairs.of(slice(None)), *more))
                 return losses, mat.flatten()[:0] if listed is None else mat[listed]
 
-            found = derivatives(formula, given, (gradient, of_listed))
+            slopes_found = derivatives(formula, inputs, (gradient, of_listed))
         else:
-            found = [
+            slopes_found = [
                 next(slopes) * gradient.view(-1, *[1] * (x.ndim - 1)) if want else None
-                for x, want in zip(given, wanted, strict=True)
+                for x, want in zip(inputs, needed, strict=True)
             ]
-            if listed is not None and found[0] is not None:
-                found[0][listed] += of_listed
-        return found[0], None, None, None, None, None, *found[1:]
+            if listed is not None and slopes_found[0] is not None:
+                slopes_found[0][listed] += of_listed
+        return slopes_found[0], None, None, None, None, None, *slopes_found[1:]
 
 
 def derivatives(
@@ -516,14 +529,14 @@ def derivatives(
         gradient: of what the formula gives.
     """
     # aliases: the way from one input to another ends at them
-    given = [None if x is None else x.view_as(x) for x in inputs]
-    leaves = [x for x in given if x is not None and x.requires_grad]
-    found = iter(
+    aliases = [None if x is None else x.view_as(x) for x in inputs]
+    leaves = [x for x in aliases if x is not None and x.requires_grad]
+    slopes = iter(
         torch.autograd.grad(
-            formula(*given), leaves, gradient, create_graph=True, materialize_grads=True
+            formula(*aliases), leaves, gradient, create_graph=True, materialize_grads=True
         )
     )
-    return [next(found) if x is not None and x.requires_grad else None for x in given]
+    return [next(slopes) if x is not None and x.requires_grad else None for x in aliases]
 
 
 class _Lse(torch.autograd.Function):
@@ -537,9 +550,9 @@ class _Lse(torch.autograd.Function):
         # smallest numbers
         weights = kept.sub_(top).clamp_(min=-87).exp_()
         total = weights.sum(1, keepdim=True)
-        found = (top + total.log()).squeeze(1)
+        sums = (top + total.log()).squeeze(1)
         ctx.save_for_backward(values, mask, weights.div_(total))
-        return found
+        return sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -555,8 +568,8 @@ def lse(values: Tensor, mask: Tensor) -> Tensor:
 
     The gradient of a row that has none is to be 0.
     """
-    found: Tensor = _Lse.apply(values, mask)
-    return found
+    sums: Tensor = _Lse.apply(values, mask)
+    return sums
 
 
 def lse_of_few(values: Tensor, mask: Tensor) -> Tensor:

@@ -79,12 +79,12 @@ class _SquaredDistances(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(x, y)
         lengths = x.square().sum(1, keepdim=True), y.square().sum(1)
-        found = torch.addmm(lengths[1], x, y.T, alpha=-2).add_(lengths[0])
-        row, column = torch.where(found < 1e-2 * lengths[0])
+        squares = torch.addmm(lengths[1], x, y.T, alpha=-2).add_(lengths[0])
+        row, column = torch.where(squares < 1e-2 * lengths[0])
         step = max(1, ENTRIES // x.shape[1])
         for part in (slice(k, k + step) for k in range(0, len(row), step)):
-            found[row[part], column[part]] = (x[row[part]] - y[column[part]]).square().sum(1)
-        return found
+            squares[row[part], column[part]] = (x[row[part]] - y[column[part]]).square().sum(1)
+        return squares
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:

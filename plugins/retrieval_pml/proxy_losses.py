@@ -73,11 +73,11 @@ class ProxyAnchorLoss(PreciseLoss, losses.ProxyAnchorLoss):
             self.alpha * self.margin,
             weights,
         )
-        found = {**element(both[0], "pos_loss"), **element(both[1], "neg_loss")}
-        found["pos_loss"]["divisor"] = len(torch.unique(labels))
-        found["neg_loss"]["divisor"] = self.num_classes
-        self.add_weight_regularization_to_loss_dict(found, self.proxies)
-        return found
+        parts = {**element(both[0], "pos_loss"), **element(both[1], "neg_loss")}
+        parts["pos_loss"]["divisor"] = len(torch.unique(labels))
+        parts["neg_loss"]["divisor"] = self.num_classes
+        self.add_weight_regularization_to_loss_dict(parts, self.proxies)
+        return parts
 
 
 def _proxy_anchor(
@@ -292,8 +292,8 @@ def _squared_errors(items: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
     """Return the mean square of what products of items (N, C) with class weights (C, K) differ from
     1 at the label and from 0 elsewhere.
     """
-    found: Tensor = _SquaredErrors.apply(items, weights, labels)
-    return found
+    error: Tensor = _SquaredErrors.apply(items, weights, labels)
+    return error
 
 
 class _SquaredErrors(torch.autograd.Function):
@@ -368,11 +368,11 @@ class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
     def _walks(self, points: Tensor) -> Tensor:
         """Return where random walks from each of the items and proxies (P, C) end, (P, P)."""
         near = torch.exp(2 * similarities(self.distance, points, points).clamp(min=0))
-        one = torch.eye(len(points), dtype=near.dtype, device=near.device)
-        near = near.masked_fill(one.bool(), 0)
+        identity = torch.eye(len(points), dtype=near.dtype, device=near.device)
+        near = near.masked_fill(identity.bool(), 0)
         scale = near.sum(1).rsqrt()
         ends: Tensor = (1 - self.alpha) * torch.linalg.inv(
-            one - self.alpha * near * scale * scale.unsqueeze(1)
+            identity - self.alpha * near * scale * scale.unsqueeze(1)
         )
         return ends
 

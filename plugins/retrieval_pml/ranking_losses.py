@@ -52,9 +52,12 @@ class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
         upper, low = place - low, low.long()
         none = mat.new_zeros(len(mat), self.num_bins + 1)
         row, column = torch.where(positive)
-        near, at = upper[row, column], row * (self.num_bins + 1) + low[row, column]
+        near, bin_place = upper[row, column], row * (self.num_bins + 1) + low[row, column]
         of_positives = (
-            none.flatten().index_add(0, at, 1 - near).index_add(0, at + 1, near).view_as(none)
+            none.flatten()
+            .index_add(0, bin_place, 1 - near)
+            .index_add(0, bin_place + 1, near)
+            .view_as(none)
         )
         kept = (positive | negative).to(mat.dtype)
         upper = upper * kept

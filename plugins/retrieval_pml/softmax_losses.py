@@ -205,10 +205,10 @@ class SupConLoss(PreciseLoss, MaskedPairs, losses.SupConLoss):
 
     def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
         """Return the anchors' losses (N,); all are 0 where a batch lacks pairs of one kind."""
-        found, kinds = by_rows(mat, pairs, self._plain)
+        losses, kinds = by_rows(mat, pairs, self._plain)
         if first_row() is None and not (bool((kinds & 1).any()) and bool((kinds & 2).any())):
-            return found * 0
-        return found
+            return losses * 0
+        return losses
 
     def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         sign = 1 if self.distance.is_inverted else -1
@@ -276,10 +276,10 @@ class AgainstNegatives(EveryPair):
             return self.zero_losses()
         if len(a2) == 0:  # other rows of the batch may have negatives, and these count in the mean
             neg_pairs = pos_pairs[:0]
-        others = segment_logsumexp(self.pushed(neg_pairs), a2, int(torch.cat([a1, a2]).max()) + 1)[
+        pushed = segment_logsumexp(self.pushed(neg_pairs), a2, int(torch.cat([a1, a2]).max()) + 1)[
             a1
         ]
-        return self._against(others, pos_pairs, (a1, p))
+        return self._against(pushed, pos_pairs, (a1, p))
 
     def _against(self, pushed: Tensor, near: Tensor, indices: tuple[Tensor, Tensor]) -> Any:
         loss = torch.logaddexp(pushed - self.pulled(near), torch.zeros_like(pushed))
@@ -320,7 +320,7 @@ def nt_xent(
 
 
 class TupletMarginLoss(PreciseLoss, AgainstNegatives, losses.TupletMarginLoss):
-    """Upstream's formula, by `AgainstNegatives`, and finite where a cosine is 1 or rounds to more."""
+    """Upstream's formula, by `AgainstNegatives`; finite where a cosine is 1 or rounds to more."""
 
     def pushed(self, near: Tensor) -> Tensor:
         """Return negatives' exponents, of any shape."""
@@ -390,7 +390,7 @@ class LogNCA:
 
 
 class NCALoss(PreciseLoss, LogNCA, losses.NCALoss):
-    """Upstream's, computed by logarithms; 0 for a batch where no item has a neighbour of its class."""
+    """Upstream's, computed by logarithms; 0 where no item has a neighbour of its class."""
 
 
 def _fused_votes(rate: float) -> Fused:

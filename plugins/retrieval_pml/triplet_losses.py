@@ -121,8 +121,8 @@ class TripletMarginLoss(Whole, PreciseLoss, losses.TripletMarginLoss):
         near = -mat if self.distance.is_inverted else mat
         return self._reduced(_ListedTriplets.apply(near, triplets, self.margin, *limits[:2]), mat)
 
-    def _reduced(self, found: tuple[Tensor, Tensor], mat: Tensor) -> Any:
-        total, counted = found
+    def _reduced(self, total_and_count: tuple[Tensor, Tensor], mat: Tensor) -> Any:
+        total, counted = total_and_count
         if isinstance(self.reducer, Sums):
             return {"loss": summed(total.to(mat.dtype), counted)}
         limits = bounds(self.reducer_of("loss"))
@@ -152,7 +152,7 @@ class _ListedTriplets(torch.autograd.Function):
         total = near.new_zeros((), dtype=torch.float64)
         counted = torch.zeros((), dtype=torch.int64, device=near.device)
         for start in range(0, len(triplets[0]), TRIPLETS):
-            a, p, n = (each[start : start + TRIPLETS] for each in triplets)
+            a, p, n = (column[start : start + TRIPLETS] for column in triplets)
             row = a * near.shape[1]
             p, n = row + p, row + n
             loss = every.index_select(0, p).sub_(every.index_select(0, n)).add_(margin).relu_()
@@ -170,7 +170,7 @@ class _ListedTriplets(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, total: Tensor, counted: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the distances; it is constant wherever the loss is differentiable."""
+        """Return the distances' gradient, constant wherever the loss is differentiable."""
         (slope,) = ctx.saved_tensors
         return total.to(slope.dtype) * slope, None, None, None, None
 
@@ -230,7 +230,7 @@ class _AllTriplets(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, total: Tensor, counted: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the distances; it is constant wherever the loss is differentiable."""
+        """Return the distances' gradient, constant wherever the loss is differentiable."""
         (slope,) = ctx.saved_tensors
         return total.to(slope.dtype) * slope, None, None, None, None, None
 
@@ -282,12 +282,12 @@ class MarginLoss(Whole, PreciseLoss, losses.MarginLoss):
         beta = common_functions.to_device(
             self.beta, device=embeddings.device, dtype=embeddings.dtype
         )
-        each = beta.expand(len(embeddings)) if len(beta) == 1 else beta[labels]
+        bounds_of_rows = beta.expand(len(embeddings)) if len(beta) == 1 else beta[labels]
         mat = similarities(self.distance, embeddings, ref_emb)
-        found, counts = by_rows(mat, pairs, self._plain, each)
-        divisor, total = counts.sum(), found.sum()
+        row_losses, counts = by_rows(mat, pairs, self._plain, bounds_of_rows)
+        divisor, total = counts.sum(), row_losses.sum()
         if self.learn_beta and len(beta) > 1:
-            penalty = _over((each * triplets).sum() * self.nu, divisor)
+            penalty = _over((bounds_of_rows * triplets).sum() * self.nu, divisor)
         else:
             penalty = self.compute_reg_loss(beta, None, divisor)
         return {"margin_loss": _over(total, divisor), "beta_reg_loss": penalty}
@@ -345,7 +345,7 @@ def margin(
     """
     if per_class and not classes:
         raise ValueError("per_class needs the number of training classes, which is not known here")
-    made = MarginLoss(
+    loss = MarginLoss(
         margin=margin,
         nu=nu,
         beta=beta,
@@ -358,8 +358,8 @@ def margin(
         embedding_reg_weight=embedding_reg_weight,
     )
     if per_class:
-        made.known_classes = classes
-    return made
+        loss.known_classes = classes
+    return loss
 
 
 Angle = Annotated[float, Field(gt=0, lt=90)]
@@ -431,7 +431,7 @@ class _Angles(torch.autograd.Function):
             square: t, the squared tangent of the angle.
         """
         ctx.save_for_backward(near, among, anchor, positive)
-        ctx.given = labels, square
+        ctx.constants = labels, square
         parts = [
             _Angles.part(near, among, anchor[k], positive[k], labels, square)[0]
             for k in blocks(len(anchor), len(among))
@@ -460,23 +460,23 @@ class _Angles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         near, among, anchor, positive = ctx.saved_tensors
-        labels, square = ctx.given
+        labels, square = ctx.constants
         if torch.is_grad_enabled():  # the gradient will be differentiated
             loss, _ = _Angles.part(near, among, anchor, positive, labels, square)
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 loss, (near, among), gradient, create_graph=True, materialize_grads=True
             )
-            return *found, None, None, None, None
-        slopes, others = torch.zeros_like(near), torch.zeros_like(among)
+            return *gradients, None, None, None, None
+        slopes, slopes_among = torch.zeros_like(near), torch.zeros_like(among)
         for k in blocks(len(anchor), len(among)):
             loss, weights = _Angles.part(near, among, anchor[k], positive[k], labels, square)
             weights = weights.sub_(loss.unsqueeze(1)).exp_().mul_(gradient[k].unsqueeze(1))
             own = weights.sum(1) * (-2 * (1 + square))
             weights *= 4 * square
             slopes.index_add_(0, anchor[k], weights)
-            others.index_add_(0, positive[k], weights)
+            slopes_among.index_add_(0, positive[k], weights)
             slopes.index_put_((anchor[k], positive[k]), own, accumulate=True)
-        return slopes, others, None, None, None, None
+        return slopes, slopes_among, None, None, None, None
 
 
 @forwards(AngularLoss)
@@ -549,15 +549,15 @@ class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
 
     def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         row, column = torch.where(positive)
-        each = self.weigh_loss(mat[row, column].unsqueeze(1) - mat[row]) * negative[row]
-        return mat.new_zeros(len(mat)).index_add(0, row, each.sum(1))
+        weighed = self.weigh_loss(mat[row, column].unsqueeze(1) - mat[row]) * negative[row]
+        return mat.new_zeros(len(mat)).index_add(0, row, weighed.sum(1))
 
     def _counted(self, data: Tensor) -> Tensor:
         """Return the histogram of differences (T,)."""
         low, upper_share = self._bins(data)
         high = (low + 1).clamp(max=self.num_bins - 1)
-        found = torch.zeros_like(self.hist_).index_add(0, low, 1 - upper_share)
-        return found.index_add(0, high, upper_share)
+        histogram = torch.zeros_like(self.hist_).index_add(0, low, 1 - upper_share)
+        return histogram.index_add(0, high, upper_share)
 
     def update_histogram(self, data: Tensor) -> None:
         """Mix the histogram of this batch's differences d(a, p) − d(a, n), (T,), into the running

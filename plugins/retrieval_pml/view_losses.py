@@ -127,13 +127,13 @@ class VICRegLoss(PreciseLoss, losses.VICRegLoss):
             return embeddings.sum() * 0
         self.reset_stats()
         apart, spread, covariance = _VICReg.apply(views, self.eps)
-        found = {
+        parts = {
             **element(self.invariance_lambda * apart, "invariance_loss"),
             **element(self.variance_mu * spread[0], "variance_loss1"),
             **element(self.variance_mu * spread[1], "variance_loss2"),
             "covariance_loss": reduced(self.covariance_v * covariance)["loss"],
         }
-        return self.reducer(found, views[0], None)
+        return self.reducer(parts, views[0], None)
 
 
 class _VICReg(torch.autograd.Function):
@@ -167,18 +167,18 @@ class _VICReg(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient will be differentiated
             gradients = of_apart, of_spread, of_covariance
             return (
-                *derivatives(lambda given: _plain_vic_reg(given, ctx.eps), [views], gradients),
+                *derivatives(lambda stacked: _plain_vic_reg(stacked, ctx.eps), [views], gradients),
                 None,
             )
         slopes = covariances * (of_covariance * (4 / width / (things - 1)))
         kept = of_spread * (deviations < 1)
         # a dimension's variance is on the diagonal, which the covariances leave free
         slopes.diagonal(dim1=1, dim2=2).copy_(kept.div_(deviations).mul_(-0.5 / (things - 1)))
-        found = centred @ slopes
+        gradient = centred @ slopes
         drawn = apart * (of_apart * (2 / width)).unsqueeze(1)
-        found[0] += drawn
-        found[1] -= drawn
-        return found, None
+        gradient[0] += drawn
+        gradient[1] -= drawn
+        return gradient, None
 
 
 def _plain_vic_reg(views: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,7 +194,7 @@ def _plain_vic_reg(views: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
-    """Upstream's, which finds the two views by their label when it is called like any other loss."""
+    """Upstream's, which finds the two views by their label when called like any other loss."""
 
     def __init__(self, loss: nn.Module, symmetric: bool = True) -> None:
         check_reference("pml.self_supervised", loss)

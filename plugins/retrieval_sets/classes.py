@@ -177,9 +177,9 @@ def _folders(
         if folder.name == name and folder.is_dir()
         else published.root(folder, name, inside=[]) / name
     )
-    found = find_images(root)
-    keys = [path.relative_to(root) for path in found.images]
-    dangling = [found.dangling(root)] if found.nowhere else []
+    images = find_images(root)
+    keys = [path.relative_to(root) for path in images.images]
+    dangling = [images.dangling(root)] if images.nowhere else []
     rows = [
         Row(key.as_posix(), key.parts[0], "")
         for key in keys
@@ -242,14 +242,14 @@ def cifar100(
         ]
         splits += [side] * len(pixels)
         keys += [f"{side}/{i}" for i in range(len(pixels))]
-    found = [row[labels] for row in metadata]
+    label_texts = [row[labels] for row in metadata]
     sides = {
-        side: [x for x, s in zip(found, splits, strict=True) if s == side]
+        side: [x for x, s in zip(label_texts, splits, strict=True) if s == side]
         for side in ("train", "test")
     }
     if counts == "published" and (problems := differing(published.counts, sides)):
         refuse(f"{folder} ({published.title})", [*problems, published.advice])
-    return ArrayDataset(np.concatenate(images), found, keys, splits=splits, metadata=metadata)
+    return ArrayDataset(np.concatenate(images), label_texts, keys, splits=splits, metadata=metadata)
 
 
 def _names(path: Path, count: int) -> list[str]:

@@ -44,7 +44,7 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
         _check(path)
         # opened here, and unpacked with bounds before; objects of MATLAB's are kept as bytes
         with path.open("rb") as file:
-            found = loadmat(
+            variables = loadmat(
                 file, variable_names=["annotations"], squeeze_me=True, chars_as_strings=True
             )
     except DataError:
@@ -55,7 +55,7 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
         raise DataError(
             f"{path} is no MATLAB file of format 5, or it is damaged: {error}."
         ) from error
-    table = found.get("annotations")
+    table = variables.get("annotations")
     if not isinstance(table, np.ndarray) or table.dtype.names is None:
         raise DataError(f"{path} holds no structure array 'annotations'.")
     if lacking := [name for name in fields if name not in table.dtype.names]:
@@ -83,15 +83,15 @@ def _check(path: Path) -> None:
     if len(data) < _HEADER or data[126:128] not in (b"IM", b"MI"):
         raise DataError(f"{path} is no MATLAB file of format 5.")
     order = "<" if data[126:128] == b"IM" else ">"
-    at, total = _HEADER, 0
-    while at + 8 <= len(data):
-        kind, length = struct.unpack_from(f"{order}II", data, at)
-        if at + 8 + length > len(data):
+    offset, total = _HEADER, 0
+    while offset + 8 <= len(data):
+        kind, length = struct.unpack_from(f"{order}II", data, offset)
+        if offset + 8 + length > len(data):
             raise DataError(f"{path} is cut short: it has {len(data):,} bytes.")
         total += length
         if kind == _COMPRESSED:
-            total += _unpacked(data[at + 8 : at + 8 + length], _MOST_UNPACKED - total, path)
-        at += 8 + length
+            total += _unpacked(data[offset + 8 : offset + 8 + length], _MOST_UNPACKED - total, path)
+        offset += 8 + length
     if total > _MOST_UNPACKED:
         raise DataError(f"{path} unpacks to over {_MOST_UNPACKED:,} bytes; annotations have less.")
 
@@ -199,29 +199,29 @@ def cub200(
 def _column(path: Path, problems: list[str]) -> dict[str, str]:
     """Return the second of a list's two columns by the first."""
     lines = Lines(path, 2)
-    found = {words[0]: words[1] for _, words in lines}
+    column = {words[0]: words[1] for _, words in lines}
     problems += lines.problems
-    return found
+    return column
 
 
 def _number(path: Path, text: str, problems: list[str], last: int) -> int | None:
-    found = numbers(path, None, [text], problems, 1, last)
-    return None if found is None else found[0]
+    parsed = numbers(path, None, [text], problems, 1, last)
+    return None if parsed is None else parsed[0]
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
     """Return the boxes, which the file has as left, top, width and height."""
     lines = Lines(path, 5)
-    found: dict[str, Box] = {}
+    boxes: dict[str, Box] = {}
     for line, (key, *words) in lines:
         try:
             left, top, width, height = map(float, words)
         except ValueError:
             problems.append(f"{path.name}, line {line}: {' '.join(words)} are not four numbers.")
             continue
-        found[key] = (left, top, left + width, top + height)
+        boxes[key] = (left, top, left + width, top + height)
     problems += lines.problems
-    return found
+    return boxes
 
 
 MODELS = 196
@@ -270,9 +270,11 @@ def cars196(
     published = CARS_OFFICIAL if protocol == "official" else CARS
     published.root(folder)
     problems: list[str] = []
-    found = _whole(folder) if (folder / "cars_annos.mat").is_file() else _divided(published, folder)
+    annotations = (
+        _whole(folder) if (folder / "cars_annos.mat").is_file() else _divided(published, folder)
+    )
     rows = []
-    for path, number, trained, box in found:
+    for path, number, trained, box in annotations:
         if (
             not isinstance(path, str)
             or not isinstance(number, int | float)
@@ -300,7 +302,7 @@ def _whole(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
 
 def _divided(published: Published, folder: Path) -> list[tuple[Any, Any, bool, Any]]:
     """Do as `_whole`, of the layout in two folders."""
-    found: list[tuple[Any, Any, bool, Any]] = []
+    annotations: list[tuple[Any, Any, bool, Any]] = []
     for side, name in (
         ("train", "cars_train_annos.mat"),
         ("test", "cars_test_annos_withlabels.mat"),
@@ -313,7 +315,7 @@ def _divided(published: Published, folder: Path) -> list[tuple[Any, Any, bool, A
                 f"{folder} is not {published.title}: {name} is not there{more}. {published.advice}"
             )
         rows = read_annotations(path, ("fname", "class", *_CARS_BOX))
-        found += [
+        annotations += [
             (f"cars_{side}/{name}", number, side == "train", box) for name, number, *box in rows
         ]
-    return found
+    return annotations

@@ -1,4 +1,4 @@
-"""Large sets: iNaturalist 2018, Google Landmarks v2, Stanford Online Products and In-Shop Clothes."""
+"""iNaturalist 2018, Google Landmarks v2, Stanford Online Products and In-Shop Clothes."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def inaturalist2018(
             raise DataError(f"{folder} is not {INAT.title}: {name} is not there. {INAT.advice}")
         lines = Lines(path, 1)
         for _, (word,) in lines:
-            found = _of_path(word)
+            parts = _of_path(word)
             problems += [f"{path.name}: {word!r} is not train_val2018/GROUP/SPECIES/NAME.jpg."] * (
-                found is None
+                parts is None
             )
-            if found is not None:
-                rows.append(Row(found[0], found[2], side, metadata={"group": found[1]}))
+            if parts is not None:
+                rows.append(Row(parts[0], parts[2], side, metadata={"group": parts[1]}))
         problems += lines.problems
     return assemble(INAT, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
@@ -113,10 +113,13 @@ def _annotated(path: Path, side: str, problems: list[str]) -> list[Row]:
     try:
         if (size := path.stat().st_size) > _MOST_JSON:
             raise DataError(f"{path} has {size:,} bytes; annotations have {_MOST_JSON:,} at most.")
-        found: Any = strict_loads(path.read_bytes())
-        classes = {int(one["image_id"]): int(one["category_id"]) for one in found["annotations"]}
+        content: Any = strict_loads(path.read_bytes())
+        classes = {
+            int(annotation["image_id"]): int(annotation["category_id"])
+            for annotation in content["annotations"]
+        }
         rows = []
-        for image in found["images"]:
+        for image in content["images"]:
             name, number = str(image["file_name"]), classes.get(int(image["id"]))
             parts = _of_path(name)
             if number is None or parts is None:
@@ -189,8 +192,8 @@ def google_landmarks_v2(
     for line, (image, images, usage) in lines:
         if usage.lower() == "ignored":
             continue
-        labels = Counter(index[one] for one in images.split() if one in index)
-        if absent := [one for one in images.split() if one not in index]:
+        labels = Counter(index[image_name] for image_name in images.split() if image_name in index)
+        if absent := [image_name for image_name in images.split() if image_name not in index]:
             problems.append(f"{lines.path.name}, line {line}: {some(absent)} is not in the index.")
         if labels:
             first = labels.most_common(1)[0][0]
@@ -263,9 +266,9 @@ def stanford_online_products(
     for name, side in zip(lists, ("train", "test"), strict=True):
         lines = Lines(root / name, 4, skip=1)
         for line, (*ids, path) in lines:
-            if (found := numbers(root / name, line, ids, problems, 1, _MOST)) is not None:
+            if (parsed := numbers(root / name, line, ids, problems, 1, _MOST)) is not None:
                 category = path.split("/")[0].removesuffix("_final")
-                rows.append(Row(path, str(found[1]), side, metadata={"category": category}))
+                rows.append(Row(path, str(parsed[1]), side, metadata={"category": category}))
         problems += lines.problems
     both = {row.label for row in rows if row.split == "train"} & {
         row.label for row in rows if row.split == "test"
@@ -340,10 +343,10 @@ def _beside(folder: Path, inner: str, name: str) -> Path:
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
     """Return the boxes by image: left, top, right, bottom, after the kinds of clothes and pose."""
     lines = Lines(path, 7, skip=2)
-    found: dict[str, Box] = {}
+    boxes: dict[str, Box] = {}
     for line, (name, _, _, *words) in lines:
         if (edges := numbers(path, line, words, problems, 0, 1 << 20)) is not None:
             left, top, right, bottom = edges
-            found[name] = (left, top, right, bottom)
+            boxes[name] = (left, top, right, bottom)
     problems += lines.problems
-    return found
+    return boxes

@@ -1,4 +1,4 @@
-"""What a data set was published as, whether a folder is that, and the text files that list images."""
+"""What a data set was published as, whether a folder is that, and text files that list images."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Lines:
             with self.path.open(encoding="utf-8-sig", newline="" if self.comma else None) as file:
                 bounded = _bounded(file, self.path)
                 split = csv.reader(bounded) if self.comma else (line.split() for line in bounded)
-                for number, found in enumerate(split, 1):
-                    if number <= self.skip or not found:  # a header, or an empty line
+                for number, row in enumerate(split, 1):
+                    if number <= self.skip or not row:  # a header, or an empty line
                         continue
-                    if len(found) == self.words:
-                        yield number, found
+                    if len(row) == self.words:
+                        yield number, row
                     else:
                         wrong.append(number)
         except UnicodeDecodeError as error:
@@ -89,7 +89,7 @@ def numbers(
     path: Path, line: int | None, words: Sequence[str], problems: list[str], first: int, last: int
 ) -> list[int] | None:
     """Return words as whole numbers from `first` to `last`, or None and a problem."""
-    found = []
+    values = []
     for word in words:
         if not (
             word.isascii() and word.isdigit() and len(word) < 12 and first <= int(word) <= last
@@ -97,8 +97,8 @@ def numbers(
             where = path.name if line is None else f"{path.name}, line {line}"
             problems.append(f"{where}: {word!r} is not a number from {first} to {last:,}.")
             return None
-        found.append(int(word))
-    return found
+        values.append(int(word))
+    return values
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ def assemble(
         problems += count_problems(published, rows)
     if problems:
         refuse(f"{where} ({published.title})", [*problems, published.advice])
-    said = list(notes)
+    notices = list(notes)
     if skip_bad:
         kept, unread = skip_unreadable([images / row.path for row in rows], str(where))
-        rows, said = [rows[i] for i in kept], [*said, *unread]
+        rows, notices = [rows[i] for i in kept], [*notices, *unread]
     return FileDataset(
         [images / row.path for row in rows],
         [row.label for row in rows],
@@ -215,7 +215,7 @@ def assemble(
         metadata=[row.metadata for row in rows] if any(row.metadata for row in rows) else None,
         boxes=[row.box for row in rows] if crop else None,
         advice=ADVICE,
-        notes=said,
+        notes=notices,
     )
 
 
@@ -246,9 +246,9 @@ def _files(images: Path, rows: Sequence[Row]) -> list[str]:
         problems.append(f"{len(twice):,} images are listed twice: {some(twice)}.")
     missing = [path for path in sorted(seen) if inside(path) and not _is_file(images / path)]
     if missing:
-        several = len(missing) > 1
+        plural = len(missing) > 1
         problems.append(
-            f"{len(missing):,} of {len(seen):,} images {'are' if several else 'is'} missing in"
+            f"{len(missing):,} of {len(seen):,} images {'are' if plural else 'is'} missing in"
             f" {images}: {some(missing)}."
         )
     return problems
@@ -271,9 +271,9 @@ def _sides(rows: Sequence[Row], strict: bool) -> list[str]:
         return ["there is a gallery, and no image is a query."]
     absent = sorted(query - gallery)
     if absent and (strict or len(absent) == len(query)):
-        several = len(absent) > 1
+        plural = len(absent) > 1
         return [
-            f"{len(absent):,} {'classes' if several else 'class'} of queries"
-            f" {'have' if several else 'has'} no image in the gallery: {some(absent)}."
+            f"{len(absent):,} {'classes' if plural else 'class'} of queries"
+            f" {'have' if plural else 'has'} no image in the gallery: {some(absent)}."
         ]
     return []

@@ -185,12 +185,12 @@ def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) ->
         if found_images.nowhere:
             problems.append(found_images.dangling(root / name))
         for path in found_images.images:
-            found = _NAME.fullmatch(path.name)
-            if found is None:
+            match = _NAME.fullmatch(path.name)
+            if match is None:
                 strange.append(path.relative_to(root).as_posix())
                 continue
             key = path.relative_to(root).as_posix()
-            yield Row(key, found[1], split, role, metadata={"camera": f"c{int(found[2])}"})
+            yield Row(key, match[1], split, role, metadata={"camera": f"c{int(match[2])}"})
     if strange:
         problems.append(
             f"{len(strange):,} images are not called ID_cCAMERA_…, as in 0002_c1s1_000451_03.jpg:"

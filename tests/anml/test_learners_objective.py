@@ -150,7 +150,7 @@ def test_small_classes_together_are_what_they_are_one_by_one(
     random = np.random.default_rng(4)
     y = np.concatenate([np.repeat(np.arange(40), random.integers(1, 6, 40)), np.full(90, 40)])
     x, L = random.normal(size=(len(y), 6)) + 3 * random.normal(size=(41, 6))[y], np.eye(6) * 0.8
-    assert {module.few(int(n), int(n), len(y)) for n in np.bincount(y)} == {False, True}
+    assert {module.is_small(int(n), int(n), len(y)) for n in np.bincount(y)} == {False, True}
     value, gradient = learner.objective(L, x, y)
     monkeypatch.setattr(module, "few", lambda *sizes: False)
     alone, slope = learner.objective(L, x, y)

@@ -343,7 +343,7 @@ def test_a_matrix_of_other_codes_is_not_taken() -> None:
     torch.testing.assert_close(other(x, Y, pairs), other(x.clone(), Y, pairs))
     miner(x, Y)
     del x
-    assert pair_matrix._kept.made is None
+    assert pair_matrix._kept.matrix is None
 
 
 @pytest.mark.parametrize("name", [*WITH_REFERENCE, *ALONE, "angular"])
