@@ -1,4 +1,4 @@
-"""AML, adversarial metric learning: GMML that is trained on each pair's most misleading pair too."""
+"""AML, adversarial metric learning: GMML that is trained on misleading pairs too."""
 
 from __future__ import annotations
 

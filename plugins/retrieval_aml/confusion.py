@@ -94,7 +94,7 @@ class Confusion(Generator):
 
 
 def _before_scaling(head: nn.Module) -> nn.Sequential | None:
-    """Return a head without its last layer, which scales to unit length; None without such a one."""
+    """Return a head without its last layer, which scales to unit length; None without one."""
     if isinstance(head, Normalize):
         return nn.Sequential()
     if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], Normalize):

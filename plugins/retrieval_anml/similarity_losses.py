@@ -1,4 +1,4 @@
-"""The paper's deep losses: DANML, and lifted structure, N-pair and proxy-NCA with its improvements."""
+"""The paper's deep losses: DANML, and improved lifted structure, N-pair and proxy-NCA."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def torchvision_dataset(
 
 
 def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Dataset | None:
-    """Return a data set of arrays where torchvision holds all pixels as it shows them; else None."""
+    """Return a data set of arrays where torchvision holds all pixels as shown; else None."""
     arrays = []
     for part in parts.values():
         data = getattr(part, "data", None)

@@ -57,7 +57,7 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the pixels (N, 64), 0 to 16, and the labels (N,)."""
     package = find_spec("sklearn")
     file = Path(str(package and package.origin)).parent / "datasets" / "data" / "digits.csv.gz"
-    # read as it lies: loading scikit-learn, with SciPy and pandas, takes most of a small run's start
+    # loading scikit-learn, with SciPy and pandas, takes most of a small run's start
     if file.is_file():
         rows = np.loadtxt(file, delimiter=",")
         return rows[:, :-1], rows[:, -1]

@@ -171,7 +171,7 @@ class OAHU(OnlineLearner):
         return self.spaces(X).retrieve(references, k)
 
     def to_model_parts(self) -> tuple[nn.Module, Hedge]:
-        """Return the head that gives `transform`'s numbers, and the combiner that `search` names."""
+        """Return the head of `transform`'s numbers, and the combiner that `search` names."""
         from retrieval_oahu.combiners import HedgeScore, HedgeSum, OverComplete
 
         check_is_fitted(self, "n_triplets_")
