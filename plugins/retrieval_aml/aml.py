@@ -87,8 +87,7 @@ class Objective:
 
         The gradient is A_eff − c M⁻¹ B M⁻¹ (the Daleckii–Krein form, where Eq 14 is not symmetric).
 
-        Args:
-            m: (F, F) symmetric positive definite.
+        M (F, F) is symmetric positive definite.
         """
         return self.at_eigen(*np.linalg.eigh(m))
 
@@ -178,10 +177,7 @@ def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
     It begins again around the metric reached every `ROUND` iterations, and where a line search
     fails (moments of low rank with a large α).
 
-    Args:
-        objective: D.
-        tol: largest entry of the scaled gradient, relative to D, at which the search is done.
-        max_iter: most iterations.
+    `tol` bounds the largest entry of the scaled gradient, relative to D.
     """
     half = objective.pull**0.25 * geodesic_factor(objective.similar, objective.dissimilar, 0.5)
     iterations = 0

@@ -58,11 +58,7 @@ class Confusion(Generator):
         self._head = (head,)
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return the adversarial negatives (T, F); `positive` is not used.
-
-        Raises:
-            ValueError: the shapes differ, or no head was bound.
-        """
+        """Return the adversarial negatives (T, F); `positive` is not used."""
         if anchor.ndim != 2 or anchor.shape != negative.shape:
             raise ValueError(
                 "anchors and negatives must have one shape, a row of features for each triplet,"

@@ -27,13 +27,7 @@ def best_scale(
     least 1 on [0, 1]. The derivative's one root is bracketed by the case α = 0, as 1 ≤ 1 + αs²(5 −
     4s) ≤ 1 + 1.158α.
 
-    Args:
-        moments: aᵢ (C,), the similar pairs' mean squared difference along each eigenvector; their
-            sum is above 0.
-        eigenvalues: λᵢ (C,) of M.
-        dissimilar: d > 0, the whole weight of the dissimilar pairs at t = 1.
-        alpha: α ≥ 0.
-        beta: β > 0.
+    `moments` is aᵢ (C,), with a sum above 0, `eigenvalues` λᵢ (C,) of M, `dissimilar` d > 0.
     """
     a, squared, d = moments.double(), eigenvalues.double().square(), dissimilar.double()
     high = (d / a.sum()).log() / 2

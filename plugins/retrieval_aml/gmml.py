@@ -49,9 +49,7 @@ def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
 
     sums of positive semi-definite terms, so that nothing cancels.
 
-    Args:
-        x: (N, F) features.
-        codes: (N,) classes, 0 to C − 1, each with a member.
+    `x` is (N, F); `codes` (N,) are classes, 0 to C − 1, each with a member.
     """
     n, features = x.shape
     counts = np.bincount(codes)
@@ -81,9 +79,7 @@ def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
 def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
     """Return the moments over listed pairs.
 
-    Args:
-        pairs: (N, 2, F) the two points of each.
-        similar: (N,) whether they are similar.
+    `pairs` is (N, 2, F), `similar` (N,).
     """
     sums = []
     for chosen in (similar, ~similar):
@@ -95,12 +91,6 @@ def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
 def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, seed: int) -> Moments:
     """Return the moments over pairs of two different items drawn alike, with replacement, as in the
     papers' experiments.
-
-    Args:
-        x: (N, F) features.
-        codes: (N,) classes.
-        n_pairs: how many pairs, of both kinds together.
-        seed: of the drawing.
     """
     random = np.random.default_rng(seed)
     first = random.integers(0, len(x), n_pairs)
@@ -149,11 +139,6 @@ def geodesic(a: Floats, b: Floats, t: float) -> Floats:
     geometric mean.
 
     At t = .5 it solves M A M = B (Zadeh et al., Eq 8 and 13).
-
-    Args:
-        a: (F, F) symmetric positive definite.
-        b: (F, F) symmetric positive definite.
-        t: 0 to 1.
     """
     half = geodesic_factor(a, b, t)
     return symmetric(half @ half.T)
@@ -177,12 +162,7 @@ def eigen_of_factor(half: Floats) -> tuple[Floats, Floats]:
 
 
 def lifted(m: Floats, unit: float) -> Floats:
-    """Return M with eigenvalues below `FLOOR` × unit raised to that; M itself where none is.
-
-    Args:
-        m: (F, F) symmetric, positive semi-definite up to rounding.
-        unit: what an eigenvalue is compared with, greater than 0.
-    """
+    """Return M with eigenvalues below `FLOOR` × unit raised to that; M itself where none is."""
     values, vectors = np.linalg.eigh(m)
     least = FLOOR * unit
     if values[0] >= least:
@@ -195,9 +175,6 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
     the identity if R = F.
 
     Spread is an eigenvalue above `FLOOR` × the mean of all.
-
-    Args:
-        m: (F, F) symmetric, positive semi-definite up to rounding, not 0.
     """
     values, vectors = np.linalg.eigh(m)
     wide = values > FLOOR * np.trace(m) / len(m)
@@ -209,10 +186,6 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
 def completed(half: Floats, still: Floats) -> Floats:
     """Return the factor (F, F) of a metric that is HHᵀ where it was learned, and its geometric mean
     elsewhere.
-
-    Args:
-        half: (F, R) H.
-        still: (F, F − R) orthonormal columns for directions that H does not reach.
     """
     if not still.shape[1]:
         return half

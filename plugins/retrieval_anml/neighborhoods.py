@@ -75,11 +75,7 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
     """Return the log-exp mean of each row of d (B, K), and its derivative by each number (B, K),
     whose rows sum to 1.
 
-    Args:
-        d: (B, K) distances.
-        gamma: γ, of either sign.
-        skip: (B,) one column per row that does not count (a query is not its own neighbour); None:
-            all count.
+    `skip` (B,) is one column per row that does not count: a query is not its own neighbour.
     """
     count = d.shape[1] - (skip is not None)
     flat = abs(gamma) < 1e-8  # nearer 0 than rounding lets the two differ
@@ -102,10 +98,7 @@ def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Fl
     Song et al., Eq 6, r(S, θ, x, Kα). As Eq 10 writes it, it is the least (greatest) mean of any
     |k| of the numbers.
 
-    Args:
-        d: (B, K) distances.
-        k: Kα, not 0; a row that has fewer takes all.
-        skip: (B,) one column per row that does not count; None: all count.
+    A row that has fewer takes all; `skip` is as in `soft_radius`.
     """
     ranked = d if k > 0 else -d
     if skip is not None:

@@ -365,13 +365,7 @@ def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
 def gap_of_similarities(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
     """Return each anchor's gap and where it is defined, from similarities.
 
-    Args:
-        similarity: (B, R), larger is closer.
-        pairs: which count.
-        rule: how.
-
-    Returns:
-        The gaps (B,), 0 where undefined, and bool (B,); see `gap_of_rows`. Differentiable once.
+    Gaps are 0 where undefined; differentiable once.
     """
     gaps: tuple[Tensor, Tensor] = _GapOfSimilarities.apply(similarity, pairs, rule)
     return gaps
@@ -382,11 +376,7 @@ def gap_of_cosines(
 ) -> tuple[Tensor, Tensor]:
     """Return the same from cosines, in memory of one B × R matrix and the unit vectors.
 
-    Args:
-        query: (B, C), of any length.
-        reference: (R, C), or None for the batch itself.
-        pairs: which count.
-        rule: how.
+    `reference` is None for the batch itself.
     """
     gaps: tuple[Tensor, Tensor] = _GapOfCosines.apply(query, reference, pairs, rule)
     return gaps

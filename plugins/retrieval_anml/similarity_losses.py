@@ -36,11 +36,6 @@ def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tenso
     A similarity is taken as it is. A distance D becomes s = 1 − D²/2: for the Euclidean distance of
     unit vectors that is their cosine, and a combiner's distance is read in the same unit.
     `LpDistance` with power 2 is D² already.
-
-    Args:
-        distance: a `BaseDistance`.
-        query: (B, C).
-        reference: (R, C).
     """
     matrix: Tensor = distance(query, reference)
     if getattr(distance, "is_inverted", False):
@@ -59,11 +54,7 @@ def is_cosine(distance: Any) -> bool:
 
 
 def check_gammas(gamma1: float, gamma2: float) -> None:
-    """Refuse values of γ for which the gap is not defined.
-
-    Raises:
-        ValueError: γ₂ ≤ 0, or one of them is NaN.
-    """
+    """Refuse values of γ for which the gap is not defined."""
     if gamma1 != gamma1:
         raise ValueError(
             "gamma1 is NaN; it must be a number: 0 averages the positives, infinity takes the least"
@@ -79,10 +70,6 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
 def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
     """Return the thresholds, refusing those that are not similarities, and those that ask positives
     to be *less* similar than negatives.
-
-    Raises:
-        ValueError: one is not a finite similarity, or the positive threshold is below the negative
-            one.
     """
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
@@ -485,13 +472,7 @@ class NPairLoss(ImprovedNPairLoss):
 def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return pairs of one class, at most one of each class in a round.
 
-    Args:
-        labels: (B,).
-        ref_labels: (R,) of the positives; None: the batch itself, where a class's items 2r and 2r +
-            1 are a pair.
-
-    Returns:
-        Anchors, positives and rounds, each (N,) int64.
+    Without `ref_labels` a class's items 2r and 2r + 1 are a pair of the batch itself.
     """
     ordered, order = torch.sort(labels, stable=True)
     rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)

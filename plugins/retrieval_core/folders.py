@@ -174,11 +174,7 @@ def _row_problem(row: Row, root: Path) -> str:
 
 
 def _read_table(path: Path, root: Path) -> CsvTable:
-    """Return the file's rows, with sides and roles as the framework calls them.
-
-    Raises:
-        DataError: the file cannot be read, or its header is wrong.
-    """
+    """Return the file's rows, with sides and roles as the framework calls them."""
     if not path.exists():
         raise DataError(
             f"[data] manifest: {path} does not exist. Relative paths start at {Path.cwd()}."

@@ -59,9 +59,6 @@ class Matryoshka(nn.Module):
         """Return the weighted sum, a scalar; see `retrieval.Loss`.
 
         A miner's indices serve each width.
-
-        Raises:
-            ValueError: the embeddings are not as wide as the last width.
         """
         if embeddings.shape[1] != self.widths[-1]:
             raise ValueError(

@@ -100,9 +100,6 @@ def hub_from_cache_when_away() -> Iterator[None]:
 def reach(address: str) -> None:
     """Connect to the host of an address, and leave it; behind a proxy, which alone knows the way,
     do nothing.
-
-    Raises:
-        OSError: the host cannot be reached.
     """
     if getproxies().get("https"):
         return
@@ -116,13 +113,7 @@ def reach(address: str) -> None:
 def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
     """Return what `load` downloads, or says in one sentence why that cannot be.
 
-    Args:
-        what: "the weights … of …".
-        instead: what to do without, as the end of a sentence.
-        load: downloads, or reads what was downloaded before.
-
-    Raises:
-        DataError: the download failed.
+    The error's sentence begins with `what` and ends with `instead`.
     """
     try:
         return load()
@@ -445,11 +436,7 @@ def _package_weights() -> Path:
 
 
 def _load_by_position(network: nn.Module, path: Path) -> None:
-    """Load weights whose tensors have other names, but the same order and shapes.
-
-    Raises:
-        DataError: the file cannot be read, or holds something else.
-    """
+    """Load weights whose tensors have other names, but the same order and shapes."""
     try:
         weights = list(torch.load(path, map_location="cpu", weights_only=True).values())
     except (

@@ -271,11 +271,7 @@ class DisturbedNegative(Generator):
         self._head = (head,)
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return synthetic negatives (T, F).
-
-        Raises:
-            ValueError: no head was bound, and there is more than one try.
-        """
+        """Return synthetic negatives (T, F)."""
         nearest_copy = self._copy(anchor, positive, negative)
         if self.tries == 1 or len(anchor) == 0:
             return nearest_copy

@@ -187,11 +187,7 @@ class LocalMetrics(Combiner):
         self.exact = self.plain = metrics == 1
 
     def build_head(self, features: int) -> nn.Module:
-        """Return features (B, F) → K unit embeddings side by side (B, D).
-
-        Raises:
-            RecipeError: with `views`, K does not divide F.
-        """
+        """Return features (B, F) → K unit embeddings side by side (B, D)."""
         last: nn.Module = Normalize() if self.metrics == 1 else UnitParts(self.metrics)
         if not self.views:
             return nn.Sequential(nn.Linear(features, self.embedding_size), last)

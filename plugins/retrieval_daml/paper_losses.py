@@ -372,10 +372,7 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
     """Return pairs of one class, at most one of each class in a round, and the other pairs'
     positives as negatives.
 
-    Args:
-        labels: (B,).
-        ref_labels: (R,) of the positives; None: the batch itself, where a class's items 2r and 2r +
-            1 are a pair.
+    Without `ref_labels` a class's items 2r and 2r + 1 are a pair of the batch itself.
     """
     ordered, order = torch.sort(labels, stable=True)
     rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)

@@ -30,11 +30,7 @@ Floats = NDArray[np.floating[Any]]
 
 @cache
 def adapted(name: str) -> type:
-    """Return metric-learn's class `name`, made to take checked arrays as they are.
-
-    Raises:
-        MissingDependency: metric-learn is not installed.
-    """
+    """Return metric-learn's class `name`, made to take checked arrays as they are."""
     try:
         import metric_learn
     except ImportError as error:

@@ -64,12 +64,7 @@ class OverComplete(nn.Module):
     ) -> OverComplete:
         """Return a network in float32 with a learner's weights.
 
-        Args:
-            levels: each level's weights, (F, hidden + E) and then (hidden, hidden + E).
-            hidden: units of each hidden layer.
-            mean: (F,), subtracted from features.
-            scale: (F,), by which they are divided.
-            alpha: (L + 1,) weights of the spaces' squared distances.
+        `levels` are (F, hidden + E) and then (hidden, hidden + E).
         """
         head = cls(len(mean), len(levels) - 1, hidden, levels[0].shape[1] - hidden)
 

@@ -339,10 +339,6 @@ class OPML(MatrixLearner):
 def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
     """Return the triplets of one pass: each item, the latest before it of its class, the latest of
     another.
-
-    Args:
-        labels: (N,).
-        order: in which order the items come.
     """
     latest: dict[int, int] = {}
     # the two classes seen last, the later one first: the other class is one of them

@@ -101,10 +101,7 @@ class Memory:
         """Return how the neighbours of items vote (A,), the mean over `VOTERS`: 1 for the item's
         own group, 0 for another, ½ for a tie or for nobody.
 
-        Args:
-            anchors: (A,) places.
-            distances: (A, size) to every item; changed.
-            share: see `NEAR`.
+        `distances` (A, size) to every item are changed; for `share` see `NEAR`.
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)

@@ -33,13 +33,7 @@ def dissimilar_threshold(distance: Floats, tau: float) -> Floats:
 def bounds_loss(positive: Floats, negative: Floats, tau: float) -> tuple[Floats, Floats, Floats]:
     """Return the loss ½ (attractive + repulsive) of Eq 12–13, and its slopes by both distances.
 
-    Args:
-        positive: distances D⁺, any shape, between 0 and 2.
-        negative: distances D⁻, likewise.
-        tau: τ of Eq 8, within 0 and 2.
-
-    Returns:
-        The loss, 0 to 1; ∂/∂D⁺ ≥ 0; ∂/∂D⁻ ≤ 0, each of the distances' shape.
+    Distances lie between 0 and 2; the loss between 0 and 1; ∂/∂D⁺ ≥ 0 and ∂/∂D⁻ ≤ 0.
     """
     near, far = similar_threshold(positive, tau), dissimilar_threshold(negative, tau)
     slope_p, slope_n = 0.5 / (2.0 - near), -0.5 / far
@@ -133,11 +127,7 @@ class Network:
     def step(self, rows: Floats, alpha: Floats, tau: float, rate: float) -> Floats:
         """Learn from one triplet; return each level's loss (L + 1,) before the update, Eq 13.
 
-        Args:
-            rows: (3, F), anchor, positive and negative, standardised, of the weights' type.
-            alpha: (L + 1,) the levels' weights, Eq 19.
-            tau: τ.
-            rate: η.
+        `rows` (3, F) are anchor, positive and negative, standardised; `alpha` (L + 1,) as in Eq 19.
         """
         hidden, out, back, active = self.hidden, self._out, self._back, self._active
         h = rows
@@ -162,10 +152,7 @@ def triplet_gradient(z: Floats, alpha: Floats, tau: float) -> tuple[Floats, Floa
     """Return the losses (L + 1,) of embeddings that are not scaled yet, and the gradient of Σ α_l
     loss_l by them.
 
-    Args:
-        z: (L + 1, 3, E), anchor, positive and negative in each level.
-        alpha: (L + 1,).
-        tau: τ.
+    `z` is (L + 1, 3, E): anchor, positive and negative in each level.
     """
     norms = np.sqrt(np.einsum("lie,lie->li", z, z))
     inverse = np.divide(1, norms, out=np.zeros_like(norms), where=norms >= TINY)

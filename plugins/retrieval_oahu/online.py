@@ -27,18 +27,7 @@ from retrieval_oahu.streams import (
 
 
 def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
-    """Refuse a parameter that is not between two numbers.
-
-    Args:
-        name: what it is called.
-        value: what it is.
-        low: it must be above.
-        high: it must be below, or with `closed` at most.
-        closed: see `high`.
-
-    Raises:
-        ValueError: the parameter is not between the two numbers, or it is NaN.
-    """
+    """Refuse a parameter that is not between two numbers."""
     if not (low < value < high or (closed and value == high)):
         raise ValueError(
             f"{name} is {value} and must be above {low:g} and {'at most' if closed else 'below'}"
@@ -67,12 +56,7 @@ def recorded(
     """Return the record with one more row when its turn has come; when it is full, every second row
     goes and the stride doubles.
 
-    Args:
-        kept: (M, W) values.
-        steps: (M,) after how many steps each was taken, multiples of the stride.
-        stride: how many steps lie between two rows.
-        value: (W,) the present value.
-        step: how many steps were made.
+    `kept` is (M, W), `steps` (M,) after how many steps each row was taken.
     """
     if step % stride:
         return kept, steps, stride
@@ -89,11 +73,7 @@ _KEY = "retrieval_oahu"
 
 
 def write_learner(learner: Any, path: Path) -> None:
-    """Write a fitted learner; the file appears whole or not at all.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write a fitted learner; the file appears whole or not at all."""
     arrays, numbers = {}, {}
     for name, value in vars(learner).items():
         if not name.endswith("_") or name.startswith("_"):
@@ -112,11 +92,7 @@ def write_learner(learner: Any, path: Path) -> None:
 
 
 def read_learner(kind: type[T], path: Path) -> T:
-    """Return the learner in a file.
-
-    Raises:
-        DataError: the file is missing, damaged, or holds another learner.
-    """
+    """Return the learner in a file."""
     try:
         with safe_open(path, framework="numpy") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "{}"))

@@ -57,9 +57,6 @@ class Closure:
     def add(self, triplet: Triplet) -> bool:
         """Take a triplet in, unless it contradicts what follows already; then nothing of it is
         taken.
-
-        Returns:
-            Whether it was taken.
         """
         a, p, n = triplet
         contradicts = self.dissimilar(a, p) or self.similar(a, n) or self.similar(p, n)
@@ -318,13 +315,6 @@ def paper_stream(
 ) -> Iterator[Triplet]:
     """Return the experiments' finite stream (§4.3.2): random seeds, then as many triplets of their
     closure, in the order of creation.
-
-    Args:
-        labels: (N,).
-        seeds: how many random triplets.
-        closure: how many that follow from them; new ones as long as some are found.
-        seed: the same seed gives the same stream.
-        held_out: pairs that may not be used.
     """
     rng = np.random.default_rng([seed, 1])
     source = from_labels(labels, seed=seed, held_out=held_out)
@@ -413,11 +403,7 @@ class ClickLog:
         self.lines = self.unknown = self.unusable = self.late = self.malformed = 0
 
     def __iter__(self) -> Iterator[Triplet]:
-        """Return the triplets, from the file's first line.
-
-        Raises:
-            DataError: the file cannot be read, or lacks a column.
-        """
+        """Return the triplets, from the file's first line."""
         try:
             with self.path.open(encoding="utf-8", newline="") as file:
                 yield from self._read(file)

@@ -276,11 +276,7 @@ class OfBatch(_Mixin):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them.
-
-        Raises:
-            ValueError: there is a reference set, are indices that weigh nothing, or are no labels.
-        """
+        """Return the losses by name, as upstream's reducers read them."""
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         if not self.weighted:
             common_functions.indices_tuple_not_supported(indices_tuple)
@@ -300,11 +296,7 @@ class OfBatch(_Mixin):
 
 
 def require_similarity(distance: nn.Module | None, name: str) -> None:
-    """Refuse a distance where only a similarity makes sense.
-
-    Raises:
-        ValueError: it is a distance: smaller is closer.
-    """
+    """Refuse a distance where only a similarity makes sense."""
     if distance is not None and not getattr(distance, "is_inverted", False):
         raise ValueError(
             f"{name} needs a similarity (pml.cosine_similarity or pml.dot_product_similarity), "
@@ -313,31 +305,19 @@ def require_similarity(distance: nn.Module | None, name: str) -> None:
 
 
 def no_reference(name: str, ref_emb: Tensor | None) -> None:
-    """Refuse a reference set.
-
-    Raises:
-        ValueError: a reference set is given.
-    """
+    """Refuse a reference set."""
     if ref_emb is not None:
         raise ValueError(f"{name} compares the batch with itself and takes no ref_emb")
 
 
 def no_indices(name: str, indices_tuple: Any) -> None:
-    """Refuse a miner's indices.
-
-    Raises:
-        ValueError: indices are given.
-    """
+    """Refuse a miner's indices."""
     if indices_tuple is not None:
         raise ValueError(f"{name} chooses its own pairs and takes no indices: remove the miner")
 
 
 def on_labels(labels: Tensor | None, embeddings: Tensor, name: str) -> Tensor:
-    """Return the labels on the embeddings' device.
-
-    Raises:
-        ValueError: labels is None.
-    """
+    """Return the labels on the embeddings' device."""
     if labels is None:
         raise ValueError(f"{name} needs labels")
     return labels.to(embeddings.device)

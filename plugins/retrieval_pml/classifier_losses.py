@@ -257,11 +257,7 @@ class ClassWeights(PreciseLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them.
-
-        Raises:
-            ValueError: there are no labels, or there is a reference set.
-        """
+        """Return the losses by name, as upstream's reducers read them."""
         common_functions.labels_required(labels)
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         assert labels is not None

@@ -289,12 +289,7 @@ class BatchEasyHardMiner(PreciseMiner, miners.BatchEasyHardMiner):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return each row's extreme, its place, and whether it has any, each (R,).
 
-        Args:
-            near: (R, M).
-            mask: (R, M) which count.
-            largest: whether the largest is wanted; else the smallest.
-            allowed: the smallest and largest that count, or None.
-            limit: (R,) only what is smaller (or larger, where the smallest is wanted) counts.
+        `limit` (R,) bounds what counts on the side of the extreme.
         """
         if limit is not None:
             mask = mask & (near < limit.unsqueeze(1) if largest else near > limit.unsqueeze(1))
@@ -496,12 +491,7 @@ def _draw(
 ) -> Triplets:
     """Return as many random triplets of each anchor as its class has items.
 
-    Args:
-        anchors: (A,) items of a class.
-        members: (P,) items of the class, among which the positives are.
-        negatives: (M,) the items of other classes.
-        weights: (A, M) how likely each of them is; NaN where an anchor has none.
-        own: whether anchors are among the others, and so no positives of their own.
+    `weights` (A, M) say how likely each negative is; `own`: whether anchors are among the members.
     """
     count = len(members)
     choices = members.expand(len(anchors), count)
@@ -539,11 +529,7 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return triplets; see `retrieval.Miner`.
-
-        Raises:
-            ValueError: the batch is not a multiple of three, or there is a reference set.
-        """
+        """Return triplets; see `retrieval.Miner`."""
         no_reference(
             "EmbeddingsAlreadyPackagedAsTriplets", None if ref_emb is embeddings else ref_emb
         )

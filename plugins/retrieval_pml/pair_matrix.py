@@ -37,11 +37,6 @@ def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
     Where both sides are one, its gradient takes one product instead of two. A matrix that was made
     without a gradient, as a miner's is, is kept as long as its embeddings are there and unchanged,
     until it is asked for with a gradient: a loss on the pairs of a miner takes the miner's.
-
-    Args:
-        distance: one of pytorch-metric-learning's.
-        embeddings: (N, C).
-        ref_emb: (M, C); `embeddings` itself where these are compared with themselves.
     """
     if ref_emb is not embeddings:
         mat: Tensor = distance(embeddings, ref_emb)
@@ -68,11 +63,6 @@ def _vectors(distance: Any, embeddings: Tensor) -> tuple[Tensor, bool]:
 def unit(vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
     """Return vectors at one length, as `torch.nn.functional.normalize` does; its gradient takes
     half the passes.
-
-    Args:
-        vectors: of two dimensions.
-        dim: along which they lie.
-        scale: the length.
     """
     vectors_of_length: Tensor = _Unit.apply(vectors, dim, scale)
     return vectors_of_length
@@ -262,11 +252,7 @@ class Pairs:
 
     @classmethod
     def mined(cls, indices: Any, shape: tuple[int, int], labels: Any, ref_labels: Any) -> Pairs:
-        """Return the pairs of a miner's indices.
-
-        Raises:
-            AssertionError: a pair is both, as upstream says.
-        """
+        """Return the pairs of a miner's indices."""
         a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices, labels, ref_labels)
         positive = torch.zeros(shape, dtype=torch.bool, device=a1.device)
         negative = torch.zeros_like(positive)
@@ -359,10 +345,7 @@ Fused = Callable[..., Any]
 def blocks(rows: int, columns: int, repeats: Tensor | None = None) -> list[slice]:
     """Return slices of rows that make at most `ENTRIES` numbers, or one row.
 
-    Args:
-        rows: how many there are.
-        columns: how many numbers a row has.
-        repeats: (rows,) how often a row is repeated; 1 by default.
+    `repeats` (rows,) says how often a row is repeated; 1 by default.
     """
     if repeats is None:
         step = max(1, ENTRIES // max(columns, 1))
@@ -522,11 +505,7 @@ def derivatives(
     """Return the derivatives of a formula of some tensors, each for itself, in a form that can be
     differentiated again.
 
-    Args:
-        formula: of the inputs.
-        inputs: one of them may have been made of another, which counts for nothing here; None is
-            handed on.
-        gradient: of what the formula gives.
+    An input made of another counts for itself alone; None is handed on.
     """
     # aliases: the way from one input to another ends at them
     aliases = [None if x is None else x.view_as(x) for x in inputs]
@@ -581,14 +560,6 @@ def lse_of_few(values: Tensor, mask: Tensor) -> Tensor:
 def segment_logsumexp(values: Tensor, segment: Tensor, segments: int) -> Tensor:
     """Return log Σ exp of the values of each segment; the lowest finite number where a segment is
     empty.
-
-    Args:
-        values: (N,).
-        segment: (N,) the segment that each value belongs to.
-        segments: how many segments there are.
-
-    Returns:
-        (segments,).
     """
     lowest = torch.finfo(values.dtype).min
     top = values.new_full((segments,), lowest).scatter_reduce(0, segment, values.detach(), "amax")

@@ -135,11 +135,7 @@ class DivisorReducer(reducers.DivisorReducer):
     """Upstream's, with a sentence for losses that give no divisor."""
 
     def unpack_loss_info(self, loss_info: dict[str, Any]) -> Any:
-        """Return the losses, their indices, their kind and the divisor.
-
-        Raises:
-            ValueError: the loss gives no divisor.
-        """
+        """Return the losses, their indices, their kind and the divisor."""
         if loss_info["reduction_type"] != "already_reduced" and "divisor" not in loss_info:
             raise ValueError(
                 "pml.divisor serves losses that say what to divide by (pml.margin,"

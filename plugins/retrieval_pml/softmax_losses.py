@@ -67,11 +67,7 @@ class MultiSimilarityLoss(PreciseLoss, MaskedPairs, losses.MultiSimilarityLoss):
 def _fused_multi_similarity(alpha: float, beta: float, base: float, sign: int) -> Fused:
     """Return the fused Multi-Similarity loss; see `MultiSimilarityLoss`.
 
-    Args:
-        alpha: of positives.
-        beta: of negatives.
-        base: the similarity from which a pair counts little.
-        sign: 1 of similarities, −1 of distances.
+    `sign` is 1 of similarities, −1 of distances.
     """
 
     def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> Tensor:
@@ -139,15 +135,7 @@ class CircleLoss(PreciseLoss, MaskedPairs, losses.CircleLoss):
 
 
 def _fused_circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -> Fused:
-    """Return the fused circle loss of similarities; see `CircleLoss`.
-
-    Args:
-        op: O_p of the paper, as the next ones.
-        on: O_n.
-        delta_p: Δ_p.
-        delta_n: Δ_n.
-        gamma: γ.
-    """
+    """Return the fused circle loss of similarities; see `CircleLoss`."""
 
     def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> Tensor:
         weights = (mat - on).relu_().mul_(gamma)

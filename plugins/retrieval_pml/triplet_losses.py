@@ -190,14 +190,7 @@ class _AllTriplets(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum (float64) of the losses above `low` and below `high`, and their number.
 
-        Args:
-            ctx: keeps the sum's gradient, a matrix.
-            near: (N, M) distances, smaller is closer.
-            positive: (N, M) which pairs are positive.
-            negative: (N, M) which pairs are negative.
-            margin: added to each difference.
-            low: losses up to this are left out; None leaves out none.
-            high: losses from this are left out; None leaves out none.
+        `near` (N, M) are distances, smaller is closer; None as a bound leaves out none.
         """
         far = near.masked_fill(~negative, torch.inf)
         anchor, other = torch.where(positive)
@@ -421,14 +414,7 @@ class _Angles(torch.autograd.Function):
     ) -> Tensor:
         """Return the losses (P,).
 
-        Args:
-            ctx: keeps what is given.
-            near: (N, M) cosines of items and others.
-            among: (M, M) cosines of others.
-            anchor: (P,) items.
-            positive: (P,) others.
-            labels: (N,) and (M,).
-            square: t, the squared tangent of the angle.
+        `near` (N, M) are cosines of items and others, `among` (M, M) of others; `square` is t.
         """
         ctx.save_for_backward(near, among, anchor, positive)
         ctx.constants = labels, square

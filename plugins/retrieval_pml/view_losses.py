@@ -54,11 +54,7 @@ def places_of_views(
     ref_labels: Tensor | None,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return where first and where second views are in the batch, each (P,).
-
-    Raises:
-        ValueError: there is a reference set, or no labels.
-    """
+    """Return where first and where second views are in the batch, each (P,)."""
     if ref_emb is not None or ref_labels is not None:
         raise ValueError(
             f"{name} takes the second views from the batch: it takes no ref_emb beside labels"
@@ -73,11 +69,7 @@ def two_views(
     ref_labels: Tensor | None,
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return first views, second views (P, C each) and their labels (P,).
-
-    Raises:
-        ValueError: there are labels and a reference set, or neither.
-    """
+    """Return first views, second views (P, C each) and their labels (P,)."""
     if labels is None and ref_emb is not None:
         return embeddings, ref_emb, torch.arange(len(embeddings), device=embeddings.device)
     first, second = places_of_views(embeddings, labels, ref_emb, ref_labels, name)
@@ -102,16 +94,7 @@ class VICRegLoss(PreciseLoss, losses.VICRegLoss):
     ) -> Any:
         """Return the loss, a scalar.
 
-        Args:
-            embeddings: (N, C) both views; without labels, the first views.
-            labels: (N,) items of one label are views of one thing; None when `ref_emb` holds the
-                second views.
-            indices_tuple: must be None.
-            ref_emb: (N, C) the second views, when there are no labels.
-            ref_labels: must be None.
-
-        Raises:
-            ValueError: there are indices, or labels and a reference set.
+        Items of one label are views of one thing; without labels `ref_emb` holds the second views.
         """
         no_indices("VICRegLoss", indices_tuple)
         if labels is None and ref_emb is not None:

@@ -43,11 +43,7 @@ WITHOUT_REFERENCE = (
 
 
 def check_reference(name: str, loss: nn.Module) -> None:
-    """Refuse a loss that takes no reference set.
-
-    Raises:
-        ValueError: the loss is one of `WITHOUT_REFERENCE`.
-    """
+    """Refuse a loss that takes no reference set."""
     if isinstance(loss, WITHOUT_REFERENCE):
         raise ValueError(
             f"{name} needs a loss that takes a reference set, and {type(loss).__name__} takes none;"

@@ -29,14 +29,6 @@ _COMPRESSED = 15
 def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
     """Return the rows of a file's variable `annotations`, a structure array: the values of its
     fields, text and numbers.
-
-    Args:
-        path: the file.
-        fields: their names, in the order that they are wanted in.
-
-    Raises:
-        DataError: the file is missing, damaged, too large (also when unpacked), or holds something
-            else.
     """
     from scipy.io import loadmat
 
