@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -365,7 +365,32 @@ UPSTREAM = {"classes": "num_classes"}
 """What upstream calls a parameter that the host gives."""
 
 
-def forwards(upstream: Callable[..., Any], **renamed: str) -> Callable[[F], F]:
+def _shared(*parameters: tuple[str, Any, Any]) -> tuple[inspect.Parameter, ...]:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return tuple(
+        inspect.Parameter(name, kind, default=default, annotation=annotation)
+        for name, annotation, default in parameters
+    )
+
+
+REGULARIZED = _shared(
+    ("embedding_regularizer", Regularizer, None), ("embedding_reg_weight", float, 1.0)
+)
+"""Parameters of every loss that can penalise its embeddings."""
+WEIGHTED = (
+    *_shared(
+        ("weight_regularizer", Regularizer, None),
+        ("weight_reg_weight", float, 1.0),
+        ("weight_init_func", Init, None),
+    ),
+    *REGULARIZED,
+)
+"""Parameters of every loss that has class weights or proxies."""
+
+
+def forwards(
+    upstream: Callable[..., Any], shared: Sequence[inspect.Parameter] = (), **renamed: str
+) -> Callable[[F], F]:
     """Make a factory of a function that has a signature and a docstring, and no body but checks.
 
     A call runs the function, which may refuse its arguments, and then gives all of them, defaults
@@ -375,19 +400,21 @@ def forwards(upstream: Callable[..., Any], **renamed: str) -> Callable[[F], F]:
 
     Args:
         upstream: the class.
+        shared: parameters that follow the function's own: `REGULARIZED` or `WEIGHTED`.
         renamed: what `upstream` calls a parameter, where that differs from the function and from
             `UPSTREAM`.
     """
 
     def decorate(function: F) -> F:
-        signature = inspect.signature(function)
+        own = inspect.signature(function)
+        signature = own.replace(parameters=[*own.parameters.values(), *shared])
         names = {**UPSTREAM, **renamed}
 
         @functools.wraps(function)
         def make(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            function(**bound.arguments)
+            function(**{name: bound.arguments[name] for name in own.parameters})
             values = {names.get(name, name): value for name, value in bound.arguments.items()}
             if values.get("weight_init_func") is not None:
                 values["weight_init_func"] = getattr(nn.init, f"{values['weight_init_func']}_")
@@ -396,6 +423,11 @@ def forwards(upstream: Callable[..., Any], **renamed: str) -> Callable[[F], F]:
                 part.known_classes = bound.arguments["classes"]
             return part
 
+        make.__signature__ = signature  # type: ignore[attr-defined]
+        make.__annotations__ = {
+            **function.__annotations__,
+            **{p.name: p.annotation for p in shared},
+        }
         make.__doc__ = _documented(inspect.getdoc(function) or "", list(signature.parameters))
         return make  # type: ignore[return-value]
 

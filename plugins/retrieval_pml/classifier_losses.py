@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrieval_pml.adapters import (
+    WEIGHTED,
     Count,
     Distance,
-    Init,
     Positive,
     PreciseLoss,
     Reducer,
-    Regularizer,
     cosines_within,
     element,
     forwards,
@@ -356,18 +355,13 @@ class LargeMarginSoftmaxLoss(MultipleAngle, losses.LargeMarginSoftmaxLoss):
 
 
 @traits(ref_emb=False)
-@forwards(LargeMarginSoftmaxLoss)
+@forwards(LargeMarginSoftmaxLoss, WEIGHTED)
 def large_margin_softmax(
     embedding_size: int,
     classes: int,
     margin: Count = 4,
     scale: Positive = 1.0,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.LargeMarginSoftmaxLoss:
     """Large-margin softmax: the target class's angle counts m times.
 
@@ -391,18 +385,13 @@ class SphereFaceLoss(MultipleAngle, losses.SphereFaceLoss):
 
 
 @traits(ref_emb=False)
-@forwards(SphereFaceLoss)
+@forwards(SphereFaceLoss, WEIGHTED)
 def sphere_face(
     embedding_size: int,
     classes: int,
     margin: Count = 4,
     scale: Positive = 1.0,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.SphereFaceLoss:
     """SphereFace: large-margin softmax with class weights of length 1.
 
@@ -423,18 +412,13 @@ class ArcFaceLoss(MarginAtTarget, losses.ArcFaceLoss):
 
 
 @traits(ref_emb=False)
-@forwards(ArcFaceLoss)
+@forwards(ArcFaceLoss, WEIGHTED)
 def arc_face(
     embedding_size: int,
     classes: int,
     margin: Degrees = 28.6,
     scale: Positive = 64.0,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.ArcFaceLoss:
     """ArcFace: softmax over cosines, with a margin added to the target class's angle.
 
@@ -452,18 +436,13 @@ class CosFaceLoss(MarginAtTarget, losses.CosFaceLoss):
 
 
 @traits(ref_emb=False)
-@forwards(CosFaceLoss)
+@forwards(CosFaceLoss, WEIGHTED)
 def cos_face(
     embedding_size: int,
     classes: int,
     margin: float = 0.35,
     scale: Positive = 64.0,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.CosFaceLoss:
     """CosFace: softmax over cosines, with a margin subtracted from the target class's.
 
@@ -496,7 +475,7 @@ def _by_centre(weights: Tensor, centres: int) -> Tensor:
 
 
 @traits(ref_emb=False)
-@forwards(SubCenterArcFaceLoss)
+@forwards(SubCenterArcFaceLoss, WEIGHTED)
 def sub_center_arc_face(
     embedding_size: int,
     classes: int,
@@ -504,11 +483,6 @@ def sub_center_arc_face(
     scale: Positive = 64.0,
     sub_centers: Count = 3,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.SubCenterArcFaceLoss:
     """ArcFace with several centres per class, of which the nearest counts: wrong labels gather at a
     centre of their own.
@@ -536,18 +510,13 @@ class NormalizedSoftmaxLoss(ClassWeights, losses.NormalizedSoftmaxLoss):
 
 
 @traits(ref_emb=False)
-@forwards(NormalizedSoftmaxLoss)
+@forwards(NormalizedSoftmaxLoss, WEIGHTED)
 def normalized_softmax(
     embedding_size: int,
     classes: int,
     temperature: Positive = 0.05,
     distance: Distance = None,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.NormalizedSoftmaxLoss:
     """Softmax over similarities to class weights of length 1.
 
@@ -581,7 +550,7 @@ class SoftTripleLoss(ClassWeights, losses.SoftTripleLoss):
 
 
 @traits(ref_emb=False)
-@forwards(SoftTripleLoss)
+@forwards(SoftTripleLoss, WEIGHTED)
 def soft_triple(
     embedding_size: int,
     classes: int,
@@ -591,11 +560,6 @@ def soft_triple(
     margin: float = 0.01,
     distance: Distance = None,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.SoftTripleLoss:
     """SoftTriple: softmax over classes with several centres each, softly the nearest.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retrieval_pml.adapters import (
+    REGULARIZED,
     Distance,
     EveryPair,
     MaskedPairs,
@@ -134,14 +135,12 @@ class ContrastiveLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.ContrastiveLos
         return (over,)
 
 
-@forwards(ContrastiveLoss)
+@forwards(ContrastiveLoss, REGULARIZED)
 def contrastive(
     pos_margin: float = 0.0,
     neg_margin: float = 1.0,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.ContrastiveLoss:
     """Contrastive loss: positive pairs nearer than one margin, negative pairs farther than another.
 
@@ -253,14 +252,12 @@ class _MeanOfNegatives(torch.autograd.Function):
         return slopes, None
 
 
-@forwards(IntraPairVarianceLoss)
+@forwards(IntraPairVarianceLoss, REGULARIZED)
 def intra_pair_variance(
     pos_eps: NonNegative = 0.01,
     neg_eps: NonNegative = 0.01,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.IntraPairVarianceLoss:
     """Draws positive pairs' similarities towards their mean, and negative pairs' likewise.
 
@@ -318,14 +315,12 @@ def _mean_where(values: Tensor, mask: Tensor) -> Tensor:
 
 
 @traits(ref_emb=True)
-@forwards(ThresholdConsistentMarginLoss)
+@forwards(ThresholdConsistentMarginLoss, REGULARIZED)
 def threshold_consistent_margin(
     lambda_plus: NonNegative = 1.0,
     lambda_minus: NonNegative = 1.0,
     margin_plus: float = 0.9,
     margin_minus: float = 0.5,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.ThresholdConsistentMarginLoss:
     """A regulariser in the form of a loss: makes one similarity threshold fit all classes.
 
@@ -383,14 +378,12 @@ class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
         return numbers(loss, (a1, p), "pos_pair")
 
 
-@forwards(LiftedStructureLoss)
+@forwards(LiftedStructureLoss, REGULARIZED)
 def lifted_structure(
     neg_margin: float = 1.0,
     pos_margin: float = 0.0,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.LiftedStructureLoss:
     """Lifted structure loss: each positive pair against all negatives of both its items.
 
@@ -424,14 +417,12 @@ class GeneralizedLiftedStructureLoss(
         return F.relu(pull + push).masked_fill(~(positive.any(1) & negative.any(1)), 0)
 
 
-@forwards(GeneralizedLiftedStructureLoss)
+@forwards(GeneralizedLiftedStructureLoss, REGULARIZED)
 def generalized_lifted_structure(
     neg_margin: float = 1.0,
     pos_margin: float = 0.0,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.GeneralizedLiftedStructureLoss:
     """Lifted loss of an anchor: all its positives against all its negatives at once.
 

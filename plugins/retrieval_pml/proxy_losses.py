@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrieval_pml.adapters import (
+    REGULARIZED,
+    WEIGHTED,
     Count,
     Distance,
-    Init,
     NonNegative,
     Positive,
     PreciseLoss,
     Reducer,
-    Regularizer,
     element,
     forwards,
     no_indices,
@@ -162,7 +162,7 @@ def _plain_proxy_anchor(
 
 
 @traits(ref_emb=False)
-@forwards(ProxyAnchorLoss)
+@forwards(ProxyAnchorLoss, WEIGHTED)
 def proxy_anchor(
     embedding_size: int,
     classes: int,
@@ -170,11 +170,6 @@ def proxy_anchor(
     alpha: Positive = 32.0,
     distance: Distance = None,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.ProxyAnchorLoss:
     """Proxy-anchor loss: each class's proxy against all items of the batch, the hardest weighing
     most.
@@ -231,18 +226,13 @@ class ProxyNCALoss(ClassWeights, LogNCA, losses.ProxyNCALoss):
 
 
 @traits(ref_emb=False)
-@forwards(ProxyNCALoss)
+@forwards(ProxyNCALoss, WEIGHTED)
 def proxy_nca(
     embedding_size: int,
     classes: int,
     softmax_scale: Positive = 1.0,
     distance: Distance = None,
     reducer: Reducer = None,
-    weight_regularizer: Regularizer = None,
-    weight_reg_weight: float = 1.0,
-    weight_init_func: Init = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.ProxyNCALoss:
     """Proxy-NCA: neighbourhood components analysis with one proxy per class in place of neighbours.
 
@@ -319,12 +309,10 @@ class _SquaredErrors(torch.autograd.Function):
 
 
 @traits(ref_emb=False, miner=False)
-@forwards(P2SGradLoss, embedding_size="descriptors_dim")
+@forwards(P2SGradLoss, REGULARIZED, embedding_size="descriptors_dim")
 def p2s_grad(
     embedding_size: int,
     classes: int,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.P2SGradLoss:
     """P2SGrad: mean squared error between cosines to class weights and the one-hot label.
 
@@ -386,7 +374,7 @@ class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
 
 
 @traits(ref_emb=False, miner=False)
-@forwards(ManifoldLoss, embedding_size="l", classes="classes")
+@forwards(ManifoldLoss, REGULARIZED, embedding_size="l", classes="classes")
 def manifold(
     embedding_size: int,
     classes: int,
@@ -395,8 +383,6 @@ def manifold(
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.8,
     margin: NonNegative = 5e-4,
     distance: Distance = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.ManifoldLoss:
     """Manifold similarity to proxies of meta-classes, measured by a random walk over the batch and
     the proxies.

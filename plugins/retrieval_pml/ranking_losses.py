@@ -13,6 +13,7 @@ from retrieval import traits
 from torch import Tensor
 
 from retrieval_pml.adapters import (
+    REGULARIZED,
     Count,
     Distance,
     NonNegative,
@@ -20,7 +21,6 @@ from retrieval_pml.adapters import (
     Positive,
     PreciseLoss,
     Reducer,
-    Regularizer,
     Share,
     element,
     forwards,
@@ -70,12 +70,10 @@ class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
 
 
 @traits(ref_emb=False)
-@forwards(FastAPLoss)
+@forwards(FastAPLoss, REGULARIZED)
 def fast_ap(
     num_bins: Count = 10,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.FastAPLoss:
     """FastAP: 1 − average precision, from soft histograms of squared distances between unit
     vectors.
@@ -117,12 +115,10 @@ class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
 
 
 @traits(ref_emb=False)
-@forwards(SmoothAPLoss)
+@forwards(SmoothAPLoss, REGULARIZED)
 def smooth_ap(
     temperature: Positive = 0.01,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.SmoothAPLoss:
     """Smooth-AP: 1 − average precision, with a sigmoid in place of each comparison of ranks.
 
@@ -162,14 +158,12 @@ class PNPLoss(PreciseLoss, OfBatch, losses.PNPLoss):
 
 
 @traits(ref_emb=False, miner=False)
-@forwards(PNPLoss)
+@forwards(PNPLoss, REGULARIZED)
 def pnp(
     b: Positive = 2.0,
     alpha: Positive = 1.0,
     anneal: Positive = 0.01,
     variant: Literal["Ds", "Dq", "Iu", "Ib", "O"] = "O",
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.PNPLoss:
     """Penalises the negatives that rank before a positive, and nothing else.
 
@@ -207,7 +201,7 @@ class RankedListLoss(PreciseLoss, OfBatch, losses.RankedListLoss):
 
 
 @traits(ref_emb=False, miner=False)
-@forwards(RankedListLoss)
+@forwards(RankedListLoss, REGULARIZED)
 def ranked_list(
     margin: Positive,
     Tn: NonNegative,
@@ -216,8 +210,6 @@ def ranked_list(
     Tp: NonNegative = 0.0,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.RankedListLoss:
     """Ranked list loss: positives within a sphere around each query, negatives outside a larger
     one.
@@ -288,12 +280,10 @@ def _unordered(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @traits(ref_emb=False)
-@forwards(HistogramLoss)
+@forwards(HistogramLoss, REGULARIZED)
 def histogram(
     n_bins: Count | None = None,
     delta: Positive | None = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.HistogramLoss:
     """Histogram loss: the probability that a random negative pair is more similar than a random
     positive one.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retrieval_pml.adapters import (
+    REGULARIZED,
     Distance,
     EveryPair,
     MaskedPairs,
@@ -22,7 +23,6 @@ from retrieval_pml.adapters import (
     Positive,
     PreciseLoss,
     Reducer,
-    Regularizer,
     cosines_within,
     element,
     forwards,
@@ -93,15 +93,13 @@ def _fused_multi_similarity(alpha: float, beta: float, base: float, sign: int) -
     return fused
 
 
-@forwards(MultiSimilarityLoss)
+@forwards(MultiSimilarityLoss, REGULARIZED)
 def multi_similarity(
     alpha: Positive = 2.0,
     beta: Positive = 50.0,
     base: float = 0.5,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.MultiSimilarityLoss:
     """Multi-similarity loss: soft maxima of an anchor's positives and of its negatives.
 
@@ -165,13 +163,11 @@ def _fused_circle(op: float, on: float, delta_p: float, delta_n: float, gamma: f
     return fused
 
 
-@forwards(CircleLoss)
+@forwards(CircleLoss, REGULARIZED)
 def circle(
     m: float = 0.4,
     gamma: Positive = 80.0,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.CircleLoss:
     """Circle loss: each similarity weighs as much as it is away from its optimum.
 
@@ -208,13 +204,11 @@ class SupConLoss(PreciseLoss, MaskedPairs, losses.SupConLoss):
         return loss, some + 2 * negative.any(1)
 
 
-@forwards(SupConLoss)
+@forwards(SupConLoss, REGULARIZED)
 def sup_con(
     temperature: Positive = 0.1,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.SupConLoss:
     """Supervised contrastive loss: the mean log-probability of an anchor's positives among all
     others.
@@ -286,13 +280,11 @@ class NTXentLoss(PreciseLoss, AgainstNegatives, losses.NTXentLoss):
     pulled = pushed
 
 
-@forwards(NTXentLoss)
+@forwards(NTXentLoss, REGULARIZED)
 def nt_xent(
     temperature: Positive = 0.07,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.NTXentLoss:
     """Normalised temperature-scaled cross-entropy (InfoNCE): each positive pair against its
     anchor's negatives.
@@ -319,13 +311,11 @@ class TupletMarginLoss(PreciseLoss, AgainstNegatives, losses.TupletMarginLoss):
         return self.scale * torch.cos(torch.acos(cosines_within(near)) - self.margin)  # type: ignore[no-any-return]
 
 
-@forwards(TupletMarginLoss)
+@forwards(TupletMarginLoss, REGULARIZED)
 def tuplet_margin(
     margin: NonNegative = 5.73,
     scale: Positive = 64.0,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.TupletMarginLoss:
     """Tuplet margin loss: a positive against all negatives of its anchor, with slack in the
     positive's angle.
@@ -408,13 +398,11 @@ def _fused_votes(rate: float) -> Fused:
     return fused
 
 
-@forwards(NCALoss)
+@forwards(NCALoss, REGULARIZED)
 def nca(
     softmax_scale: Positive = 1.0,
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.NCALoss:
     """Neighbourhood components analysis: −log of the probability that a random neighbour has the
     item's class.
@@ -450,12 +438,10 @@ class InstanceLoss(PreciseLoss, OfBatch, losses.InstanceLoss):
 
 
 @traits(ref_emb=False, miner=False)
-@forwards(InstanceLoss)
+@forwards(InstanceLoss, REGULARIZED)
 def instance(
     gamma: Positive = 64.0,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.InstanceLoss:
     """Instance loss: each item is to be told from all others of the batch, by cross-entropy.
 
@@ -496,12 +482,10 @@ class NPairsLoss(PreciseLoss, losses.NPairsLoss):
 
 
 @traits(ref_emb=False)
-@forwards(NPairsLoss)
+@forwards(NPairsLoss, REGULARIZED)
 def n_pairs(
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.NPairsLoss:
     """N-pairs loss: one positive pair per class, each anchor against the other classes' positives.
 

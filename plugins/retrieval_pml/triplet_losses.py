@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retrieval_pml.adapters import (
+    REGULARIZED,
     Count,
     Distance,
     NonNegative,
@@ -228,7 +229,7 @@ class _AllTriplets(torch.autograd.Function):
         return total.to(slope.dtype) * slope, None, None, None, None, None
 
 
-@forwards(TripletMarginLoss)
+@forwards(TripletMarginLoss, REGULARIZED)
 def triplet_margin(
     margin: float = 0.05,
     swap: bool = False,
@@ -236,8 +237,6 @@ def triplet_margin(
     triplets_per_anchor: PerAnchor = "all",
     distance: Distance = None,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.TripletMarginLoss:
     """Triplet loss: an anchor's positive nearer than its negative, by a margin.
 
@@ -465,12 +464,10 @@ class _Angles(torch.autograd.Function):
         return slopes, slopes_among, None, None, None, None
 
 
-@forwards(AngularLoss)
+@forwards(AngularLoss, REGULARIZED)
 def angular(
     alpha: Angle = 40.0,
     reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.AngularLoss:
     """Angular loss: bounds the angle at the negative in the triangle of a triplet.
 
@@ -561,13 +558,11 @@ class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
         return torch.cumsum(self.hist_, 0)[self._bins(data)[0]] * data
 
 
-@forwards(DynamicSoftMarginLoss)
+@forwards(DynamicSoftMarginLoss, REGULARIZED)
 def dynamic_soft_margin(
     min_val: Annotated[float, Field(lt=0)] = -2.0,
     num_bins: Count = 10,
     momentum: Share = 0.01,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
 ) -> losses.DynamicSoftMarginLoss:
     """Triplet loss without a margin: each triplet weighs as much as the share of triplets easier
     than it.

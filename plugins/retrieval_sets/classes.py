@@ -23,6 +23,7 @@ from retrieval_sets.published import (
     Published,
     Row,
     assemble,
+    documented,
 )
 
 FOOD = Published(
@@ -52,6 +53,7 @@ CALTECH256 = Published(
 )
 
 
+@documented
 def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Food-101: 101,000 photographs of 101 dishes, with their train and test split.
 
@@ -60,14 +62,6 @@ def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
 
     Args:
         folder: the folder `food-101`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     root = FOOD.root(folder, "images", "meta/train.txt", "meta/test.txt", inside=["food-101"])
     problems: list[str] = []
@@ -76,6 +70,7 @@ def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     return assemble(FOOD, root / "images", rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
+@documented
 def dtd(
     folder: Path,
     partition: Annotated[int, Field(ge=1, le=10)] = 1,
@@ -91,14 +86,6 @@ def dtd(
     Args:
         folder: the folder `dtd`, or the one that holds it.
         partition: which of the ten splits.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     names = {
         "train": f"train{partition}",
@@ -117,6 +104,7 @@ def dtd(
     return assemble(DTD, root / "images", rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
+@documented
 def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Caltech-101: 8,677 photographs of 101 kinds of things; the class of background pictures
     is left out.
@@ -127,19 +115,13 @@ def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
     Args:
         folder: the folder `101_ObjectCategories`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, other numbers than the published ones.
     """
     return _folders(
         CALTECH101, "101_ObjectCategories", "BACKGROUND_Google", folder, counts, skip_bad
     )
 
 
+@documented
 def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Caltech-256: 29,780 photographs of 256 kinds of things; the class of clutter is left
     out.
@@ -149,13 +131,6 @@ def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
     Args:
         folder: the folder `256_ObjectCategories`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, other numbers than the published ones.
     """
     return _folders(CALTECH256, "256_ObjectCategories", "257.clutter", folder, counts, skip_bad)
 
@@ -194,6 +169,7 @@ def _folders(
 _LISTS = {"fine": ("fine_label_names.txt", 100), "coarse": ("coarse_label_names.txt", 20)}
 
 
+@documented
 def cifar100(
     folder: Path,
     labels: Literal["fine", "coarse"] = "fine",
@@ -211,12 +187,6 @@ def cifar100(
             and `coarse_label_names.txt`.
         labels: which classes are the labels: 100 fine ones, or 20 coarse ones.
         grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
-        counts: "published" refuses files with other numbers than the published ones; "any" takes
-            what is there.
-
-    Raises:
-        DataError: a file is missing, is not of whole records, holds a label that is too large, or
-            other numbers than published.
     """
     count = _LISTS[labels][1]
     published = Published(

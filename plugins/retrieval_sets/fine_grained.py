@@ -17,6 +17,7 @@ from retrieval_sets.published import (
     Published,
     Row,
     assemble,
+    documented,
     numbers,
 )
 
@@ -119,6 +120,7 @@ CUB_OFFICIAL = Published(
 _CUB_FILES = ("images", "images.txt", "image_class_labels.txt", "classes.txt", "bounding_boxes.txt")
 
 
+@documented
 def cub200(
     folder: Path,
     protocol: Literal["classes", "official"] = "classes",
@@ -138,14 +140,6 @@ def cub200(
         protocol: "classes" is that split by species; "official" the makers' `train_test_split.txt`,
             with all species on both sides.
         crop: whether images are cut to the birds' boxes.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     official = protocol == "official"
     published = CUB_OFFICIAL if official else CUB
@@ -231,6 +225,7 @@ CARS_OFFICIAL = Published(
 _CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
+@documented
 def cars196(
     folder: Path,
     protocol: Literal["classes", "official"] = "classes",
@@ -250,14 +245,6 @@ def cars196(
         protocol: "classes" is that split by model; "official" the makers' own, with all models on
             both sides.
         crop: whether images are cut to the cars' boxes.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, annotations that are damaged, other numbers
-            than the published ones.
     """
     published = CARS_OFFICIAL if protocol == "official" else CARS
     published.root(folder)

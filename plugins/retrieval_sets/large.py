@@ -14,6 +14,7 @@ from retrieval_sets.published import (
     Published,
     Row,
     assemble,
+    documented,
     numbers,
 )
 
@@ -40,6 +41,7 @@ LANDMARKS = Published(
 _MOST_JSON = 512 << 20
 
 
+@documented
 def inaturalist2018(
     folder: Path,
     protocol: Literal["classes", "official"] = "classes",
@@ -58,14 +60,6 @@ def inaturalist2018(
         folder: the folder that holds `train_val2018` and the lists.
         protocol: "classes" is that split; "official" the makers' training and validation sides,
             with all species on both.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     problems: list[str] = []
     if protocol == "official":
@@ -135,6 +129,7 @@ def _annotated(path: Path, side: str, problems: list[str]) -> list[Row]:
         ) from error
 
 
+@documented
 def google_landmarks_v2(
     folder: Path,
     train: Literal["clean", "all"] = "clean",
@@ -154,14 +149,6 @@ def google_landmarks_v2(
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.
         train: which list trains: "clean" (`train_clean.csv`) or "all" (`train.csv`).
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     name = "train_clean.csv" if train == "clean" else "train.csv"
     sides = {
@@ -238,6 +225,7 @@ _ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test"
 _MOST = 10**9
 
 
+@documented
 def stanford_online_products(
     folder: Path, counts: Counts = "published", skip_bad: bool = False
 ) -> Dataset:
@@ -250,14 +238,6 @@ def stanford_online_products(
 
     Args:
         folder: the folder `Stanford_Online_Products`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     lists = ("Ebay_train.txt", "Ebay_test.txt")
     root = SOP.root(folder, *lists, inside=["Stanford_Online_Products"])
@@ -278,6 +258,7 @@ def stanford_online_products(
     return assemble(SOP, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
+@documented
 def in_shop(
     folder: Path, crop: bool = False, counts: Counts = "published", skip_bad: bool = False
 ) -> Dataset:
@@ -291,14 +272,6 @@ def in_shop(
     Args:
         folder: the folder that holds them.
         crop: whether images are cut to the boxes of `list_bbox_inshop.txt`.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones, queries that nothing in the gallery answers.
     """
     images = next(
         (folder / place for place in ("", "Img") if (folder / place / "img").is_dir()), folder

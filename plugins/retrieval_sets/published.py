@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from retrieval import DataError, Dataset
 from retrieval.plugin_tools import (
@@ -20,6 +21,8 @@ from retrieval.plugin_tools import (
     skip_unreadable,
     some,
 )
+
+F = TypeVar("F", bound=Callable[..., Dataset])
 
 _MOST_BYTES = (
     2 << 30
@@ -99,6 +102,24 @@ def numbers(
             return None
         values.append(int(word))
     return values
+
+
+MEANINGS = {
+    "counts": '"published" refuses files with other numbers than the published ones; "any" takes what'
+    " is there.",
+    "skip_bad": "whether images that cannot be read are named and left out; otherwise the first one"
+    " ends the run.",
+}
+"""What the parameters that every data set has mean."""
+
+
+def documented(function: F) -> F:
+    """Add to a factory's docstring what its parameters of `MEANINGS` mean, and what it raises."""
+    names = [name for name in inspect.signature(function).parameters if name in MEANINGS]
+    lines = [inspect.getdoc(function) or "", *(f"    {name}: {MEANINGS[name]}" for name in names)]
+    raises = "DataError: with every problem: missing or damaged files, wrong lines, other numbers."
+    function.__doc__ = "\n".join([*lines, "", "Raises:", f"    {raises}"])
+    return function
 
 
 @dataclass(frozen=True)

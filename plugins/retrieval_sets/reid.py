@@ -15,6 +15,7 @@ from retrieval_sets.published import (
     Published,
     Row,
     assemble,
+    documented,
     numbers,
 )
 
@@ -46,6 +47,7 @@ MARKET = Published(
 _NAME = re.compile(r"(-1|\d{4,6})_c(\d{1,3})(?:s\d+)?_.*\.\w+")
 
 
+@documented
 def vehicle_id(
     folder: Path,
     size: Literal["small", "medium", "large"] = "small",
@@ -63,14 +65,6 @@ def vehicle_id(
     Args:
         folder: the folder `VehicleID_V1.0`, or the one that holds it.
         size: which test set: 800, 1,600 or 2,400 vehicles.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     published = Published(
         "VehicleID",
@@ -104,6 +98,7 @@ def vehicle_id(
     )
 
 
+@documented
 def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load VeRi-776: 776 vehicles seen by 20 cameras, with queries and a gallery.
 
@@ -114,14 +109,6 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
 
     Args:
         folder: the folder `VeRi`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: images that are named otherwise, other numbers than the
-            published ones, queries that nothing in the gallery answers.
     """
     sides = {
         "image_train": ("train", ""),
@@ -134,6 +121,7 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     return assemble(VERI, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
+@documented
 def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Market-1501: 1,501 people seen by six cameras, with queries and a gallery.
 
@@ -145,14 +133,6 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
     Args:
         folder: the folder `Market-1501-v15.09.15`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: images that are named otherwise, other numbers than the
-            published ones, queries that nothing in the gallery answers.
     """
     sides = {
         "bounding_box_train": ("train", ""),
