@@ -18,9 +18,8 @@ import numpy as np
 from sklearn.preprocessing import StandardScaler
 
 from bench import arguments, markdown
-from retrieval_aml.moments import moments_of_classes
-from retrieval_aml.objective import Objective
-from retrieval_aml.search import minimise
+from retrieval_aml.aml import Objective, minimise
+from retrieval_aml.gmml import moments_of_classes
 from uci import load
 
 SETS = ("breast", "vehicle", "german", "segment", "letter")

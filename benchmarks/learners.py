@@ -87,7 +87,7 @@ def one(title: str, items: int) -> dict[str, Any]:
     import metric_learn  # noqa: F401  (before the clock starts, as the others)
     from retrieval_aml import AML, GMML
     from retrieval_anml import LANML
-    from retrieval_metric_learn.adapter import adapted
+    from retrieval_metric_learn.learners import adapted
     from retrieval_oahu import OAHU, Warm
 
     known = (

@@ -2,16 +2,14 @@
 pairs.
 
 Chen et al., "Adversarial Metric Learning" (IJCAI 2018); Zadeh et al., "Geometric Mean Metric
-Learning" (ICML 2016). The learners need no torch to fit.
-"""
+Learning" (ICML 2016). The learners need no torch to fit."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
-from retrieval.host.hookspecs import Factories
-from retrieval.host.lazy import lazy
+from retrieval.plugin_tools import Factories, lazy
 
 if TYPE_CHECKING:
     from retrieval_aml.aml import AML as AML
@@ -24,8 +22,8 @@ __getattr__, __dir__ = lazy(
     {
         "retrieval_aml.aml": ["AML"],
         "retrieval_aml.confusion": ["Confusion"],
-        "retrieval_aml.gmml": ["GMML"],
         "retrieval_aml.geometric_mean": ["GeometricMeanLoss"],
+        "retrieval_aml.gmml": ["GMML"],
     },
 )
 
@@ -35,8 +33,7 @@ def retrieval_learners() -> Factories:
     """Linear maps under which similar pairs are near and dissimilar ones far: a point on a geodesic
     of matrices.
     """
-    from retrieval_aml.aml import AML
-    from retrieval_aml.gmml import GMML
+    from retrieval_aml import AML, GMML
 
     return {"aml": AML, "gmml": GMML}
 
@@ -44,7 +41,7 @@ def retrieval_learners() -> Factories:
 @hookimpl
 def retrieval_generators() -> Factories:
     """The negatives that mislead the current metric most, in closed form."""
-    from retrieval_aml.confusion import Confusion
+    from retrieval_aml import Confusion
 
     return {"confusion": Confusion}
 
@@ -52,6 +49,6 @@ def retrieval_generators() -> Factories:
 @hookimpl
 def retrieval_losses() -> Factories:
     """The learners' objective for deep networks."""
-    from retrieval_aml.geometric_mean import GeometricMeanLoss
+    from retrieval_aml import GeometricMeanLoss
 
     return {"geometric_mean": GeometricMeanLoss}

@@ -1,22 +1,270 @@
-"""AML: adversarial metric learning."""
+"""AML, adversarial metric learning: GMML that is trained on misleading pairs too."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import minimize
 from sklearn.exceptions import ConvergenceWarning
 
-from retrieval_aml.adversarial import adversarial_pairs
-from retrieval_aml.estimator import PairLearner
-from retrieval_aml.gmml import Count, NotNegative, Positive, Prior, Share
-from retrieval_aml.objective import Objective
-from retrieval_aml.search import minimise
-from retrieval_aml.spd import eigen_of_factor
+from retrieval_aml.gmml import (
+    Count,
+    NotNegative,
+    PairLearner,
+    Positive,
+    Prior,
+    Share,
+    eigen_of_factor,
+    geodesic_factor,
+    symmetric,
+)
 
 Floats = NDArray[np.floating[Any]]
+
+
+def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta: float) -> Floats:
+    """Return the points π, π′ (N, 2, F) that minimise the confusion of each pair (Chen et al., Eq 3
+    and 9).
+
+    For a pair x, x′ with y = 1 (similar) or −1 they minimise
+
+        (π − π′)ᵀ M^(−y) (π − π′) + β [(π − x)ᵀ M (π − x) + (π′ − x′)ᵀ M (π′ − x′)].
+
+    The midpoint stays; the difference becomes β (2M^(−y) + βM)⁻¹ M (x − x′), which along an
+    eigenvector of M is shorter by βλ² / (2 + βλ²) for a similar pair and by β / (2 + β) for a
+    dissimilar one. So both kinds move together, never apart.
+
+    Args:
+        m: (F, F) the metric, symmetric positive definite.
+        pairs: (N, 2, F).
+        similar: (N,).
+        beta: β > 0; the larger, the nearer they stay.
+    """
+    values, vectors = np.linalg.eigh(m)
+    middle = pairs.mean(axis=1)
+    difference = pairs[:, 0] - pairs[:, 1]
+    shorter = 1 / (1 + 2 / (beta * values**2))
+    near = ((difference @ vectors) * shorter) @ vectors.T
+    half = np.where(similar[:, None], near, beta / (2 + beta) * difference) / 2
+    moved: Floats = np.stack([middle + half, middle - half], axis=1)
+    return moved
+
+
+@dataclass(frozen=True)
+class Objective:
+    """D(M) = tr(A M) + α tr(A h(M)) + c tr(B M⁻¹), Eq 11 with the adversarial pairs put in (Eq 12,
+    corrected).
+
+    The adversarial pair of a similar pair with difference δ has the difference βM²(2I + βM²)⁻¹ δ,
+    that of a dissimilar pair β/(2 + β) δ. So, A and B the mean of δδᵀ over similar and dissimilar
+    pairs,
+
+        h(λ) = β² λ⁵ / (2 + βλ²)²,    c = 1 + α (β / (2 + β))².
+
+    Attributes:
+        similar: A, (F, F).
+        dissimilar: B, (F, F).
+        alpha: α > 0, weight of the adversarial pairs.
+        beta: β > 0, weight of their staying near the pairs that they come from.
+    """
+
+    similar: Floats
+    dissimilar: Floats
+    alpha: float
+    beta: float
+
+    @property
+    def pull(self) -> float:
+        """c, the weight of the dissimilar pairs, real and adversarial."""
+        return 1 + self.alpha * (self.beta / (2 + self.beta)) ** 2
+
+    def __call__(self, m: Floats) -> tuple[float, Floats]:
+        """Return D(M) and its gradient, both exact at repeated eigenvalues too.
+
+        The gradient is A_eff − c M⁻¹ B M⁻¹ (the Daleckii–Krein form, where Eq 14 is not symmetric).
+
+        M (F, F) is symmetric positive definite.
+        """
+        return self.at_eigen(*np.linalg.eigh(m))
+
+    def at_eigen(self, values: Floats, vectors: Floats) -> tuple[float, Floats]:
+        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one per column."""
+        turned = vectors.T @ self.similar @ vectors
+        inverse = (vectors / values) @ vectors.T
+        back = inverse @ self.dissimilar @ inverse
+        ratio = 1 / (1 + 2 / (self.beta * values**2))
+        value = ((values + self.alpha * values * ratio**2) * turned.diagonal()).sum()
+        value += self.pull * (inverse * self.dissimilar).sum()
+        effective = vectors @ (self._slopes(values) * turned) @ vectors.T
+        return float(value), symmetric(effective - self.pull * back)
+
+    def effective_similar(self, m: Floats) -> Floats:
+        """Return A_eff(M) = U [F ∘ (Uᵀ A U)] Uᵀ, F_ab = 1 + α h[λ_a, λ_b]: a minimiser is M =
+        A_eff⁻¹ # cB.
+        """
+        return self.effective_similar_at(*np.linalg.eigh(m))
+
+    def effective_similar_at(self, values: Floats, vectors: Floats) -> Floats:
+        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one per column."""
+        turned = vectors.T @ self.similar @ vectors
+        return symmetric(vectors @ (self._slopes(values) * turned) @ vectors.T)
+
+    def _slopes(self, values: Floats) -> Floats:
+        return 1 + self.alpha * divided_difference(values[:, None], values[None, :], self.beta)
+
+
+def spectrum(values: Floats, beta: float) -> Floats:
+    """Return h(λ) = β² λ⁵ / (2 + βλ²)², elementwise: what a similar pair's adversarial distance is
+    along an eigenvector.
+    """
+    values_of_h: Floats = values / (1 + 2 / (beta * values**2)) ** 2
+    return values_of_h
+
+
+def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
+    """Return h[a, b] = (h(a) − h(b)) / (a − b), written out so that nothing cancels; h′(a) where a
+    = b.
+    """
+    aa, bb = a * a, b * b
+    ab = a * b
+    top = 4 * (aa * aa + aa * ab + aa * bb + ab * bb + bb * bb)
+    top = top + 4 * beta * aa * bb * (aa + ab + bb) + beta**2 * aa**2 * bb**2
+    return beta**2 * top / ((2 + beta * aa) ** 2 * (2 + beta * bb) ** 2)
+
+
+FARTHEST = 20.0
+"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of
+GMML.
+"""
+ROUND = 25
+"""Iterations after which the search begins again around the metric reached, with the second
+derivatives of that place.
+"""
+RESOLVED = 1e-7
+"""Slope below which steps follow the gradient alone: what they gain is lost in the value's
+rounding.
+"""
+FLATTEST = 1e-8
+"""Least curvature, relative to the largest, that the search scales a direction by."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of the search.
+
+    Attributes:
+        half: (F, F) the metric's factor: M = HHᵀ.
+        value: D(M).
+        slope: largest entry of the scaled gradient of D(M) / D(start): half its square is about
+            what is left to gain.
+        iterations: of L-BFGS.
+    """
+
+    half: Floats
+    value: float
+    slope: float
+    iterations: int
+
+
+def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
+    """Minimise D(M) over M = W exp(S) W, S symmetric, from S = 0, where W² = √c A⁻¹ # B is GMML's
+    metric.
+
+    It begins again around the metric reached every `ROUND` iterations, and where a line search
+    fails (moments of low rank with a large α).
+
+    `tol` bounds the largest entry of the scaled gradient, relative to D.
+    """
+    half = objective.pull**0.25 * geodesic_factor(objective.similar, objective.dissimilar, 0.5)
+    iterations = 0
+    value = np.inf
+    while True:
+        result = _round(objective, half, tol, min(ROUND, max_iter - iterations))
+        iterations += result.iterations
+        done = (
+            result.slope <= tol or iterations >= max_iter or not result.value < value * (1 - 1e-12)
+        )
+        if done:
+            return Found(result.half, result.value, result.slope, iterations)
+        half, value = result.half, result.value
+
+
+def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Found:
+    """Search around W² = HHᵀ, H the factor `start`.
+
+    S is written in the eigenvectors of K = (W A_eff W + c W⁻¹ B W⁻¹) / 2, each entry divided by the
+    root of kᵢ + kⱼ, about the second derivative along it: ill-conditioned moments take as few
+    iterations as others.
+    """
+    values, vectors = eigen_of_factor(start)
+    unit = objective.at_eigen(values, vectors)[0]
+    root, back = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
+    stretched = root @ objective.effective_similar_at(values, vectors) @ root
+    shrunk = objective.pull * (back @ objective.dissimilar @ back)
+    curvature, turn = np.linalg.eigh((stretched + shrunk) / 2)
+    w = root @ turn
+    size = len(w)
+    curved = (curvature[:, None] + curvature[None, :]) / unit
+    scale = 1 / np.sqrt(np.maximum(curved, FLATTEST * curved.max()))
+    upper = np.triu_indices(size)
+    # off-diagonal entries stand for two: with √2 the vector has the matrix's norm
+    weight = np.where(upper[0] == upper[1], 1.0, np.sqrt(2.0))
+
+    def factor(flat: Floats) -> tuple[Floats, Floats, Floats]:
+        s = np.zeros((size, size))
+        s[upper] = flat / weight
+        s = (s + np.triu(s, 1).T) * scale
+        values, vectors = np.linalg.eigh(s)
+        values = np.clip(values, -FARTHEST, FARTHEST)
+        return w @ (vectors * np.exp(values / 2)), values, vectors
+
+    def loss(flat: Floats) -> tuple[float, Floats]:
+        half, values, vectors = factor(flat)
+        value, gradient = objective.at_eigen(*eigen_of_factor(half))
+        turned = vectors.T @ (w.T @ gradient @ w) @ vectors
+        back = vectors @ (_exponential_slopes(values) * turned) @ vectors.T
+        return value / unit, weight * (scale * back)[upper] / unit
+
+    result = minimize(
+        loss,
+        np.zeros(len(weight)),
+        jac=True,
+        method="L-BFGS-B",
+        options={
+            "maxiter": max_iter,
+            "maxfun": 20 * max_iter,
+            "gtol": tol,
+            "ftol": 0.0,
+            "maxcor": 20,
+        },
+    )
+    flat, iterations = result.x, int(result.nit)
+    value, gradient = loss(flat)
+    slope = float(np.abs(gradient).max())
+    # Below about 1e-8 a step changes the value by less than its rounding, and the line search
+    # fails; the gradient still tells. All second derivatives are about 1 here, so the gradient is
+    # the step.
+    while tol < slope < RESOLVED and iterations < max_iter:
+        next_value, next_gradient = loss(flat - gradient)
+        next_slope = float(np.abs(next_gradient).max())
+        if next_slope >= slope:
+            break
+        flat, value, gradient, slope = flat - gradient, next_value, next_gradient, next_slope
+        iterations += 1
+    return Found(factor(flat)[0], value * unit, slope, iterations)
+
+
+def _exponential_slopes(s: Floats) -> Floats:
+    """Return (eᵃ − eᵇ) / (a − b) for all pairs, eᵃ where a = b."""
+    half = (s[:, None] - s[None, :]) / 2
+    safe = np.where(np.abs(half) < 1e-4, 1.0, half)
+    ratio = np.where(np.abs(half) < 1e-4, 1 + half**2 / 6, np.sinh(safe) / safe)
+    slopes: Floats = np.exp((s[:, None] + s[None, :]) / 2) * ratio
+    return slopes
 
 
 class AML(PairLearner):
@@ -24,7 +272,8 @@ class AML(PairLearner):
 
     Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11: it minimises
 
-        L(M; pairs) + α L(M; adversarial pairs(M)),    L(M; pairs) = mean over similar δᵀMδ + mean over dissimilar δᵀM⁻¹δ,
+        L(M; pairs) + α L(M; adversarial pairs(M)),
+        L(M; pairs) = mean over similar δᵀMδ + mean over dissimilar δᵀM⁻¹δ,
 
     in which the adversarial pairs are a closed form of M (Eq 9), so that one function of M is left:
     exact, from two F × F matrices, however many pairs there are. L-BFGS on symmetric S, M = W
@@ -115,27 +364,29 @@ class AML(PairLearner):
         """
         both, alike = self._checked_pairs_as_fitted(pairs, similar)
         m = self.get_mahalanobis_matrix() * self.scale_ * self.scale_[:, None]
-        found: Floats = adversarial_pairs(m, both / self.scale_, alike, self.beta) * self.scale_
-        return found
+        moved: Floats = adversarial_pairs(m, both / self.scale_, alike, self.beta) * self.scale_
+        return moved
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
         if not self.balance:
             dissimilar = dissimilar * (self.n_dissimilar_ / self.n_similar_)
         objective = Objective(similar, dissimilar, self.alpha, self.beta)
-        found = minimise(objective, tol=self.tol, max_iter=self.max_iter)
-        self.objective_ = found.value
-        self.n_iter_ = found.iterations
-        self.converged_ = found.slope <= self.tol
+        result = minimise(objective, tol=self.tol, max_iter=self.max_iter)
+        self.objective_ = result.value
+        self.n_iter_ = result.iterations
+        self.converged_ = result.slope <= self.tol
         if not self.converged_:
             warnings.warn(
-                f"AML stopped at a relative slope of {found.slope:.1g} after {found.iterations}"
+                f"AML stopped at a relative slope of {result.slope:.1g} after {result.iterations}"
                 f" iterations, above tol = {self.tol:g}. Raise max_iter or tol, standardize the"
                 " features, or raise regularization.",
                 ConvergenceWarning,
                 stacklevel=4,
             )
         return (
-            found.half if self.t == 0.5 else _slid(found.half, objective.pull * dissimilar, self.t)
+            result.half
+            if self.t == 0.5
+            else _slid(result.half, objective.pull * dissimilar, self.t)
         )
 
     def _refuse_parameters(self) -> None:

@@ -1,6 +1,5 @@
 """The adversarial negative in closed form, under the head's current metric: the confusion stage for
-deep losses.
-"""
+deep losses."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from retrieval import Generator
-from retrieval.model.model import Normalize
-from retrieval.model.precision import full_precision
+from retrieval.plugin_tools import Normalize, full_precision
 from torch import Tensor, nn
 
 # Where the two halves of a point on the sphere cancel to less than this part of their length, no
@@ -31,9 +29,10 @@ class Confusion(Generator):
 
         z = (2a + βn) / (2 + β),    the minimiser of D(a, z)² + β/2 · D(n, z)².
 
-    It depends on the head as soon as that scales codes to unit length (the default). The metric is then no longer the same
-    everywhere, and the minimiser on the sphere is the code (2u + βv)/‖·‖, u and v the codes of a and n. With the lengths
-    |a|, |n| of their codes before scaling, a feature with that code is
+    It depends on the head as soon as that scales codes to unit length (the default). The metric is
+    then no longer the same everywhere, and the minimiser on the sphere is the code (2u + βv)/‖·‖, u
+    and v the codes of a and n. With the lengths |a|, |n| of their codes before scaling, a feature
+    with that code is
 
         z = (2|n| a + β|a| n) / (2|n| + β|a|),
 
@@ -59,11 +58,7 @@ class Confusion(Generator):
         self._head = (head,)
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return the adversarial negatives (T, F); `positive` is not used.
-
-        Raises:
-            ValueError: the shapes differ, or no head was bound.
-        """
+        """Return the adversarial negatives (T, F); `positive` is not used."""
         if anchor.ndim != 2 or anchor.shape != negative.shape:
             raise ValueError(
                 "anchors and negatives must have one shape, a row of features for each triplet,"
@@ -95,7 +90,7 @@ class Confusion(Generator):
 
 
 def _before_scaling(head: nn.Module) -> nn.Sequential | None:
-    """Return what a head does before it scales codes to unit length; None where it does not end so."""
+    """Return a head without its last layer, which scales to unit length; None without one."""
     if isinstance(head, Normalize):
         return nn.Sequential()
     if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], Normalize):
@@ -108,10 +103,10 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Within, a module is in evaluation mode: no batch statistics are moved, and no random number
     is drawn.
     """
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for each, mode in modes:
-            each.training = mode
+        for part, mode in modes:
+            part.training = mode

@@ -1,6 +1,5 @@
 """AML's whole objective as a loss on embeddings: the geometric-mean loss of Eq 7 with the
-adversarial pairs of Eq 9.
-"""
+adversarial pairs of Eq 9."""
 
 from __future__ import annotations
 
@@ -11,10 +10,38 @@ from pydantic import Field
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval import CheckedLoss, DataError
-from retrieval.model.loss import Reducer, listed_pairs, nothing
+from retrieval.plugin_tools import Reducer, listed_pairs, nothing
 from torch import Tensor, nn
 
-from retrieval_aml.scale import best_scale
+STEPS = 60
+
+
+@torch.no_grad()
+def best_scale(
+    moments: Tensor, eigenvalues: Tensor, dissimilar: Tensor, alpha: float, beta: float
+) -> float:
+    """Return t > 0 that minimises t Σ aᵢ (1 + α sᵢ(t)²) + d/t, with sᵢ(t) = βt²λᵢ² / (2 + βt²λᵢ²).
+
+    That is AML's objective at tM (Eq 11). In τ = log t each summand is convex: the logarithm of e^τ
+    s² has the slope g = 5 − 4s and the bend −8s(1 − s), and g² − 8s(1 − s) = 25 − 48s + 24s² is at
+    least 1 on [0, 1]. The derivative's one root is bracketed by the case α = 0, as 1 ≤ 1 + αs²(5 −
+    4s) ≤ 1 + 1.158α.
+
+    `moments` is aᵢ (C,), with a sum above 0, `eigenvalues` λᵢ (C,) of M, `dissimilar` d > 0.
+    """
+    a, squared, d = moments.double(), eigenvalues.double().square(), dissimilar.double()
+    high = (d / a.sum()).log() / 2
+    low = (
+        high - torch.log1p(torch.as_tensor(1.158 * alpha, dtype=torch.float64, device=a.device)) / 2
+    )
+    for _ in range(STEPS if alpha else 0):
+        middle = (low + high) / 2
+        x = beta * (2 * middle).exp() * squared
+        s = x / (2 + x)
+        slope = middle.exp() * (a * (1 + alpha * s * s * (5 - 4 * s))).sum() - d * (-middle).exp()
+        low, high = torch.where(slope > 0, low, middle), torch.where(slope > 0, middle, high)
+    return float(((low + high) / 2).exp())
+
 
 Squares = dict[str, dict[str, Any]]
 
@@ -88,7 +115,7 @@ class GeometricMeanLoss(CheckedLoss):
         ref_labels: Tensor | None,
     ) -> Squares:
         """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
-        found = (
+        pairs = (
             indices_utils.get_all_pairs_indices(
                 labels, None if ref_emb is embeddings else ref_labels
             )
@@ -103,7 +130,7 @@ class GeometricMeanLoss(CheckedLoss):
         covariance = items.T @ items / max(len(items), 1)
         spread = covariance.diagonal().sum() / size
         rounding = (16 * torch.finfo(items.dtype).eps) ** 2 * mean.detach().square().mean()
-        kinds = (found[0].numel() > 0, found[2].numel() > 0)
+        kinds = (pairs[0].numel() > 0, pairs[2].numel() > 0)
         one_sided = self.scale == "free" and not all(kinds)
         if one_sided or not any(kinds) or not bool(spread > rounding):
             return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
@@ -114,24 +141,24 @@ class GeometricMeanLoss(CheckedLoss):
 
         far = torch.linalg.solve(metric, items.T).T
         pull = 1 + self.alpha * (self.beta / (2 + self.beta)) ** 2
-        dissimilar = pull * _squares(far, queries, found[2:])
+        dissimilar = pull * _squares(far, queries, pairs[2:])
         t = 1.0
         if self.scale == "free":
-            moments = _mean_square_by_column(items.detach() @ eigenvectors, queries, found[:2])
+            moments = _mean_square_by_column(items.detach() @ eigenvectors, queries, pairs[:2])
             weight = dissimilar.detach().mean()
             if not (float(moments.sum()) > 0 and float(weight) > 0):
                 return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
             t = best_scale(moments, eigenvalues, weight, self.alpha, self.beta)
-        similar = _squares(items, queries, found[:2])
+        similar = _squares(items, queries, pairs[:2])
         if self.alpha:
             # s(tΣ) = I − 2K⁻¹ with K = 2I + βt²Σ²: no eigenvectors to differentiate, so that ties
             # do no harm
             k = self.beta * t**2 * metric @ metric + 2 * identity
             near = items - 2 * torch.linalg.solve(k, items.T).T
-            similar = similar + self.alpha * _squares(near, queries, found[:2])
+            similar = similar + self.alpha * _squares(near, queries, pairs[:2])
         return {
-            "pos_loss": _part(t * similar, found[:2], "pos_pair"),
-            "neg_loss": _part(dissimilar / t, found[2:], "neg_pair"),
+            "pos_loss": _part(t * similar, pairs[:2], "pos_pair"),
+            "neg_loss": _part(dissimilar / t, pairs[2:], "neg_pair"),
         }
 
 

@@ -1,15 +1,434 @@
-"""GMML: geometric mean metric learning."""
+"""GMML, geometric mean metric learning, and what AML shares with it: checked labels or pairs, their
+moments, symmetric positive definite matrices, and the map of the metric found."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
+from retrieval import LinearMap
+from retrieval.plugin_tools import class_codes, deviations, learner_labels
+from scipy.linalg import solve_triangular
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from threadpoolctl import threadpool_limits
 
-from retrieval_aml.estimator import PairLearner
-from retrieval_aml.spd import geodesic_factor
+Floats = NDArray[np.floating[Any]]
+BLOCK = 2**20
+"""How many pairs are differenced at a time, over the number of features."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Means over pairs of (x − x′)(x − x′)ᵀ, and how many pairs there are.
+
+    Attributes:
+        similar: A, (F, F), over similar pairs.
+        dissimilar: B, (F, F), over dissimilar pairs.
+        n_similar: how many similar pairs.
+        n_dissimilar: how many dissimilar pairs.
+    """
+
+    similar: Floats
+    dissimilar: Floats
+    n_similar: int
+    n_dissimilar: int
+
+
+def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
+    """Return the moments over *all* unordered pairs of items, from sums of classes: no pair is
+    formed.
+
+    With the scatter S_c of class c about its mean m_c, of n_c of all n items, and the mean m of
+    all,
+
+        Σ over pairs in classes       = Σ_c n_c S_c
+        Σ over pairs between classes  = Σ_c (n − n_c) S_c + n Σ_c n_c (m_c − m)(m_c − m)ᵀ,
+
+    sums of positive semi-definite terms, so that nothing cancels.
+
+    `x` is (N, F); `codes` (N,) are classes, 0 to C − 1, each with a member.
+    """
+    n, features = x.shape
+    counts = np.bincount(codes)
+    mean = x.mean(axis=0)
+    similar, dissimilar = np.zeros((features, features)), np.zeros((features, features))
+    order = np.argsort(codes, kind="stable")
+    centres = np.empty((len(counts), features))
+    for c, rows in enumerate(np.split(order, counts.cumsum()[:-1])):
+        part = x[rows] - mean
+        centres[c] = part.mean(axis=0)
+        part -= centres[c]
+        scatter = part.T @ part
+        similar += counts[c] * scatter
+        dissimilar += (n - counts[c]) * scatter
+    weighted = centres * np.sqrt(counts)[:, None]
+    dissimilar += n * (weighted.T @ weighted)
+    total = n * (n - 1) // 2
+    n_similar = int((counts * (counts - 1) // 2).sum())
+    return Moments(
+        similar / max(n_similar, 1),
+        dissimilar / max(total - n_similar, 1),
+        n_similar,
+        total - n_similar,
+    )
+
+
+def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
+    """Return the moments over listed pairs.
+
+    `pairs` is (N, 2, F), `similar` (N,).
+    """
+    sums = []
+    for chosen in (similar, ~similar):
+        rows = np.flatnonzero(chosen)
+        sums.append(_sum_of_squares(pairs[:, 0], pairs[:, 1], rows, rows) / max(len(rows), 1))
+    return Moments(sums[0], sums[1], int(similar.sum()), int((~similar).sum()))
+
+
+def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, seed: int) -> Moments:
+    """Return the moments over pairs of two different items drawn alike, with replacement, as in the
+    papers' experiments.
+    """
+    random = np.random.default_rng(seed)
+    first = random.integers(0, len(x), n_pairs)
+    second = random.integers(0, len(x) - 1, n_pairs)
+    second += second >= first
+    alike = codes[first] == codes[second]
+    sums = [_sum_of_squares(x, x, first[chosen], second[chosen]) for chosen in (alike, ~alike)]
+    n_similar = int(alike.sum())
+    return Moments(
+        sums[0] / max(n_similar, 1),
+        sums[1] / max(n_pairs - n_similar, 1),
+        n_similar,
+        n_pairs - n_similar,
+    )
+
+
+def count_to_draw(n_pairs: int | Literal["paper"], classes: int) -> int:
+    """Return how many pairs to draw: "paper" is 1,000 C (C − 1) of C classes."""
+    return 1000 * classes * (classes - 1) if n_pairs == "paper" else int(n_pairs)
+
+
+def _sum_of_squares(
+    left: Floats, right: Floats, i: NDArray[np.intp], j: NDArray[np.intp]
+) -> Floats:
+    features = left.shape[1]
+    total = np.zeros((features, features))
+    step = max(1, BLOCK // features)
+    for start in range(0, len(i), step):
+        difference = left[i[start : start + step]] - right[j[start : start + step]]
+        total += difference.T @ difference
+    return total
+
+
+FLOOR = 1e-10
+"""Least eigenvalue of a moment, relative to the mean of its eigenvalues."""
+
+
+def symmetric(m: Floats) -> Floats:
+    """Return (M + Mᵀ) / 2."""
+    half: Floats = (m + m.T) / 2
+    return half
+
+
+def geodesic(a: Floats, b: Floats, t: float) -> Floats:
+    """Return A⁻¹ #_t B, the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1); t = .5 is the
+    geometric mean.
+
+    At t = .5 it solves M A M = B (Zadeh et al., Eq 8 and 13).
+    """
+    half = geodesic_factor(a, b, t)
+    return symmetric(half @ half.T)
+
+
+def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
+    """Return H (F, F) with HHᵀ = A⁻¹ #_t B = L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ; see `geodesic`."""
+    lower = np.linalg.cholesky(a)
+    # singular values of a factor keep the digits that eigenvalues of the product would lose
+    _, values, right = np.linalg.svd(np.linalg.cholesky(b).T @ lower)
+    half: Floats = solve_triangular(lower, (right.T * values**t), trans="T", lower=True)
+    return half
+
+
+def eigen_of_factor(half: Floats) -> tuple[Floats, Floats]:
+    """Return the eigenvalues (F,) and eigenvectors (F, F) of HHᵀ, largest first: positive, however
+    ill-conditioned it is.
+    """
+    vectors, values, _ = np.linalg.svd(half)
+    return values**2, vectors
+
+
+def lifted(m: Floats, unit: float) -> Floats:
+    """Return M with eigenvalues below `FLOOR` × unit raised to that; M itself where none is."""
+    values, vectors = np.linalg.eigh(m)
+    least = FLOOR * unit
+    if values[0] >= least:
+        return m
+    return symmetric((vectors * np.maximum(values, least)) @ vectors.T)
+
+
+def spread_of(m: Floats) -> tuple[Floats, Floats]:
+    """Return orthonormal columns for where M has any spread (F, R), and for the rest (F, F − R);
+    the identity if R = F.
+
+    Spread is an eigenvalue above `FLOOR` × the mean of all.
+    """
+    values, vectors = np.linalg.eigh(m)
+    wide = values > FLOOR * np.trace(m) / len(m)
+    if wide.all():
+        return np.eye(len(m)), np.empty((len(m), 0))
+    return vectors[:, wide], vectors[:, ~wide]
+
+
+def completed(half: Floats, still: Floats) -> Floats:
+    """Return the factor (F, F) of a metric that is HHᵀ where it was learned, and its geometric mean
+    elsewhere.
+    """
+    if not still.shape[1]:
+        return half
+    values = np.linalg.svd(half, compute_uv=False)
+    return np.hstack([half, still * np.exp(np.log(values).mean())])
+
+
+def components(half: Floats) -> Floats:
+    """Return C (F, F) with CᵀC = HHᵀ: eigenvectors times roots of their eigenvalues, the largest
+    first, signs fixed.
+    """
+    values, vectors = eigen_of_factor(half)
+    largest = np.abs(vectors).argmax(axis=0)
+    signs = np.where(vectors[largest, np.arange(len(half))] < 0, -1.0, 1.0)
+    return np.ascontiguousarray((vectors * signs * np.sqrt(values)).T)
+
+
+ONE_THREAD = 200
+"""Up to so many features, one thread: several gain nothing on small matrices, and cost dearly where
+cores are busy.
+"""
+
+
+class PairLearner(LinearMap):
+    """A metric learned from the second moments of similar and dissimilar pairs; subclasses say how.
+
+    Parameters that every subclass has: `t`, `regularization`, `prior`, `n_pairs`, `standardize`,
+    `seed`, `random_state`.
+
+    Attributes:
+        components_: (F, F) the learned map: M's eigenvectors times the roots of its eigenvalues,
+            the largest first.
+        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on
+            it.
+        scale_: (F,) what features are divided by before the metric is learned: 1 without
+            `standardize`.
+        n_similar_: how many similar pairs there were.
+        n_dissimilar_: how many dissimilar pairs there were.
+        converged_: whether the search met its tolerance; always true of a closed form.
+        n_iter_: iterations made; 0 for a closed form.
+    """
+
+    t: float
+    regularization: float
+    prior: Any
+    n_pairs: int | Literal["paper"] | None
+    standardize: bool
+    seed: int | None
+    random_state: int | None
+
+    converged_: bool
+    n_iter_: int
+
+    def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
+        """Return H (F, F), M = HHᵀ, of two positive definite moments, and set `converged_` and
+        `n_iter_`.
+        """
+        raise NotImplementedError
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.required = True
+        return tags
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+        """Learn from features (N, F) and labels (N,), which may be text: pairs of a class are
+        similar, all others dissimilar.
+
+        All pairs count, in closed form from sums of classes, unless `n_pairs` says how many to
+        draw.
+
+        Raises:
+            ValueError: features are not finite, there is one class only, no class has two members,
+                no pair was drawn of one kind, or a parameter is out of its range.
+        """
+        self._refuse_parameters()
+        raw, labels = validate_data(
+            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+        )
+        codes = class_codes(labels, type(self).__name__)
+        scale = self._scale(raw)
+        x = raw / scale
+        if self.n_pairs is None:
+            moments = moments_of_classes(x, codes)
+        else:
+            drawn = count_to_draw(self.n_pairs, int(codes.max()) + 1)
+            moments = moments_of_drawn_pairs(x, codes, drawn, self._chosen_seed())
+        return self._fit(moments, x, raw.mean(axis=0), scale)
+
+    def fit_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Self:
+        """Learn from pairs, knowing only whether each pair is similar.
+
+        `n_pairs` is not used here: every pair given counts once. The pairs' points take the part of
+        the features that `standardize`, the prior "covariance" and `mean_` need.
+
+        Args:
+            pairs: (N, 2, F) the two points of each pair.
+            similar: (N,) whether they are similar: true or false, 1 or 0, or 1 or −1 as the papers
+                have it.
+
+        Raises:
+            ValueError: shapes do not fit, numbers are not finite, all pairs are similar or all
+                dissimilar, no pair's points differ, or a parameter is out of its range.
+        """
+        self._refuse_parameters()
+        both, alike = _checked_pairs(pairs, similar)
+        points = validate_data(self, both.reshape(-1, both.shape[2]), dtype=np.float64)
+        scale = self._scale(points)
+        return self._fit(
+            moments_of_pairs(both / scale, alike), points / scale, points.mean(axis=0), scale
+        )
+
+    def _fit(self, moments: Moments, x: Floats, mean: Floats, scale: Floats) -> Self:
+        _refuse_missing(moments)
+        self.n_similar_, self.n_dissimilar_ = moments.n_similar, moments.n_dissimilar
+        features = x.shape[1]
+        with threadpool_limits(1 if features <= ONE_THREAD else None, user_api="blas"):
+            a, b = self._regularized(moments, x)
+            spread, still = spread_of(a + b)
+            half = spread @ self._learn(*_definite(spread.T @ a @ spread, spread.T @ b @ spread))
+            self.components_ = components(completed(half, still)) / scale
+        self.mean_ = mean
+        self.scale_ = scale
+        return self
+
+    def _scale(self, x: Floats) -> Floats:
+        return deviations(x) if self.standardize else np.ones(x.shape[1])
+
+    def _regularized(self, moments: Moments, x: Floats) -> tuple[Floats, Floats]:
+        """Return A + λM₀⁻¹ and B + λM₀."""
+        a, b = moments.similar, moments.dissimilar
+        if self.regularization > 0:
+            prior = self._prior(x)
+            a = symmetric(a + self.regularization * np.linalg.inv(prior))
+            b = symmetric(b + self.regularization * prior)
+        if not (np.trace(a) > 0 or np.trace(b) > 0):
+            raise ValueError(
+                "No pair's two points differ, so there is nothing to learn a distance from. Are all"
+                " features constant?"
+            )
+        return a, b
+
+    def _prior(self, x: Floats) -> Floats:
+        features = x.shape[1]
+        if self.prior is None or (isinstance(self.prior, str) and self.prior == "identity"):
+            return np.eye(features)
+        if isinstance(self.prior, str) and self.prior == "covariance":
+            covariance = np.atleast_2d(np.cov(x, rowvar=False))
+            unit = np.trace(covariance) / features
+            inverse: Floats = np.linalg.inv(
+                lifted(covariance, unit) if unit > 0 else np.eye(features)
+            )
+            return symmetric(inverse)
+        prior = np.asarray(self.prior, dtype=np.float64)
+        if prior.shape != (features, features):
+            raise ValueError(
+                f"prior has the shape {prior.shape}; for {features} features it must be"
+                f" ({features}, {features})."
+            )
+        if (
+            not np.isfinite(prior).all()
+            or np.abs(prior - prior.T).max() > 1e-9 * np.abs(prior).max()
+        ):
+            raise ValueError("prior must be a symmetric matrix of finite numbers.")
+        if not np.linalg.eigvalsh(prior)[0] > 0:
+            raise ValueError(
+                "prior must be positive definite: its smallest eigenvalue is not above 0."
+            )
+        return symmetric(prior)
+
+    def _refuse_parameters(self) -> None:
+        self._chosen_seed()
+        if not (np.isfinite(self.t) and 0 <= self.t <= 1):
+            raise ValueError(
+                f"t is {self.t}; it must lie between 0 (similar pairs only) and 1 (dissimilar pairs"
+                " only)."
+            )
+        if not (np.isfinite(self.regularization) and self.regularization >= 0):
+            raise ValueError(
+                f"regularization is {self.regularization}; it must be finite and at least 0."
+            )
+        if isinstance(self.prior, str) and self.prior not in ("identity", "covariance"):
+            raise ValueError(
+                f"prior is {self.prior!r}; it must be 'identity', 'covariance', a matrix or None."
+            )
+        if isinstance(self.n_pairs, str):
+            if self.n_pairs != "paper":
+                raise ValueError(
+                    f"n_pairs is {self.n_pairs!r}; it must be a number, 'paper' or None."
+                )
+        elif self.n_pairs is not None and self.n_pairs < 1:
+            raise ValueError(
+                f"n_pairs is {self.n_pairs}; it must be at least 1, or None for all pairs."
+            )
+
+    def _checked_pairs_as_fitted(
+        self, pairs: ArrayLike, similar: ArrayLike
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        check_is_fitted(self, "components_")
+        both, alike = _checked_pairs(pairs, similar)
+        if both.shape[2] != self.n_features_in_:
+            raise ValueError(
+                f"The pairs' points have {both.shape[2]} features, and {type(self).__name__} was"
+                f" fitted on {self.n_features_in_}."
+            )
+        return both, alike
+
+
+def _checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
+    both = check_array(pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs")
+    if both.ndim != 3 or both.shape[1] != 2 or both.shape[2] < 1:
+        raise ValueError(f"pairs has the shape {both.shape}; it must be (pairs, 2, features).")
+    flags = np.asarray(similar)
+    if flags.shape != (len(both),):
+        raise ValueError(f"There are {len(both)} pairs, and similar has the shape {flags.shape}.")
+    if flags.dtype != np.bool_:
+        known = set(np.unique(flags).tolist()) if flags.dtype.kind in "iuf" else {None}
+        if not (known <= {0, 1} or known <= {-1, 1}):
+            raise ValueError(
+                "similar must hold true and false, 1 and 0, or 1 and -1: 1 for pairs that are"
+                " similar."
+            )
+    return both, flags > 0
+
+
+def _definite(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """Return both moments, eigenvalues lifted above 0 where they are not."""
+    units = np.trace(a) / len(a), np.trace(b) / len(b)
+    # points that differ in pairs of one kind only leave the other kind's moment 0
+    return lifted(symmetric(a), units[0] or units[1]), lifted(symmetric(b), units[1] or units[0])
+
+
+def _refuse_missing(moments: Moments) -> None:
+    for count, missing, other in (
+        (moments.n_similar, "similar", "dissimilar"),
+        (moments.n_dissimilar, "dissimilar", "similar"),
+    ):
+        if not count:
+            raise ValueError(
+                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds; draw"
+                " more of them, or give some."
+            )
+
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -51,7 +470,8 @@ class GMML(PairLearner):
         >>> from sklearn.neighbors import KNeighborsClassifier
         >>> from sklearn.pipeline import make_pipeline
         >>> x, y = load_wine(return_X_y=True)
-        >>> knn = make_pipeline(GMML(t=0.3, standardize=True), KNeighborsClassifier(5)).fit(x[::2], y[::2])
+        >>> knn = make_pipeline(GMML(t=0.3, standardize=True), KNeighborsClassifier(5))
+        >>> knn = knn.fit(x[::2], y[::2])
         >>> bool(knn.score(x[1::2], y[1::2]) > 0.95)
         True
     """

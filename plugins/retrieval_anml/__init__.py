@@ -2,42 +2,46 @@
 miners of the deep half.
 
 Song et al., "Adaptive Neighborhood Metric Learning". The learners and the log-exp mean need no
-torch to fit.
-"""
+torch to fit."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
-from retrieval.host.hookspecs import Factories
-from retrieval.host.lazy import lazy
+from retrieval.plugin_tools import Factories, lazy
 
 if TYPE_CHECKING:
-    from retrieval_anml.danml import DANMLoss as DANMLoss
-    from retrieval_anml.danml import MinedDANMLoss as MinedDANMLoss
-    from retrieval_anml.lanml import LANML as LANML
-    from retrieval_anml.lifted import ImprovedLiftedLoss as ImprovedLiftedLoss
-    from retrieval_anml.lifted import LiftedLoss as LiftedLoss
-    from retrieval_anml.means import gamma_for_mean_of_k_smallest as gamma_for_mean_of_k_smallest
-    from retrieval_anml.means import log_exp_mean as log_exp_mean
-    from retrieval_anml.miners import PairMiner as PairMiner
-    from retrieval_anml.npair import ImprovedNPairLoss as ImprovedNPairLoss
-    from retrieval_anml.npair import NPairLoss as NPairLoss
-    from retrieval_anml.pnca import PNCA as PNCA
-    from retrieval_anml.proxies import ImprovedProxyNCALoss as ImprovedProxyNCALoss
+    from retrieval_anml.linear_learners import LANML as LANML
+    from retrieval_anml.linear_learners import PNCA as PNCA
+    from retrieval_anml.log_exp_means import (
+        gamma_for_mean_of_k_smallest as gamma_for_mean_of_k_smallest,
+    )
+    from retrieval_anml.log_exp_means import log_exp_mean as log_exp_mean
+    from retrieval_anml.pair_miner import PairMiner as PairMiner
+    from retrieval_anml.similarity_losses import DANMLoss as DANMLoss
+    from retrieval_anml.similarity_losses import ImprovedLiftedLoss as ImprovedLiftedLoss
+    from retrieval_anml.similarity_losses import ImprovedNPairLoss as ImprovedNPairLoss
+    from retrieval_anml.similarity_losses import ImprovedProxyNCALoss as ImprovedProxyNCALoss
+    from retrieval_anml.similarity_losses import LiftedLoss as LiftedLoss
+    from retrieval_anml.similarity_losses import MinedDANMLoss as MinedDANMLoss
+    from retrieval_anml.similarity_losses import NPairLoss as NPairLoss
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "retrieval_anml.danml": ["DANMLoss", "MinedDANMLoss"],
-        "retrieval_anml.lifted": ["ImprovedLiftedLoss", "LiftedLoss"],
-        "retrieval_anml.npair": ["ImprovedNPairLoss", "NPairLoss"],
-        "retrieval_anml.proxies": ["ImprovedProxyNCALoss"],
-        "retrieval_anml.lanml": ["LANML"],
-        "retrieval_anml.pnca": ["PNCA"],
-        "retrieval_anml.miners": ["PairMiner"],
-        "retrieval_anml.means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"],
+        "retrieval_anml.linear_learners": ["LANML", "PNCA"],
+        "retrieval_anml.log_exp_means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"],
+        "retrieval_anml.pair_miner": ["PairMiner"],
+        "retrieval_anml.similarity_losses": [
+            "DANMLoss",
+            "ImprovedLiftedLoss",
+            "ImprovedNPairLoss",
+            "ImprovedProxyNCALoss",
+            "LiftedLoss",
+            "MinedDANMLoss",
+            "NPairLoss",
+        ],
     },
 )
 
@@ -45,8 +49,7 @@ __getattr__, __dir__ = lazy(
 @hookimpl
 def retrieval_learners() -> Factories:
     """Linear maps that separate each item's neighbours of its own class from the others."""
-    from retrieval_anml.lanml import LANML
-    from retrieval_anml.pnca import PNCA
+    from retrieval_anml import LANML, PNCA
 
     return {"lanml": LANML, "pnca": PNCA}
 
@@ -54,14 +57,22 @@ def retrieval_learners() -> Factories:
 @hookimpl
 def retrieval_losses() -> Factories:
     """The deep losses: DANML, and the losses that the paper improves, with the originals."""
-    from retrieval_anml.losses import LOSSES
+    import retrieval_anml as own
 
-    return LOSSES
+    return {
+        "danml": own.DANMLoss,
+        "danml_mined": own.MinedDANMLoss,
+        "improved_lifted": own.ImprovedLiftedLoss,
+        "lifted": own.LiftedLoss,
+        "improved_npair": own.ImprovedNPairLoss,
+        "npair": own.NPairLoss,
+        "improved_proxy_nca": own.ImprovedProxyNCALoss,
+    }
 
 
 @hookimpl
 def retrieval_miners() -> Factories:
     """The miner that the paper's experiments use."""
-    from retrieval_anml.miners import MINERS
+    from retrieval_anml import PairMiner
 
-    return MINERS
+    return {"pair_miner": PairMiner}

@@ -11,30 +11,141 @@ smallest or largest distances instead (Eq 6, and f is then Eq 11): W_ij is ℓ�
 subgradient where two distances tie. W is made for a block of queries against all items, used and
 thrown away: memory is a few blocks and N × F, never N × N. A block's queries are of one class, or
 of many classes that are small: then distances to all items are taken, and the own class is left out
-afterwards, since to copy what is not of a class costs more than to compare a few queries with it.
+afterwards, since copying the
+other classes costs more than comparing a few queries with their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
-
-from retrieval_anml.outer import Outer
-from retrieval_anml.radii import exponentials, hard_radius, largest, soft_radius
+from scipy.special import expit
 
 Floats = NDArray[np.floating[Any]]
+Name = Literal["hinge", "smooth_hinge", "logistic", "identity", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """ℓ(x), where x > 0 is a query whose similar items reach further than its dissimilar ones.
+
+    Args:
+        name: "hinge" [m + x]₊, "smooth_hinge" the same with a parabola over `width` in place of the
+            kink, "logistic" log(1 + e^{m + x}), "identity" x, "sigmoid" 1 / (1 + e^{−x}).
+        margin: m.
+        width: over how much of m + x the smooth hinge's slope grows from 0 to 1.
+    """
+
+    name: Name = "smooth_hinge"
+    margin: float = 1.0
+    width: float = 0.1
+
+    @property
+    def floor(self) -> float:
+        """At and below this x, ℓ and its slope are exactly 0."""
+        return -self.margin if self.name in ("hinge", "smooth_hinge") else -np.inf
+
+    def __call__(self, x: Floats) -> tuple[Floats, Floats]:
+        """Return ℓ and its slope at each x, a subgradient at the hinge's kink."""
+        if self.name == "identity":
+            return x, np.ones_like(x)
+        if self.name == "sigmoid":
+            p = expit(x)
+            return p, p * expit(-x)
+        t = x + self.margin
+        if self.name == "logistic":
+            return np.logaddexp(0, t), expit(t)
+        if self.name == "hinge":
+            return np.maximum(t, 0), (t > 0).astype(x.dtype)
+        slope = np.clip(t / self.width, 0, 1)
+        return np.where(t < self.width, t * slope / 2, t - self.width / 2), slope
+
+
 Ints = NDArray[np.intp]
+NEGLIGIBLE = -37.0
+"""e to this is half a unit in the last place of 1."""
+
+
+def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
+    """Return the log-exp mean of each row of d (B, K), and its derivative by each number (B, K),
+    whose rows sum to 1.
+
+    `skip` (B,) is one column per row that does not count: a query is not its own neighbour.
+    """
+    count = d.shape[1] - (skip is not None)
+    flat = abs(gamma) < 1e-8  # nearer 0 than rounding lets the two differ
+    e = np.zeros_like(d) if flat else d * -gamma
+    if skip is not None:
+        e[np.arange(len(d)), skip] = -np.inf
+    top = e.max(axis=1, keepdims=True)
+    e -= top
+    np.exp(e, out=e)
+    mass = e.sum(axis=1, keepdims=True)
+    e /= mass
+    radius = np.einsum("ij,ij->i", e, d) if flat else -(top + np.log(mass / count))[:, 0] / gamma
+    return radius, e
+
+
+def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Floats]:
+    """Return the mean of the k smallest, or for k < 0 the −k largest, of each row of d (B, K), and
+    1/|k| where they stand.
+
+    Song et al., Eq 6, r(S, θ, x, Kα). As Eq 10 writes it, it is the least (greatest) mean of any
+    |k| of the numbers.
+
+    A row that has fewer takes all; `skip` is as in `soft_radius`.
+    """
+    ranked = d if k > 0 else -d
+    if skip is not None:
+        ranked = ranked.copy()
+        ranked[np.arange(len(d)), skip] = np.inf
+    count = min(abs(k), d.shape[1] - (skip is not None))
+    near = np.argpartition(ranked, count - 1, axis=1)[:, :count]
+    weights = np.zeros_like(d)
+    np.put_along_axis(weights, near, 1 / count, axis=1)
+    return np.take_along_axis(d, near, axis=1).mean(axis=1), weights
+
+
+def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
+    """Return −(the mean of the k largest of each row of t), ones where they stand (B, K), and how
+    many they are (B,).
+    """
+    count = min(k, t.shape[1])
+    places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
+    ends = np.arange(0, places.size + 1, count)
+    ones = csr_array((np.ones(places.size), places.ravel(), ends), shape=t.shape)
+    return -np.take_along_axis(t, places, axis=1).mean(axis=1), ones, np.full(len(t), float(count))
+
+
+def exponentials(t: Floats) -> tuple[Any, Floats]:
+    """Return e^t (B, K) and the sum of each row (B,), for t ≤ 0 with a 0 in each row; t is
+    overwritten.
+
+    What cannot change a sum in float64 is left out, and where that is most of it, as it is in large
+    data under a sharp γ₂, the rest is a sparse array.
+    """
+    seen = t > NEGLIGIBLE
+    if np.count_nonzero(seen) > t.size // 8:
+        e = np.exp(t, out=t)
+        return e, e.sum(axis=1)
+    places = np.flatnonzero(seen)
+    ends = np.concatenate([[0], np.count_nonzero(seen, axis=1).cumsum()])
+    values = np.exp(t.ravel()[places])
+    return csr_array((values, places % t.shape[1], ends), shape=t.shape), np.add.reduceat(
+        values, ends[:-1]
+    )
+
 
 BLOCK = 1 << 21
 """How many distances are held at a time: 16 MB."""
 
 
-def few(queries: int, count: int, items: int) -> bool:
+def is_small(queries: int, count: int, items: int) -> bool:
     """Return whether a class of `count` among `items` items, with so many queries, goes together
     with others.
     """
@@ -122,8 +233,8 @@ class Neighborhoods:
         self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
         self.queries = sum(len(c.queries) for c in self.classes)
         self.spread = self._spread() if regularization else np.zeros((x.shape[1],) * 2)
-        small = [c for c in self.classes if few(len(c.queries), c.count, len(x))]
-        self.large = [c for c in self.classes if not few(len(c.queries), c.count, len(x))]
+        small = [c for c in self.classes if is_small(len(c.queries), c.count, len(x))]
+        self.large = [c for c in self.classes if not is_small(len(c.queries), c.count, len(x))]
         self.small = [
             _together([c for c in small if c.count == count])
             for count in sorted({c.count for c in small})
@@ -173,16 +284,16 @@ class Neighborhoods:
         """Return f and ∇f (F, C) at L (F, C)."""
         z = self.x @ L
         square = np.einsum("ij,ij->i", z, z)[:, None]
-        one = np.ones_like(square)
+        ones = np.ones_like(square)
         # one product gives −2ab + |a|² + |b|²
-        left, right = np.hstack([-2 * z, square, one]), np.hstack([z, one, square])
+        left, right = np.hstack([-2 * z, square, ones]), np.hstack([z, ones, square])
         gradient, total = np.zeros_like(z), 0.0
         for c in self.large:
             total += self._class(c, z, left, right, gradient)
         if self.small:
             pushed = np.zeros((len(z), z.shape[1] + 1))
             for s in self.small:
-                total += self._few(s, z, left, right, gradient, pushed)
+                total += self._small_classes(s, z, left, right, gradient, pushed)
             gradient += 2 * (pushed[:, -1:] * z - pushed[:, :-1])
         out = self.x.T @ gradient / self.queries
         value = total / self.queries
@@ -194,14 +305,14 @@ class Neighborhoods:
 
     def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
         """Add a class's queries to the gradient in z; return the sum of their ℓ."""
-        others = np.concatenate([right[: c.start], right[c.stop :]])
+        rivals = np.concatenate([right[: c.start], right[c.stop :]])
         pushed = np.zeros(
-            (len(others), z.shape[1] + 1)
+            (len(rivals), z.shape[1] + 1)
         )  # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
         own, total = z[c.start : c.stop], 0.0
-        offset = self.offset(c.similar, len(others))
-        rows = max(1, BLOCK // max(len(others), c.count))
-        space = np.empty(min(rows, len(c.queries)) * len(others))
+        offset = self.offset(c.similar, len(rivals))
+        rows = max(1, BLOCK // max(len(rivals), c.count))
+        space = np.empty(min(rows, len(c.queries)) * len(rivals))
         for i in range(0, len(c.queries), rows):
             query = c.queries[i : i + rows]
             near = None if c.neighbors is None else c.neighbors[i : i + rows]
@@ -209,7 +320,7 @@ class Neighborhoods:
             radius, weights = self._similar(own, query, near, a, right[c.start : c.stop])
             sharpness = self.gamma2 if self.k2 is None else 1.0
             t = np.matmul(
-                -sharpness * a, others.T, out=space[: len(a) * len(others)].reshape(len(a), -1)
+                -sharpness * a, rivals.T, out=space[: len(a) * len(rivals)].reshape(len(a), -1)
             )
             np.minimum(t, 0, out=t)
             top = t.max(axis=1)
@@ -228,7 +339,7 @@ class Neighborhoods:
                     query[alive],
                 )
                 weights = weights[alive]
-            reach, e, mass = self._reach(t, top, least, len(others))
+            reach, e, mass = self._reach(t, top, least, len(rivals))
             loss, slope = self.outer(radius - reach + offset)
             total += float(loss.sum())
             # A row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out.
@@ -236,17 +347,17 @@ class Neighborhoods:
             scale = (slope / mass)[:, None]
             pushed -= e.T @ (scale * np.hstack([part, np.ones_like(scale)]))
             own_gradient = gradient[c.start : c.stop]
-            own_gradient[query] += 2 * scale * (e @ others[:, :-2])
+            own_gradient[query] += 2 * scale * (e @ rivals[:, :-2])
             weighted = slope[:, None] * np.hstack([part, np.ones_like(scale)])
             pulled = weights.T @ weighted
             own_gradient[query] -= 2 * slope[:, None] * (weights @ own)
             own_gradient += 2 * (pulled[:, -1:] * own - pulled[:, :-1])
-        pushed[:, :-1] -= pushed[:, -1:] * others[:, :-2]
+        pushed[:, :-1] -= pushed[:, -1:] * rivals[:, :-2]
         gradient[: c.start] -= 2 * pushed[: c.start, :-1]
         gradient[c.stop :] -= 2 * pushed[c.start :, :-1]
         return total
 
-    def _few(
+    def _small_classes(
         self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
     ) -> float:
         """Add small classes' queries to the gradient in z, and to `pushed` Σ_i W_ij z_i and Σ_i
@@ -376,11 +487,11 @@ def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:
     distance.
     """
     square = np.einsum("ij,ij->i", x, x)
-    found = np.empty((len(chosen), count), dtype=np.intp)
+    nearest = np.empty((len(chosen), count), dtype=np.intp)
     rows = max(1, BLOCK // len(x))
     for i in range(0, len(chosen), rows):
         part = chosen[i : i + rows]
         d = square - 2 * x[part] @ x.T
         d[np.arange(len(part)), part] = np.inf
-        found[i : i + rows] = np.argpartition(d, count - 1, axis=1)[:, :count]
-    return found
+        nearest[i : i + rows] = np.argpartition(d, count - 1, axis=1)[:, :count]
+    return nearest

@@ -1,58 +1,51 @@
 """Backbones, datasets, learners and a wrapper of losses that every user needs, and the metrics,
-index back ends and store of the package itself.
-"""
+index back ends and store of the package itself."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
-from retrieval.host.hookspecs import Factories
-from retrieval.host.lazy import lazy
+from retrieval.plugin_tools import Factories, lazy
 
 if TYPE_CHECKING:
     from retrieval_core.convnet import ConvNet as ConvNet
     from retrieval_core.convnet import Features as Features
-    from retrieval_core.elsewhere import huggingface as huggingface
-    from retrieval_core.elsewhere import shards as shards
-    from retrieval_core.elsewhere import torchvision_dataset as torchvision_dataset
+    from retrieval_core.convnet import Pixels as Pixels
     from retrieval_core.folders import image_folder as image_folder
+    from retrieval_core.folders import manifest as manifest
     from retrieval_core.learners import LDA as LDA
     from retrieval_core.learners import NCA as NCA
     from retrieval_core.learners import PCA as PCA
     from retrieval_core.lfw import lfw_people as lfw_people
-    from retrieval_core.manifests import manifest as manifest
-    from retrieval_core.more_small import cifar10 as cifar10
-    from retrieval_core.more_small import emnist as emnist
-    from retrieval_core.nested import matryoshka as matryoshka
+    from retrieval_core.matryoshka_loss import matryoshka as matryoshka
+    from retrieval_core.other_libraries import huggingface as huggingface
+    from retrieval_core.other_libraries import shards as shards
+    from retrieval_core.other_libraries import torchvision_dataset as torchvision_dataset
     from retrieval_core.partial_fc import PartialFC as PartialFC
-    from retrieval_core.pixels import Pixels as Pixels
-    from retrieval_core.small import digits as digits
-    from retrieval_core.small import fashion_mnist as fashion_mnist
-    from retrieval_core.tables import parquet as parquet
-    from retrieval_core.timm_models import efficientnet_lite0 as efficientnet_lite0
-    from retrieval_core.timm_models import timm_model as timm_model
-    from retrieval_core.torchvision_models import torchvision_model as torchvision_model
+    from retrieval_core.pretrained import efficientnet_lite0 as efficientnet_lite0
+    from retrieval_core.pretrained import timm_model as timm_model
+    from retrieval_core.pretrained import torchvision_model as torchvision_model
+    from retrieval_core.small_images import cifar10 as cifar10
+    from retrieval_core.small_images import digits as digits
+    from retrieval_core.small_images import emnist as emnist
+    from retrieval_core.small_images import fashion_mnist as fashion_mnist
     from retrieval_core.vectors import features as features
+    from retrieval_core.vectors import parquet as parquet
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "retrieval_core.convnet": ["ConvNet", "Features"],
+        "retrieval_core.convnet": ["ConvNet", "Features", "Pixels"],
+        "retrieval_core.folders": ["image_folder", "manifest"],
         "retrieval_core.learners": ["LDA", "NCA", "PCA"],
-        "retrieval_core.nested": ["matryoshka"],
-        "retrieval_core.partial_fc": ["PartialFC"],
-        "retrieval_core.pixels": ["Pixels"],
-        "retrieval_core.more_small": ["cifar10", "emnist"],
-        "retrieval_core.small": ["digits", "fashion_mnist"],
-        "retrieval_core.tables": ["parquet"],
-        "retrieval_core.timm_models": ["efficientnet_lite0", "timm_model"],
-        "retrieval_core.vectors": ["features"],
-        "retrieval_core.elsewhere": ["huggingface", "shards", "torchvision_dataset"],
-        "retrieval_core.folders": ["image_folder"],
         "retrieval_core.lfw": ["lfw_people"],
-        "retrieval_core.manifests": ["manifest"],
-        "retrieval_core.torchvision_models": ["torchvision_model"],
+        "retrieval_core.matryoshka_loss": ["matryoshka"],
+        "retrieval_core.other_libraries": ["huggingface", "shards", "torchvision_dataset"],
+        "retrieval_core.partial_fc": ["PartialFC"],
+        "retrieval_core.pretrained": ["efficientnet_lite0", "timm_model", "torchvision_model"],
+        "retrieval_core.small_images": ["cifar10", "digits", "emnist", "fashion_mnist"],
+        "retrieval_core.vectors": ["features", "parquet"],
     },
 )
 
@@ -64,11 +57,11 @@ def retrieval_backbones() -> Factories:
     """
     return {
         "convnet": "retrieval_core.convnet:ConvNet",
-        "efficientnet_lite0": "retrieval_core.timm_models:efficientnet_lite0",
+        "efficientnet_lite0": "retrieval_core.pretrained:efficientnet_lite0",
         "features": "retrieval_core.convnet:Features",
-        "pixels": "retrieval_core.pixels:Pixels",
-        "timm": "retrieval_core.timm_models:timm_model",
-        "torchvision": "retrieval_core.torchvision_models:torchvision_model",
+        "pixels": "retrieval_core.convnet:Pixels",
+        "timm": "retrieval_core.pretrained:timm_model",
+        "torchvision": "retrieval_core.pretrained:torchvision_model",
     }
 
 
@@ -78,18 +71,18 @@ def retrieval_datasets() -> Factories:
     folders, manifests, shards, faces and vectors.
     """
     return {
-        "cifar10": "retrieval_core.more_small:cifar10",
-        "csv": "retrieval_core.manifests:manifest",
-        "digits": "retrieval_core.small:digits",
-        "emnist": "retrieval_core.more_small:emnist",
-        "fashion_mnist": "retrieval_core.small:fashion_mnist",
+        "cifar10": "retrieval_core.small_images:cifar10",
+        "csv": "retrieval_core.folders:manifest",
+        "digits": "retrieval_core.small_images:digits",
+        "emnist": "retrieval_core.small_images:emnist",
+        "fashion_mnist": "retrieval_core.small_images:fashion_mnist",
         "features": "retrieval_core.vectors:features",
-        "huggingface": "retrieval_core.elsewhere:huggingface",
+        "huggingface": "retrieval_core.other_libraries:huggingface",
         "image_folder": "retrieval_core.folders:image_folder",
         "lfw": "retrieval_core.lfw:lfw_people",
-        "parquet": "retrieval_core.tables:parquet",
-        "shards": "retrieval_core.elsewhere:shards",
-        "torchvision": "retrieval_core.elsewhere:torchvision_dataset",
+        "parquet": "retrieval_core.vectors:parquet",
+        "shards": "retrieval_core.other_libraries:shards",
+        "torchvision": "retrieval_core.other_libraries:torchvision_dataset",
     }
 
 
@@ -109,7 +102,7 @@ def retrieval_losses() -> Factories:
     embeddings can be cut short.
     """
     return {
-        "matryoshka": "retrieval_core.nested:matryoshka",
+        "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",
     }
 

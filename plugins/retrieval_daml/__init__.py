@@ -2,45 +2,46 @@
 metrics weighted per pair.
 
 Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image Processing
-29, 2020.
-"""
+29, 2020."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
-from retrieval.host.hookspecs import Factories
-from retrieval.host.lazy import lazy
+from retrieval.plugin_tools import Factories, lazy
 
 if TYPE_CHECKING:
-    import click
     from retrieval import Run
 
-    from retrieval_daml.contrastive import ContrastiveLoss as ContrastiveLoss
-    from retrieval_daml.discriminator import Discriminator as Discriminator
-    from retrieval_daml.disturbed import DisturbedNegative as DisturbedNegative
+    from retrieval_daml.generators import DisturbedNegative as DisturbedNegative
     from retrieval_daml.generators import HardNegativeGenerator as HardNegativeGenerator
     from retrieval_daml.generators import HardPositiveGenerator as HardPositiveGenerator
-    from retrieval_daml.lifted import LiftedLoss as LiftedLoss
-    from retrieval_daml.miners import OnePerClass as OnePerClass
-    from retrieval_daml.miners import SemiHard as SemiHard
-    from retrieval_daml.npair import NPairLoss as NPairLoss
-    from retrieval_daml.triplet import TripletLoss as TripletLoss
-    from retrieval_daml.uniform import UniformMetrics as UniformMetrics
+    from retrieval_daml.local_metrics import Discriminator as Discriminator
+    from retrieval_daml.local_metrics import UniformMetrics as UniformMetrics
+    from retrieval_daml.paper_losses import ContrastiveLoss as ContrastiveLoss
+    from retrieval_daml.paper_losses import LiftedLoss as LiftedLoss
+    from retrieval_daml.paper_losses import NPairLoss as NPairLoss
+    from retrieval_daml.paper_losses import TripletLoss as TripletLoss
+    from retrieval_daml.triplet_miners import OnePerClass as OnePerClass
+    from retrieval_daml.triplet_miners import SemiHard as SemiHard
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "retrieval_daml.contrastive": ["ContrastiveLoss"],
-        "retrieval_daml.discriminator": ["Discriminator"],
-        "retrieval_daml.disturbed": ["DisturbedNegative"],
-        "retrieval_daml.generators": ["HardNegativeGenerator", "HardPositiveGenerator"],
-        "retrieval_daml.lifted": ["LiftedLoss"],
-        "retrieval_daml.npair": ["NPairLoss"],
-        "retrieval_daml.miners": ["OnePerClass", "SemiHard"],
-        "retrieval_daml.triplet": ["TripletLoss"],
-        "retrieval_daml.uniform": ["UniformMetrics"],
+        "retrieval_daml.generators": [
+            "DisturbedNegative",
+            "HardNegativeGenerator",
+            "HardPositiveGenerator",
+        ],
+        "retrieval_daml.local_metrics": ["Discriminator", "UniformMetrics"],
+        "retrieval_daml.paper_losses": [
+            "ContrastiveLoss",
+            "LiftedLoss",
+            "NPairLoss",
+            "TripletLoss",
+        ],
+        "retrieval_daml.triplet_miners": ["OnePerClass", "SemiHard"],
     },
 )
 
@@ -48,48 +49,47 @@ __getattr__, __dir__ = lazy(
 @hookimpl
 def retrieval_generators() -> Factories:
     """Generators of synthetic samples that are hard for the metric being learned."""
-    from retrieval_daml.disturbed import DisturbedNegative
-    from retrieval_daml.generators import GENERATORS
+    from retrieval_daml import DisturbedNegative, HardNegativeGenerator, HardPositiveGenerator
 
-    return {**GENERATORS, "disturbed_negative": DisturbedNegative}
+    return {
+        "hard_negative": HardNegativeGenerator,
+        "hard_positive": HardPositiveGenerator,
+        "disturbed_negative": DisturbedNegative,
+    }
 
 
 @hookimpl
 def retrieval_losses() -> Factories:
     """The four losses that the paper trains with its generator."""
-    from retrieval_daml.losses import LOSSES
+    from retrieval_daml import ContrastiveLoss, LiftedLoss, NPairLoss, TripletLoss
 
-    return LOSSES
+    return {
+        "contrastive": ContrastiveLoss,
+        "lifted": LiftedLoss,
+        "npair": NPairLoss,
+        "triplet": TripletLoss,
+    }
 
 
 @hookimpl
 def retrieval_miners() -> Factories:
     """The triplets that those losses give a generator."""
-    from retrieval_daml.miners import MINERS
+    from retrieval_daml import OnePerClass, SemiHard
 
-    return MINERS
+    return {"one_per_class": OnePerClass, "semi_hard": SemiHard}
 
 
 @hookimpl
 def retrieval_combiners() -> Factories:
     """Several local metrics, weighed per pair or evenly."""
-    from retrieval_daml.discriminator import Discriminator
-    from retrieval_daml.uniform import UniformMetrics
+    from retrieval_daml import Discriminator, UniformMetrics
 
     return {"discriminator": Discriminator, "uniform": UniformMetrics}
 
 
 @hookimpl
 def retrieval_report_panels(run: Run) -> dict[str, bytes]:
-    """Loss curves, weights of local metrics and synthetic samples of an adversarial run."""
+    """Losses, weights of local metrics and shifts of synthetic samples of an adversarial run."""
     from retrieval_daml.report import report_panels
 
-    return report_panels(run.path)
-
-
-@hookimpl
-def retrieval_commands(app: click.Group) -> None:
-    """`retrieval daml-report RUN`: panels of an adversarial run."""
-    from retrieval_daml.command import daml_report
-
-    app.add_command(daml_report)
+    return report_panels(run)

@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 from retrieval import Generator
+from retrieval.plugin_tools import full_precision
 from torch import Tensor, nn
 
 Weight = Annotated[float, Field(ge=0)]
-Distance = Callable[[Tensor, Tensor], Tensor]
-
+PairDistance = Callable[[Tensor, Tensor], Tensor]
 PRESETS: dict[str, tuple[float, float]] = {"default": (50.0, 50.0), "paper": (1.0, 50.0)}
 """λ₁ and λ₂ by name."""
 
@@ -124,7 +124,7 @@ class HardNegativeGenerator(TripletGenerator):
         positive: Tensor,
         negative: Tensor,
         synthetic: Tensor,
-        distance: Distance,
+        distance: PairDistance,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return J_hard, J_reg and J_adv, each without its λ."""
         gap = distance(synthetic, anchor).square() - self.margin
@@ -138,7 +138,7 @@ class HardNegativeGenerator(TripletGenerator):
         positive: Tensor,
         negative: Tensor,
         synthetic: Tensor,
-        distance: Distance,
+        distance: PairDistance,
     ) -> Tensor:
         """Return J_gen; see `retrieval.Generator`."""
         hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
@@ -195,7 +195,7 @@ class HardPositiveGenerator(TripletGenerator):
         positive: Tensor,
         negative: Tensor,
         synthetic: Tensor,
-        distance: Distance,
+        distance: PairDistance,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return J_hard, J_reg and J_adv, each without its λ."""
         gap = (
@@ -209,7 +209,7 @@ class HardPositiveGenerator(TripletGenerator):
         positive: Tensor,
         negative: Tensor,
         synthetic: Tensor,
-        distance: Distance,
+        distance: PairDistance,
     ) -> Tensor:
         """Return J_gen; see `retrieval.Generator`."""
         hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
@@ -221,5 +221,92 @@ def _squared(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).square().sum(1).mean()
 
 
-GENERATORS = {"hard_negative": HardNegativeGenerator, "hard_positive": HardPositiveGenerator}
-"""The generators by their names in a recipe."""
+class DisturbedNegative(Generator):
+    """Disturbs a negative several times, and keeps the copy that the metric puts nearest to the
+    anchor.
+
+    Not of the paper. For a triplet (a, p, n), with d drawn anew for each of `tries` copies,
+
+        x̃ = ‖n‖ · unit(n + step · d)
+
+    where d is, with `by = "noise"`, Gaussian noise of about the length of n; with `by =
+    "classmates"`, a' − p' of another triplet of the batch: an item and its positive differ by what
+    does not matter, and so does n from itself with that added. The copy is kept whose code is
+    nearest to the anchor's: Euclidean, by the head as it is now; with a combiner, of its codes.
+
+    The metric is fooled as by a trained generator, but by a search among copies of n that know
+    nothing of the anchor, so that their label stays as right as the disturbance is blind to
+    classes. There are no parameters; a gradient passes through x̃ to n, with d as a constant. It is
+    meant for the hardest real negatives (`daml.semi_hard` with `pick = "hardest"`), and helps most
+    where training classes are few; where they are many, with the real negatives beside it (`[train]
+    real_weight = 1`).
+
+    Args:
+        by: "noise" or "classmates".
+        step: how much is added, in lengths of n or of the difference; 0 leaves the real negative.
+        tries: how many copies are drawn of each negative, each a pass of the head; 1 looks at no
+            distance.
+    """
+
+    def __init__(
+        self,
+        by: Literal["noise", "classmates"] = "noise",
+        step: Annotated[float, Field(ge=0)] = 1.0,
+        tries: Annotated[int, Field(ge=1)] = 16,
+    ) -> None:
+        super().__init__()
+        if by not in ("noise", "classmates"):
+            raise ValueError(f'by is {by!r} and must be "noise" or "classmates"')
+        if not 0 <= step < float("inf"):
+            raise ValueError(f"step is {step:g} and must be a finite number of at least 0")
+        if tries < 1:
+            raise ValueError(f"tries is {tries} and must be at least 1")
+        self.by = by
+        self.step = step
+        self.tries = tries
+        self._head: tuple[nn.Module, ...] = ()
+
+    def bind(self, head: nn.Module) -> None:
+        """Take note of the head by which the nearest copy is found."""
+        self._head = (head,)
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return synthetic negatives (T, F)."""
+        nearest_copy = self._copy(anchor, positive, negative)
+        if self.tries == 1 or len(anchor) == 0:
+            return nearest_copy
+        code = self._codes(anchor)
+        nearest = (self._codes(nearest_copy) - code).square().sum(1)
+        for _ in range(self.tries - 1):
+            other = self._copy(anchor, positive, negative)
+            apart = (self._codes(other) - code).square().sum(1)
+            nearest_copy = torch.where((apart < nearest)[:, None], other, nearest_copy)
+            nearest = torch.minimum(apart, nearest)
+        return nearest_copy
+
+    def _copy(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        length = negative.norm(dim=1, keepdim=True)
+        if self.by == "noise":
+            added = torch.randn_like(negative) * length.detach() / negative.shape[1] ** 0.5
+        else:
+            other = torch.randperm(len(anchor), device=anchor.device)
+            added = (anchor[other] - positive[other]).detach()
+        copied: Tensor = nn.functional.normalize(negative + self.step * added) * length
+        return copied
+
+    @torch.no_grad()
+    def _codes(self, features: Tensor) -> Tensor:
+        if not self._head:
+            raise ValueError(
+                "daml.disturbed_negative compares its copies by a head, and no head is known: call"
+                " bind(head) first, or set tries = 1"
+            )
+        head = self._head[0]
+        modes = [(part, part.training) for part in head.modules()]
+        head.eval()  # no batch statistics are moved, no random number is drawn
+        try:
+            codes: Tensor = full_precision(head(features))
+        finally:
+            for part, mode in modes:
+                part.training = mode
+        return codes

@@ -1,14 +1,12 @@
 """The metric learners of metric-learn as learners: LMNN, ITML, SCML, MMC and the others that take
-class labels.
-"""
+class labels."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
-from retrieval.host.hookspecs import Factories
-from retrieval.host.lazy import lazy
+from retrieval.plugin_tools import Factories, lazy
 
 if TYPE_CHECKING:
     from retrieval_metric_learn.learners import ITML as ITML
@@ -21,13 +19,23 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__ = lazy(
     __name__,
-    {"retrieval_metric_learn.learners": ["ITML", "LFDA", "LMNN", "LSML", "MMC", "RCA", "SCML"]},
+    {
+        "retrieval_metric_learn.learners": ["ITML", "LFDA", "LMNN", "LSML", "MMC", "RCA", "SCML"],
+    },
 )
 
 
 @hookimpl
 def retrieval_learners() -> Factories:
     """Every learner of metric-learn that is fitted on labelled items."""
-    from retrieval_metric_learn.learners import LEARNERS
+    import retrieval_metric_learn as own
 
-    return LEARNERS
+    return {
+        "itml": own.ITML,
+        "lfda": own.LFDA,
+        "lmnn": own.LMNN,
+        "lsml": own.LSML,
+        "mmc": own.MMC,
+        "rca": own.RCA,
+        "scml": own.SCML,
+    }

@@ -29,7 +29,7 @@ class MlflowRun:
     """
 
     def __init__(self) -> None:
-        """Load the package and open its store, in the thread that calls: see `retrieval.Tracker`."""
+        """Load the package and open its store, in the calling thread: see `retrieval.Tracker`."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked for a network
         from mlflow import MlflowClient
 
@@ -48,25 +48,25 @@ class MlflowRun:
                 self._key = run.key
         if not self._key:
             tags = {"comparison": run.group} if run.group else {}
-            made = self._client.create_run(self._experiment(), run_name=run.name, tags=tags)
-            self._key = made.info.run_id
+            created = self._client.create_run(self._experiment(), run_name=run.name, tags=tags)
+            self._key = created.info.run_id
         self._parameters(run.configuration, known)
         return self._key, f"{self._client.tracking_uri}, run {self._key}"
 
     def _experiment(self) -> str:
         from mlflow.exceptions import MlflowException
 
-        if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
-            return given
+        if identifier := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return identifier
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        if (found := self._client.get_experiment_by_name(name)) is None:
+        if (experiment := self._client.get_experiment_by_name(name)) is None:
             try:
                 return str(self._client.create_experiment(name))
             except MlflowException:  # another process was faster
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _parameters(self, configuration: Mapping[str, Any], known: Mapping[str, str]) -> None:
         """Log what is new: MLflow refuses to change a parameter, and a run may go on for longer."""
@@ -77,8 +77,8 @@ class MlflowRun:
             for key, value in _flat(configuration)
         }
         new = [Param(key, value) for key, value in flat.items() if key not in known]
-        for at in range(0, len(new), MOST):
-            self._client.log_batch(self._key, params=new[at : at + MOST])
+        for start in range(0, len(new), MOST):
+            self._client.log_batch(self._key, params=new[start : start + MOST])
         self._client.log_dict(self._key, dict(configuration), "configuration.json")
 
     def figures(self, figures: Mapping[str, float], epoch: int | None) -> None:

@@ -1,46 +1,118 @@
-"""The adaptive-bound triplet loss of one space, on plain distances: thresholds, losses and slopes.
-
-Gao et al. 2019, Eq 8–13. The thresholds come from the distance *before* the update, so no gradient
-flows through them.
-"""
+"""The adaptive-bound triplet loss for deep training."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from pydantic import Field
+from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning.reducers import AvgNonZeroReducer
+from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
+from retrieval import CheckedLoss
+from retrieval.plugin_tools import Distance, Reducer
+from torch import Tensor, nn
 
-Floats = NDArray[np.floating[Any]]
+from retrieval_oahu.combiners import Hedge
+from retrieval_oahu.online import (
+    refuse_range,
+    warn_tau,
+)
 
-_SIM = math.exp(2.0) - 1.0
-_DIS = 1.0 - math.exp(-2.0)
-
-
-def similar_threshold(distance: Floats, tau: float) -> Floats:
-    """Return d_sim (Eq 11), within 0 and τ, increasing with the distance and never above it."""
-    return tau / _SIM * np.expm1(distance)
-
-
-def dissimilar_threshold(distance: Floats, tau: float) -> Floats:
-    """Return d_dis (Eq 11), within 2 − τ and 2, increasing with the distance and never below it."""
-    return (2.0 - tau) - tau / _DIS * np.expm1(-distance)
+_MANY = 200_000
+"""Triplets of a batch that are looked at; of more, so many are drawn."""
 
 
-def bounds_loss(positive: Floats, negative: Floats, tau: float) -> tuple[Floats, Floats, Floats]:
-    """Return the loss ½ (attractive + repulsive) of Eq 12–13, and its slopes by both distances.
+class ABTL(CheckedLoss):
+    """Adaptive-bound triplet loss: positives are drawn below a bound, negatives pushed beyond one,
+    that depend on where they are.
+
+    d_sim = τ (e^D − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^−D) / (1 − e^−2) are taken from the
+    distances as they are and are constants to the gradient; the loss is ½ ((D⁺ − d_sim) / (2 −
+    d_sim) + (d_dis − D⁻) / d_dis), which is 0 only for D⁺ = 0 and D⁻ = 2. So every triplet counts.
+    Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, Eq 11–13. With the
+    combiner `oahu.hedge` or `oahu.hedge_sum` it is the weighted sum of the spaces' losses (Eq 19),
+    and the weights adapt with each batch in training.
 
     Args:
-        positive: distances D⁺, any shape, between 0 and 2.
-        negative: distances D⁻, likewise.
-        tau: τ of Eq 8, within 0 and 2.
-
-    Returns:
-        The loss, 0 to 1; ∂/∂D⁺ ≥ 0; ∂/∂D⁻ ≤ 0, each of the distances' shape.
+        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's
+            theorem wants at most 2/3.
+        distance: how two embeddings are compared, a distance between 0 and 2; the Euclidean one of
+            unit vectors by default.
+        reducer: how the triplets' losses become one number; the mean of those above 0 by default.
     """
-    near, far = similar_threshold(positive, tau), dissimilar_threshold(negative, tau)
-    slope_p, slope_n = 0.5 / (2.0 - near), -0.5 / far
-    loss = slope_p * np.maximum(positive - near, 0.0) - slope_n * np.maximum(far - negative, 0.0)
-    # beyond the threshold by rounding alone: the loss is 0 there and so is its slope
-    return loss, slope_p * (positive > near), slope_n * (negative < far)
+
+    def __init__(
+        self,
+        tau: Annotated[float, Field(gt=0, lt=2)] = 0.1,
+        distance: Distance = None,
+        reducer: Reducer = None,
+    ) -> None:
+        refuse_range("tau", tau, 0, 2)
+        warn_tau(tau)
+        super().__init__(distance=distance, reducer=reducer)
+        if self.distance.is_inverted:
+            raise ValueError("distance is a similarity; ABTL needs a distance between 0 and 2.")
+        self.tau = tau
+
+    def get_default_distance(self) -> nn.Module:
+        """Return the Euclidean distance of unit vectors."""
+        return LpDistance(normalize_embeddings=True, p=2, power=1)  # type: ignore[no-any-return]
+
+    def get_default_reducer(self) -> nn.Module:
+        """Return the mean of what is above 0."""
+        return AvgNonZeroReducer()  # type: ignore[no-any-return]
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+    ) -> Any:
+        """Return one loss per triplet, as pytorch-metric-learning's reducers read them."""
+        indices = indices_utils.convert_to_triplets(
+            indices_tuple, labels, ref_labels, t_per_anchor="all" if len(labels) <= 64 else 100
+        )
+        if len(indices[0]) > _MANY:
+            some = torch.randperm(len(indices[0]), device=indices[0].device)[:_MANY]
+            indices = tuple(index[some] for index in indices)
+        a, p, n = indices
+        if not len(a):
+            return self.zero_losses()
+        of = self._hedged if isinstance(self.distance, Hedge) else self._plain
+        losses = of(embeddings, ref_emb, a, p, n)
+        return {"loss": {"losses": losses, "indices": (a, p, n), "reduction_type": "triplet"}}
+
+    def _plain(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
+        matrix = self.distance(x, r)
+        return abtl(matrix[a, p], matrix[a, n], self.tau)
+
+    def _hedged(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
+        """Return Σ α_l loss_l of each triplet, and let the combiner see each space's mean loss."""
+        queries, references = self.distance.embeddings(x), self.distance.embeddings(r)
+        alpha = self.distance.alpha.to(x.dtype).clone()
+        losses_by_level = []
+        for level in range(self.distance.spaces):
+            apart = queries[:, None, level] - references[None, :, level]
+            matrix = (apart.square().sum(2) + 1e-12).sqrt()
+            losses_by_level.append(abtl(matrix[a, p], matrix[a, n], self.tau))
+        losses = torch.stack(losses_by_level)
+        if self.training and torch.is_grad_enabled():
+            self.distance.observe(losses.mean(dim=1))
+        weighted: Tensor = alpha @ losses
+        return weighted
+
+
+def abtl(positive: Tensor, negative: Tensor, tau: float) -> Tensor:
+    """Return the loss of distances D⁺ and D⁻, each (T,) between 0 and 2; the thresholds have no
+    gradient.
+    """
+    with torch.no_grad():
+        near = tau / math.expm1(2.0) * torch.expm1(positive.clamp(max=2))
+        far = (2 - tau) + tau / math.expm1(-2.0) * torch.expm1(-negative.clamp(max=2))
+    attractive = ((positive - near) / (2 - near)).relu()
+    repulsive = (1 - negative / far).relu()
+    return (attractive + repulsive) / 2

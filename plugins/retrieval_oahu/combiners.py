@@ -1,10 +1,9 @@
-"""Hedge weights over L + 1 metric spaces as a distance: two ways to search, under two names.
-
-Neither approximates the other: their first ten answers agree by a fifth or so.
-"""
+"""OAHU's model in torch: a head that gives the codes of all spaces, the hedge over the spaces as a
+distance, and OASIS's bilinear similarity."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -12,11 +11,127 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from retrieval import Combiner, Subspace
+from retrieval.plugin_tools import full_precision
 from torch import Tensor, nn
+from torch.nn import functional
 
-from retrieval_oahu.ahu import Rule, hedge_update
-from retrieval_oahu.limits import refuse_range
-from retrieval_oahu.modules import OverComplete
+from retrieval_oahu.network import (
+    TINY,
+    Rule,
+    hedge_update,
+)
+from retrieval_oahu.online import (
+    refuse_range,
+)
+
+
+class OverComplete(nn.Module):
+    """Features (B, F) to codes (B, (L + 1) E): each space's unit embedding times its factor, side
+    by side.
+
+    Args:
+        features: F.
+        depth: L.
+        hidden: units of each hidden layer.
+        embedding: E.
+    """
+
+    def __init__(self, features: int, depth: int, hidden: int, embedding: int) -> None:
+        super().__init__()
+        self.hidden = nn.ModuleList(
+            nn.Linear(features if level == 0 else hidden, hidden, bias=False)
+            for level in range(depth)
+        )
+        self.embedding = nn.ModuleList(
+            nn.Linear(features if level == 0 else hidden, embedding, bias=False)
+            for level in range(depth + 1)
+        )
+        for layers, variance in ((self.hidden, 2.0), (self.embedding, 1.0)):
+            for weight in layers.parameters():
+                nn.init.normal_(weight, std=(variance / weight.shape[1]) ** 0.5)
+        self.register_buffer("offset", torch.zeros(features))
+        self.register_buffer("scale", torch.ones(features))
+        self.register_buffer("factor", torch.ones(depth + 1))
+
+    @classmethod
+    def of_weights(
+        cls,
+        levels: Sequence[NDArray[Any]],
+        hidden: int,
+        mean: NDArray[Any],
+        scale: NDArray[Any],
+        alpha: NDArray[Any],
+    ) -> OverComplete:
+        """Return a network in float32 with a learner's weights.
+
+        `levels` are (F, hidden + E) and then (hidden, hidden + E).
+        """
+        head = cls(len(mean), len(levels) - 1, hidden, levels[0].shape[1] - hidden)
+
+        def put(target: Tensor, values: object) -> None:
+            target.copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
+
+        with torch.no_grad():
+            for level, layer in zip(
+                levels, head.hidden.parameters(), strict=False
+            ):  # the last level has no hidden layer
+                put(layer, level[:, :hidden].T)
+            for level, layer in zip(levels, head.embedding.parameters(), strict=True):
+                put(layer, level[:, hidden:].T)
+            put(head.get_buffer("offset"), mean)
+            put(head.get_buffer("scale"), scale)
+            put(head.get_buffer("factor"), np.sqrt(alpha))
+        return head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return codes."""
+        h = (x - self.get_buffer("offset")) / self.get_buffer("scale")
+        factor = self.get_buffer("factor")
+        codes = []
+        for level, layer in enumerate(self.embedding):
+            codes.append(
+                functional.normalize(full_precision(layer(h)), dim=1, eps=TINY) * factor[level]
+            )
+            if level < len(self.hidden):
+                h = self.hidden[level](h).relu()
+        return torch.cat(codes, dim=1)
+
+
+class UnitLength(nn.Module):
+    """Scale rows to unit length; a zero row stays zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return unit vectors (B, F)."""
+        return functional.normalize(full_precision(x), dim=1, eps=TINY)
+
+
+class Bilinear(Combiner):
+    """The distance |Wᵀx − y|, which for unit vectors y has the order of the similarity xᵀ W y.
+
+    Args:
+        similarity: (F, F) W.
+    """
+
+    def __init__(self, similarity: NDArray[np.floating[Any]]) -> None:
+        super().__init__()
+        self.register_buffer("similarity", torch.from_numpy(np.array(similarity, dtype=np.float32)))
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Return distances (Q, R)."""
+        return torch.cdist(
+            self.query_vectors(query_emb), ref_emb, compute_mode="donot_use_mm_for_euclid_dist"
+        )
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Return distances (N,)."""
+        squares: Tensor = (self.query_vectors(query_emb) - ref_emb).square().sum(1)
+        return (squares + 1e-12).sqrt()
+
+    def query_vectors(self, codes: Tensor) -> Tensor:
+        """Return Wᵀ x (N, F)."""
+        vectors: Tensor = codes @ self.get_buffer("similarity").to(codes.dtype)
+        return vectors
+
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -56,12 +171,12 @@ class Hedge(Combiner):
         """Return the combiner of codes that are embeddings times √α, as `OAHU.transform` gives
         them.
         """
-        made = cls(embedding, len(alpha) - 1)
+        combiner = cls(embedding, len(alpha) - 1)
         weights = torch.from_numpy(np.array(alpha, dtype=np.float64))
-        made.get_buffer("alpha").copy_(weights)
-        made.get_buffer("factor").copy_(weights.sqrt())
-        made._weights_changed()
-        return made
+        combiner.get_buffer("alpha").copy_(weights)
+        combiner.get_buffer("factor").copy_(weights.sqrt())
+        combiner._weights_changed()
+        return combiner
 
     def build_head(self, features: int) -> nn.Module:
         """Return the over-complete network, features (B, F) to codes (B, (L + 1) E)."""

@@ -10,26 +10,29 @@ from pydantic import Field
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from retrieval_oahu.ahu import Rule, hedge_update
-from retrieval_oahu.history import recorded
-from retrieval_oahu.limits import refuse_range, warn_tau
-from retrieval_oahu.network import Network
-from retrieval_oahu.online import OnlineLearner
-from retrieval_oahu.uses import Spaces
+from retrieval_oahu.network import (
+    Network,
+    Rule,
+    hedge_update,
+)
+from retrieval_oahu.online import (
+    OnlineLearner,
+    recorded,
+    refuse_range,
+    warn_tau,
+)
+from retrieval_oahu.spaces import Spaces
 
 if TYPE_CHECKING:
     from torch import nn
 
     from retrieval_oahu.combiners import Hedge
-
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
-
 FLOOR = 0.05
 """No feature's deviation counts as less than this share of the features' mean one: a pixel that is
 nearly always black stays quiet.
 """
-
 SETTLE = 1000
 """Without `prepare` or `fit`, means and deviations follow this many triplets, then stay."""
 
@@ -168,9 +171,8 @@ class OAHU(OnlineLearner):
         return self.spaces(X).retrieve(references, k)
 
     def to_model_parts(self) -> tuple[nn.Module, Hedge]:
-        """Return the head, with the numbers of `transform`, and the combiner that `search` names."""
-        from retrieval_oahu.combiners import HedgeScore, HedgeSum
-        from retrieval_oahu.modules import OverComplete
+        """Return the head of `transform`'s numbers, and the combiner that `search` names."""
+        from retrieval_oahu.combiners import HedgeScore, HedgeSum, OverComplete
 
         check_is_fitted(self, "n_triplets_")
         levels = [self.input_layer_, *self.layers_]

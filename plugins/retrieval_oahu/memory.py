@@ -87,24 +87,21 @@ class Memory:
         if parted[group[anchor], group[positive]]:
             self._leave(anchor)
             self._leave(positive)
-        one, other = int(group[anchor]), int(group[positive])
-        if one != other:
-            group[group == other] = one
-            parted[one] |= parted[other]
-            parted[:, one] |= parted[:, other]
-            parted[other] = parted[:, other] = False
-        if group[negative] == one:
+        kept_group, lost_group = int(group[anchor]), int(group[positive])
+        if kept_group != lost_group:
+            group[group == lost_group] = kept_group
+            parted[kept_group] |= parted[lost_group]
+            parted[:, kept_group] |= parted[:, lost_group]
+            parted[lost_group] = parted[:, lost_group] = False
+        if group[negative] == kept_group:
             self._leave(negative)
-        parted[one, group[negative]] = parted[group[negative], one] = True
+        parted[kept_group, group[negative]] = parted[group[negative], kept_group] = True
 
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
         """Return how the neighbours of items vote (A,), the mean over `VOTERS`: 1 for the item's
         own group, 0 for another, ½ for a tie or for nobody.
 
-        Args:
-            anchors: (A,) places.
-            distances: (A, size) to every item; changed.
-            share: see `NEAR`.
+        `distances` (A, size) to every item are changed; for `share` see `NEAR`.
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
@@ -117,25 +114,25 @@ class Memory:
         known = alike | unlike
         first = np.argsort(~known, axis=1, kind="stable")[:, : VOTERS[-1]]
         groups, alike, unlike = (
-            np.take_along_axis(each, first, 1) for each in (groups, alike, unlike)
+            np.take_along_axis(matrix, first, 1) for matrix in (groups, alike, unlike)
         )
         together = groups[:, :, None] == groups[:, None]
-        found = np.zeros(len(anchors))
+        votes = np.zeros(len(anchors))
         for number in VOTERS:
             against = unlike[:, :number]
             most = (together[:, :number, :number] & against[:, None]).sum(axis=2)
             most = np.where(against, most, 0).max(axis=1)
             for_own = alike[:, :number].sum(axis=1)
-            found += (for_own > most) + 0.5 * (for_own == most)
-        return found / len(VOTERS)
+            votes += (for_own > most) + 0.5 * (for_own == most)
+        return votes / len(VOTERS)
 
     def _leave(self, place: int) -> None:
         """Make an item a group of its own of which nothing is known."""
         group = int(self.group[place])
         if np.count_nonzero(self.group == group) > 1:
-            taken = np.zeros(len(self.group), bool)
-            taken[self.group] = True
-            self.group[place] = group = int(taken.argmin())
+            used_groups = np.zeros(len(self.group), bool)
+            used_groups[self.group] = True
+            self.group[place] = group = int(used_groups.argmin())
         self.parted[group] = self.parted[:, group] = False
 
 

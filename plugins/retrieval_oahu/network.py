@@ -4,20 +4,72 @@ without temporaries of its size.
 Level l of L + 1 takes h_l (h_0 is the input) and gives h_{l+1} = relu(h_l W_{l+1}) and the
 embedding f_l = h_l Θ_l, scaled to unit length (Gao et al. 2019, Eq 1). W_{l+1} and Θ_l lie side by
 side in one matrix, so that a level is one product forward, one backward and one rank-three update
-in place.
-"""
+in place."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import blas
 
-from retrieval_oahu.abtl import bounds_loss
-
 Floats = NDArray[np.floating[Any]]
+_SIM = math.exp(2.0) - 1.0
+_DIS = 1.0 - math.exp(-2.0)
+
+
+def similar_threshold(distance: Floats, tau: float) -> Floats:
+    """Return d_sim (Eq 11), within 0 and τ, increasing with the distance and never above it."""
+    return tau / _SIM * np.expm1(distance)
+
+
+def dissimilar_threshold(distance: Floats, tau: float) -> Floats:
+    """Return d_dis (Eq 11), within 2 − τ and 2, increasing with the distance and never below it."""
+    return (2.0 - tau) - tau / _DIS * np.expm1(-distance)
+
+
+def bounds_loss(positive: Floats, negative: Floats, tau: float) -> tuple[Floats, Floats, Floats]:
+    """Return the loss ½ (attractive + repulsive) of Eq 12–13, and its slopes by both distances.
+
+    Distances lie between 0 and 2; the loss between 0 and 1; ∂/∂D⁺ ≥ 0 and ∂/∂D⁻ ≤ 0.
+    """
+    near, far = similar_threshold(positive, tau), dissimilar_threshold(negative, tau)
+    slope_p, slope_n = 0.5 / (2.0 - near), -0.5 / far
+    loss = slope_p * np.maximum(positive - near, 0.0) - slope_n * np.maximum(far - negative, 0.0)
+    # beyond the threshold by rounding alone: the loss is 0 there and so is its slope
+    return loss, slope_p * (positive > near), slope_n * (negative < far)
+
+
+Rule = Literal["exp", "linear", "paper"]
+
+
+def hedge_update(
+    alpha: Floats, losses: Floats, beta: float, smoothing: float, rule: Rule = "exp"
+) -> NDArray[np.float64]:
+    """Return the weights after one round: discounted by the losses, floored at s / (L + 1), summing
+    to 1.
+
+    Args:
+        alpha: (L + 1,) weights that sum to 1.
+        losses: (L + 1,) each level's loss, 0 to 1.
+        beta: β, within 0 and 1.
+        smoothing: s. The floor comes before the sum is made 1, so what is guaranteed is (s / (L +
+            1)) / (1 + s L / (L + 1)).
+        rule: "exp" discounts by β^loss and "linear" by 1 − (1 − β) loss. By convexity β^loss is
+            never the larger of the two, so "exp" is what the paper says that it wants, the larger
+            step. "paper" is Eq 20 with its condition mended (β^{min loss} log β > β − 1), which
+            takes "exp" only where it holds.
+    """
+    exponential = rule == "exp" or (
+        rule == "paper" and beta ** float(losses.min()) * math.log(beta) > beta - 1.0
+    )
+    discount = beta ** losses.astype(np.float64) if exponential else 1.0 - (1.0 - beta) * losses
+    changed = np.maximum(alpha * discount, smoothing / len(alpha))
+    updated: NDArray[np.float64] = changed / changed.sum()
+    return updated
+
 
 TINY = 1e-12
 """Below this length an embedding counts as zero: it stays zero and has no gradient."""
@@ -65,21 +117,17 @@ class Network:
 
     def embed(self, x: Floats) -> Floats:
         """Return the unit embeddings (L + 1, N, E) of standardised features (N, F)."""
-        h, found = x, []
+        h, embeddings = x, []
         for level in self.levels:
             out = h @ level
-            found.append(unit(out[:, self.hidden :]))
+            embeddings.append(unit(out[:, self.hidden :]))
             h = np.maximum(out[:, : self.hidden], 0)
-        return np.stack(found)
+        return np.stack(embeddings)
 
     def step(self, rows: Floats, alpha: Floats, tau: float, rate: float) -> Floats:
         """Learn from one triplet; return each level's loss (L + 1,) before the update, Eq 13.
 
-        Args:
-            rows: (3, F), anchor, positive and negative, standardised, of the weights' type.
-            alpha: (L + 1,) the levels' weights, Eq 19.
-            tau: τ.
-            rate: η.
+        `rows` (3, F) are anchor, positive and negative, standardised; `alpha` (L + 1,) as in Eq 19.
         """
         hidden, out, back, active = self.hidden, self._out, self._back, self._active
         h = rows
@@ -104,10 +152,7 @@ def triplet_gradient(z: Floats, alpha: Floats, tau: float) -> tuple[Floats, Floa
     """Return the losses (L + 1,) of embeddings that are not scaled yet, and the gradient of Σ α_l
     loss_l by them.
 
-    Args:
-        z: (L + 1, 3, E), anchor, positive and negative in each level.
-        alpha: (L + 1,).
-        tau: τ.
+    `z` is (L + 1, 3, E): anchor, positive and negative in each level.
     """
     norms = np.sqrt(np.einsum("lie,lie->li", z, z))
     inverse = np.divide(1, norms, out=np.zeros_like(norms), where=norms >= TINY)

@@ -1,24 +1,122 @@
-"""What every learner from a stream has in common: checked triplets, counters, `fit`, save and load."""
+"""What every learner from a stream shares: checked triplets, counters, `fit`, its weights' record,
+save and load.
+"""
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval.model.labels import learner_labels
-from retrieval.model.linear import class_codes
-from retrieval.model.metric_learner import MetricLearner
+from retrieval import DataError
+from retrieval.plugin_tools import MetricLearner, class_codes, learner_labels, write_bytes
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_bytes
 from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import ThreadpoolController
 
-from retrieval_oahu import files
-from retrieval_oahu.streams import in_chunks, paper_stream
+from retrieval_oahu.streams import (
+    in_chunks,
+    paper_stream,
+)
+
+
+def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
+    """Refuse a parameter that is not between two numbers."""
+    if not (low < value < high or (closed and value == high)):
+        raise ValueError(
+            f"{name} is {value} and must be above {low:g} and {'at most' if closed else 'below'}"
+            f" {high:g}."
+        )
+
+
+def warn_tau(tau: float) -> None:
+    """Warn where Theorem 3.1 promises nothing."""
+    if tau > 2 / 3:
+        warnings.warn(
+            f"tau is {tau:g}: beyond 2/3, Theorem 3.1 no longer says that two classes are parted."
+            " Larger values do work.",
+            stacklevel=4,
+        )
+
 
 Floats = NDArray[np.floating[Any]]
+ROWS = 512
+"""Most rows that are kept."""
+
+
+def recorded(
+    kept: Floats, steps: NDArray[np.int64], stride: int, value: Floats, step: int
+) -> tuple[Floats, NDArray[np.int64], int]:
+    """Return the record with one more row when its turn has come; when it is full, every second row
+    goes and the stride doubles.
+
+    `kept` is (M, W), `steps` (M,) after how many steps each row was taken.
+    """
+    if step % stride:
+        return kept, steps, stride
+    kept, steps = np.concatenate([kept, value[None]]), np.append(steps, step)
+    if len(kept) > ROWS:
+        stride *= 2
+        turn = steps % stride == 0
+        kept, steps = kept[turn], steps[turn]
+    return kept, steps, stride
+
+
+T = TypeVar("T")
+_KEY = "retrieval_oahu"
+
+
+def write_learner(learner: Any, path: Path) -> None:
+    """Write a fitted learner; the file appears whole or not at all."""
+    arrays, numbers = {}, {}
+    for name, value in vars(learner).items():
+        if not name.endswith("_") or name.startswith("_"):
+            continue
+        if isinstance(value, np.ndarray):
+            arrays[name] = np.ascontiguousarray(value)
+        elif isinstance(value, bool | int | float | str) or value is None:
+            numbers[name] = value
+    about = {
+        "learner": type(learner).__name__,
+        "parameters": learner.get_params(),
+        "fitted": numbers,
+    }
+    content = to_bytes(arrays, metadata={_KEY: json.dumps(about)})
+    write_bytes(path, content, DataError, shared=True)
+
+
+def read_learner(kind: type[T], path: Path) -> T:
+    """Return the learner in a file."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+            arrays = {name: np.array(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist.") from None
+    except (OSError, SafetensorError, ValueError) as fault:
+        raise DataError(
+            f"{path} is not a whole safetensors file: {str(fault).rstrip('.')}."
+        ) from fault
+    if not isinstance(about, dict) or about.get("learner") != kind.__name__:
+        held = about.get("learner") if isinstance(about, dict) else None
+        raise DataError(f"{path} holds {held or 'no learner of a stream'}, not {kind.__name__}.")
+    try:
+        learner = kind(**about["parameters"])
+        fitted = {**about["fitted"], **arrays}
+        if "n_features_in_" not in fitted or "n_triplets_" not in fitted:
+            raise KeyError("n_features_in_")
+    except (TypeError, KeyError) as fault:
+        raise DataError(f"{path} does not hold what {kind.__name__} needs: {fault}.") from fault
+    for name, value in fitted.items():
+        setattr(learner, name, value)
+    return learner
+
 
 CHUNK = 256
 """Triplets that `fit` gathers at a time: no result depends on it."""
@@ -161,7 +259,7 @@ class OnlineLearner(MetricLearner):
         as if it had not been interrupted.
         """
         check_is_fitted(self, "n_triplets_")
-        files.save(self, Path(path))
+        write_learner(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -170,7 +268,7 @@ class OnlineLearner(MetricLearner):
         Raises:
             DataError: the file is missing, damaged, or holds another learner.
         """
-        return files.load(cls, Path(path))
+        return read_learner(cls, Path(path))
 
     def _reset(self, features: int, sample: Floats | None) -> None:
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0

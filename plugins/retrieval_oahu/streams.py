@@ -1,23 +1,121 @@
-"""Streams of triplets: iterators that never end and hold no more than a window of what they gave.
-
-Items are numbers, rows of whatever holds the features; `in_chunks` looks the features up, a chunk
-at a time.
-"""
+"""Streams of triplets: from labels, from a click log, and by the paper's four rules of closure."""
 
 from __future__ import annotations
 
+import csv
+import math
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval.model.labels import read_labels
+from retrieval import DataError
+from retrieval.plugin_tools import read_labels
 
-from retrieval_oahu.closure import Closure, Triplet
+
+class Triplet(NamedTuple):
+    """Numbers of items: `anchor` is like `positive` and unlike `negative`."""
+
+    anchor: int
+    positive: int
+    negative: int
+
+
+class Closure:
+    """Groups of items that pairs have joined, and which groups are parted.
+
+    Attributes:
+        contradictions: pairs that were refused because the opposite follows from what came before.
+    """
+
+    def __init__(self) -> None:
+        self.contradictions = 0
+        self._group: dict[int, int] = {}
+        self._members: dict[int, list[int]] = {}
+        self._parted: dict[int, set[int]] = {}
+        # parted pairs of groups, to draw from; those that a later join made stale are dropped when
+        # they are drawn
+        self._edges: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def similar(self, x: int, y: int) -> bool:
+        """Return whether it follows that two items are alike."""
+        return x == y or (x in self._group and self._group[x] == self._group.get(y))
+
+    def dissimilar(self, x: int, y: int) -> bool:
+        """Return whether it follows that two items are unlike."""
+        return (
+            x in self._group and y in self._group and self._group[y] in self._parted[self._group[x]]
+        )
+
+    def add(self, triplet: Triplet) -> bool:
+        """Take a triplet in, unless it contradicts what follows already; then nothing of it is
+        taken.
+        """
+        a, p, n = triplet
+        contradicts = self.dissimilar(a, p) or self.similar(a, n) or self.similar(p, n)
+        if contradicts:
+            self.contradictions += 1
+            return False
+        for item in triplet:
+            if item not in self._group:
+                self._group[item] = item
+                self._members[item] = [item]
+                self._parted[item] = set()
+        self._join(self._group[a], self._group[p])
+        self._part(self._group[a], self._group[n])
+        return True
+
+    def draw(self, rng: np.random.Generator) -> Triplet | None:
+        """Return a random triplet that follows, or None where only single items are parted: two
+        parted groups, then the items.
+        """
+        for _ in range(32):
+            while self._edges:
+                place = int(rng.integers(len(self._edges)))
+                left, right = self._edges[place]
+                if left in self._parted and right in self._parted[left]:
+                    break
+                self._edges[place] = self._edges[-1]
+                self._edges.pop()
+            else:
+                return None
+            if rng.integers(2):
+                left, right = right, left
+            own = self._members[left]
+            if len(own) > 1:
+                a = int(rng.integers(len(own)))
+                p = int(rng.integers(len(own) - 1))
+                away = self._members[right]
+                return Triplet(own[a], own[p + (p >= a)], away[int(rng.integers(len(away)))])
+        return None
+
+    def _join(self, larger: int, smaller: int) -> None:
+        if larger == smaller:
+            return
+        if len(self._members[larger]) < len(self._members[smaller]):
+            larger, smaller = smaller, larger
+        for item in self._members[smaller]:
+            self._group[item] = larger
+        self._members[larger] += self._members.pop(smaller)
+        for away in self._parted.pop(smaller):
+            self._parted[away].discard(smaller)
+            self._part(larger, away)
+
+    def _part(self, left: int, right: int) -> None:
+        if right not in self._parted[left]:
+            self._parted[left].add(right)
+            self._parted[right].add(left)
+            self._edges.append((left, right))
+
 
 Floats = NDArray[np.floating[Any]]
-
 _TRIES = 20
 
 
@@ -29,8 +127,8 @@ class HeldOut:
     """
 
     def __init__(self, pairs: ArrayLike) -> None:
-        given = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
-        self._pairs = {(min(x, y), max(x, y)) for x, y in given.tolist()}
+        rows = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+        self._pairs = {(min(x, y), max(x, y)) for x, y in rows.tolist()}
 
     def touches(self, triplet: Triplet) -> bool:
         """Return whether any two of a triplet's three items are a pair of the set."""
@@ -217,13 +315,6 @@ def paper_stream(
 ) -> Iterator[Triplet]:
     """Return the experiments' finite stream (§4.3.2): random seeds, then as many triplets of their
     closure, in the order of creation.
-
-    Args:
-        labels: (N,).
-        seeds: how many random triplets.
-        closure: how many that follow from them; new ones as long as some are found.
-        seed: the same seed gives the same stream.
-        held_out: pairs that may not be used.
     """
     rng = np.random.default_rng([seed, 1])
     source = from_labels(labels, seed=seed, held_out=held_out)
@@ -244,7 +335,7 @@ def paper_stream(
 def _usable(
     known: Closure, rng: np.random.Generator, seen: set[Triplet], held_out: HeldOut | None
 ) -> Triplet | None:
-    """Return a triplet that follows, a new one if some tries find one; None where none may be used."""
+    """Return a triplet that follows, a new one if a few tries find one; None without any."""
     last = None
     for _ in range(_TRIES):
         drawn = known.draw(rng)
@@ -276,3 +367,120 @@ def in_chunks(
             rows = []
     if rows:
         yield features[np.array(rows)]
+
+
+COLUMNS = ("query", "shown", "chosen", "time")
+
+
+class ClickLog:
+    """A CSV file with one search per line, read as a stream and never held: query, shown, chosen,
+    time.
+
+    `shown` and `chosen` are ids with `|` between them, `time` is ISO 8601 or seconds. Each chosen
+    item with each one that was shown and not chosen gives a triplet (query, chosen, not chosen), in
+    the order of the file.
+
+    Args:
+        path: the file, UTF-8, with a header.
+        ids: which row of the features each id is.
+        follow: whether to wait for more at the end of the file, as a server goes on writing it:
+            then the stream never ends.
+        poll: seconds between two looks.
+
+    Attributes:
+        lines: how many searches were read.
+        unknown: ids that `ids` does not have; each is left out.
+        unusable: searches that gave no triplet: no choice, nothing passed over, or the query itself
+            was chosen.
+        late: searches that lie before the one above them in time.
+        malformed: lines that were left out because a column is missing or the time is none.
+    """
+
+    def __init__(
+        self, path: str | Path, ids: Mapping[str, int], *, follow: bool = False, poll: float = 1.0
+    ) -> None:
+        self.path, self.ids, self.follow, self.poll = Path(path), ids, follow, poll
+        self.lines = self.unknown = self.unusable = self.late = self.malformed = 0
+
+    def __iter__(self) -> Iterator[Triplet]:
+        """Return the triplets, from the file's first line."""
+        try:
+            with self.path.open(encoding="utf-8", newline="") as file:
+                yield from self._read(file)
+        except (OSError, UnicodeDecodeError, csv.Error) as fault:
+            reason = getattr(fault, "strerror", None) or str(fault)
+            raise DataError(f"{self.path} cannot be read as a click log: {reason}.") from fault
+
+    def _read(self, file: TextIO) -> Iterator[Triplet]:
+        header = [name.strip() for name in next(csv.reader([next(self._text(file), "")]), [])]
+        missing = [name for name in COLUMNS if name not in header]
+        if missing:
+            raise DataError(
+                f"{self.path} has no column {', '.join(missing)}; a click log has"
+                f" {', '.join(COLUMNS)}."
+            )
+        places = [header.index(name) for name in COLUMNS]
+        before = -math.inf
+        for row in csv.reader(self._text(file)):
+            if not row:
+                continue
+            when = _seconds(row[places[3]]) if len(row) == len(header) else None
+            if when is None:
+                self.malformed += 1
+                continue
+            self.lines += 1
+            self.late += when < before
+            before = max(before, when)
+            yield from self._triplets(*(row[place] for place in places[:3]))
+
+    def _triplets(self, query: str, shown: str, chosen: str) -> Iterator[Triplet]:
+        picked, seen = self._rows(chosen), self._rows(shown)
+        queries = self._rows(query)
+        passed = [row for row in seen if row not in picked and row not in queries]
+        picked = [row for row in picked if row not in queries]
+        if not (queries and picked and passed):
+            self.unusable += 1
+            return
+        for positive in picked:
+            for negative in passed:
+                yield Triplet(queries[0], positive, negative)
+
+    def _rows(self, text: str) -> list[int]:
+        """Return the rows of ids, each once; unknown ones are counted."""
+        rows: dict[int, None] = {}
+        for name in filter(None, map(str.strip, text.split("|"))):
+            row = self.ids.get(name)
+            if row is None:
+                self.unknown += 1
+            else:
+                rows[row] = None
+        return list(rows)
+
+    def _text(self, file: TextIO) -> Iterator[str]:
+        """Return whole lines; with `follow` wait for more, and for the end of a line that is being
+        written.
+        """
+        part = ""
+        while True:
+            line = file.readline()
+            part += line
+            if part.endswith("\n"):
+                yield part
+                part = ""
+            elif not line:
+                if not self.follow:
+                    if part:
+                        yield part
+                    return
+                time.sleep(self.poll)
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        try:
+            return datetime.fromisoformat(text.strip()).timestamp()
+        except ValueError:
+            return None
+    return value if math.isfinite(value) else None

@@ -11,13 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval import LinearMap
-from retrieval.model.metric_learner import MetricLearner
+from retrieval.plugin_tools import MetricLearner
 
-from retrieval_oahu.history import recorded
-from retrieval_oahu.limits import refuse_range
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 from retrieval_oahu.network import unit
-from retrieval_oahu.online import OnlineLearner
+from retrieval_oahu.online import OnlineLearner, recorded, refuse_range
 
 if TYPE_CHECKING:
     from torch import nn
@@ -364,7 +362,7 @@ class Warm(LinearMap, OnlineLearner):
         if self._unit:
             from torch import nn
 
-            from retrieval_oahu.bilinear import UnitLength
+            from retrieval_oahu.combiners import UnitLength
 
             head = nn.Sequential(head, UnitLength())
         return head, None

@@ -2,14 +2,14 @@
 and distances.
 
 `ContrastiveLoss` is `pml.contrastive`, `TripletMarginMiner` is the miner `pml.triplet_margin`, and
-so on. The classes and parameters that are left out are listed in `retrieval_pml.excluded`, with the
-reasons.
+so on. Abstract classes are left out, and so are parameters without a meaning here, such as a
+distance where the formula holds for one only.
 """
 
 from __future__ import annotations
 
 from retrieval import hookimpl
-from retrieval.host.hookspecs import Factories
+from retrieval.plugin_tools import Factories
 
 
 @hookimpl
@@ -18,23 +18,25 @@ def retrieval_losses() -> Factories:
     losses.
     """
     from retrieval_pml import (
-        losses_classifiers,
-        losses_pairs,
-        losses_proxies,
-        losses_ranking,
-        losses_softmax,
-        losses_views,
-        wrappers,
+        classifier_losses,
+        pair_losses,
+        proxy_losses,
+        ranking_losses,
+        softmax_losses,
+        triplet_losses,
+        view_losses,
+        wrapper_losses,
     )
 
     return {
-        **losses_pairs.FACTORIES,
-        **losses_softmax.FACTORIES,
-        **losses_ranking.FACTORIES,
-        **losses_classifiers.FACTORIES,
-        **losses_proxies.FACTORIES,
-        **losses_views.FACTORIES,
-        **wrappers.FACTORIES,
+        **pair_losses.FACTORIES,
+        **triplet_losses.FACTORIES,
+        **softmax_losses.FACTORIES,
+        **ranking_losses.FACTORIES,
+        **classifier_losses.FACTORIES,
+        **proxy_losses.FACTORIES,
+        **view_losses.FACTORIES,
+        **wrapper_losses.FACTORIES,
     }
 
 
@@ -49,22 +51,22 @@ def retrieval_miners() -> Factories:
 @hookimpl
 def retrieval_reducers() -> Factories:
     """Every reducer."""
-    from retrieval_pml import reducers
+    from retrieval_pml import parts
 
-    return reducers.FACTORIES
+    return parts.REDUCERS
 
 
 @hookimpl
 def retrieval_regularizers() -> Factories:
     """Every regulariser, of embeddings and of class weights."""
-    from retrieval_pml import regularizers
+    from retrieval_pml import parts
 
-    return regularizers.FACTORIES
+    return parts.REGULARIZERS
 
 
 @hookimpl
 def retrieval_distances() -> Factories:
     """Every distance and similarity."""
-    from retrieval_pml import distances
+    from retrieval_pml import parts
 
-    return distances.FACTORIES
+    return parts.DISTANCES

@@ -1,28 +1,26 @@
 """Data sets as their makers published them: their layouts, splits and numbers.
 
-Nothing is downloaded.
-"""
+Nothing is downloaded."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
-from retrieval.host.hookspecs import Factories
-from retrieval.host.lazy import lazy
+from retrieval.plugin_tools import Factories, lazy
 
 if TYPE_CHECKING:
-    from retrieval_sets.birds import cub200 as cub200
-    from retrieval_sets.cars import cars196 as cars196
-    from retrieval_sets.cifar import cifar100 as cifar100
     from retrieval_sets.classes import caltech101 as caltech101
     from retrieval_sets.classes import caltech256 as caltech256
+    from retrieval_sets.classes import cifar100 as cifar100
     from retrieval_sets.classes import dtd as dtd
     from retrieval_sets.classes import food101 as food101
-    from retrieval_sets.nature import google_landmarks_v2 as google_landmarks_v2
-    from retrieval_sets.nature import inaturalist2018 as inaturalist2018
-    from retrieval_sets.products import in_shop as in_shop
-    from retrieval_sets.products import stanford_online_products as stanford_online_products
+    from retrieval_sets.fine_grained import cars196 as cars196
+    from retrieval_sets.fine_grained import cub200 as cub200
+    from retrieval_sets.large import google_landmarks_v2 as google_landmarks_v2
+    from retrieval_sets.large import in_shop as in_shop
+    from retrieval_sets.large import inaturalist2018 as inaturalist2018
+    from retrieval_sets.large import stanford_online_products as stanford_online_products
     from retrieval_sets.reid import market1501 as market1501
     from retrieval_sets.reid import vehicle_id as vehicle_id
     from retrieval_sets.reid import veri776 as veri776
@@ -30,12 +28,14 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "retrieval_sets.birds": ["cub200"],
-        "retrieval_sets.cars": ["cars196"],
-        "retrieval_sets.cifar": ["cifar100"],
-        "retrieval_sets.classes": ["caltech101", "caltech256", "dtd", "food101"],
-        "retrieval_sets.nature": ["google_landmarks_v2", "inaturalist2018"],
-        "retrieval_sets.products": ["in_shop", "stanford_online_products"],
+        "retrieval_sets.classes": ["caltech101", "caltech256", "cifar100", "dtd", "food101"],
+        "retrieval_sets.fine_grained": ["cars196", "cub200"],
+        "retrieval_sets.large": [
+            "google_landmarks_v2",
+            "in_shop",
+            "inaturalist2018",
+            "stanford_online_products",
+        ],
         "retrieval_sets.reid": ["market1501", "vehicle_id", "veri776"],
     },
 )
@@ -44,27 +44,22 @@ __getattr__, __dir__ = lazy(
 @hookimpl
 def retrieval_datasets() -> Factories:
     """Data sets of the field as published: folder layouts, splits, protocols and numbers."""
-    from retrieval_sets.birds import cub200
-    from retrieval_sets.cars import cars196
-    from retrieval_sets.cifar import cifar100
-    from retrieval_sets.classes import caltech101, caltech256, dtd, food101
-    from retrieval_sets.nature import google_landmarks_v2, inaturalist2018
-    from retrieval_sets.products import in_shop, stanford_online_products
-    from retrieval_sets.reid import market1501, vehicle_id, veri776
+    import retrieval_sets as own
 
-    return {
-        "caltech101": caltech101,
-        "caltech256": caltech256,
-        "cars196": cars196,
-        "cifar100": cifar100,
-        "cub200": cub200,
-        "dtd": dtd,
-        "food101": food101,
-        "google_landmarks_v2": google_landmarks_v2,
-        "in_shop": in_shop,
-        "inaturalist2018": inaturalist2018,
-        "market1501": market1501,
-        "stanford_online_products": stanford_online_products,
-        "vehicle_id": vehicle_id,
-        "veri776": veri776,
-    }
+    names = (
+        "caltech101",
+        "caltech256",
+        "cars196",
+        "cifar100",
+        "cub200",
+        "dtd",
+        "food101",
+        "google_landmarks_v2",
+        "in_shop",
+        "inaturalist2018",
+        "market1501",
+        "stanford_online_products",
+        "vehicle_id",
+        "veri776",
+    )
+    return {name: getattr(own, name) for name in names}

@@ -1,17 +1,30 @@
-"""Sets of classes in folders: Food-101, DTD, Caltech-101 and Caltech-256."""
+"""Sets of labelled classes: Food-101, DTD, Caltech-101, Caltech-256 and CIFAR-100."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
-from retrieval import Dataset
-from retrieval.data.counts import Count, Counts
-from retrieval.serving.image_files import find_images
+from retrieval import DataError, Dataset
+from retrieval.plugin_tools import (
+    ArrayDataset,
+    Count,
+    Counts,
+    differing,
+    find_images,
+    read_records,
+    refuse,
+)
 
-from retrieval_sets.lists import Lines
-from retrieval_sets.published import Published, Row, assemble
+from retrieval_sets.published import (
+    Lines,
+    Published,
+    Row,
+    assemble,
+    documented,
+)
 
 FOOD = Published(
     "Food-101",
@@ -40,6 +53,7 @@ CALTECH256 = Published(
 )
 
 
+@documented
 def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Food-101: 101,000 photographs of 101 dishes, with their train and test split.
 
@@ -48,14 +62,6 @@ def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
 
     Args:
         folder: the folder `food-101`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     root = FOOD.root(folder, "images", "meta/train.txt", "meta/test.txt", inside=["food-101"])
     problems: list[str] = []
@@ -64,6 +70,7 @@ def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     return assemble(FOOD, root / "images", rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
+@documented
 def dtd(
     folder: Path,
     partition: Annotated[int, Field(ge=1, le=10)] = 1,
@@ -79,14 +86,6 @@ def dtd(
     Args:
         folder: the folder `dtd`, or the one that holds it.
         partition: which of the ten splits.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     names = {
         "train": f"train{partition}",
@@ -105,6 +104,7 @@ def dtd(
     return assemble(DTD, root / "images", rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
+@documented
 def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Caltech-101: 8,677 photographs of 101 kinds of things; the class of background pictures
     is left out.
@@ -115,19 +115,13 @@ def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
     Args:
         folder: the folder `101_ObjectCategories`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, other numbers than the published ones.
     """
     return _folders(
         CALTECH101, "101_ObjectCategories", "BACKGROUND_Google", folder, counts, skip_bad
     )
 
 
+@documented
 def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Caltech-256: 29,780 photographs of 256 kinds of things; the class of clutter is left
     out.
@@ -137,13 +131,6 @@ def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
     Args:
         folder: the folder `256_ObjectCategories`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, other numbers than the published ones.
     """
     return _folders(CALTECH256, "256_ObjectCategories", "257.clutter", folder, counts, skip_bad)
 
@@ -165,9 +152,9 @@ def _folders(
         if folder.name == name and folder.is_dir()
         else published.root(folder, name, inside=[]) / name
     )
-    found = find_images(root)
-    keys = [path.relative_to(root) for path in found.images]
-    dangling = [found.dangling(root)] if found.nowhere else []
+    images = find_images(root)
+    keys = [path.relative_to(root) for path in images.images]
+    dangling = [images.dangling(root)] if images.nowhere else []
     rows = [
         Row(key.as_posix(), key.parts[0], "")
         for key in keys
@@ -177,3 +164,71 @@ def _folders(
     return assemble(
         published, root, rows, problems, counts, where=folder, skip_bad=skip_bad, notes=notes
     )
+
+
+_LISTS = {"fine": ("fine_label_names.txt", 100), "coarse": ("coarse_label_names.txt", 20)}
+
+
+@documented
+def cifar100(
+    folder: Path,
+    labels: Literal["fine", "coarse"] = "fine",
+    grey: bool = False,
+    counts: Counts = "published",
+) -> Dataset:
+    """Load CIFAR-100: 60,000 colour images of 32 × 32 pixels, with their train and test split.
+
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
+    version*: the version for Python is made of pickles, which are never read. Each of 20 coarse
+    classes has five fine ones; an item's metadata has both names.
+
+    Args:
+        folder: the folder `cifar-100-binary` with `train.bin`, `test.bin`, `fine_label_names.txt`
+            and `coarse_label_names.txt`.
+        labels: which classes are the labels: 100 fine ones, or 20 coarse ones.
+        grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
+    """
+    count = _LISTS[labels][1]
+    published = Published(
+        "CIFAR-100",
+        "Toronto, in its binary version (www.cs.toronto.edu/~kriz/cifar.html)",
+        "train.bin, test.bin, fine_label_names.txt and coarse_label_names.txt",
+        {"train": [Count(50_000, count)], "test": [Count(10_000, count)]},
+    )
+    root = published.root(
+        folder,
+        "train.bin",
+        "test.bin",
+        *(n for n, _ in _LISTS.values()),
+        inside=["cifar-100-binary"],
+    )
+    names = {kind: _names(root / name, classes) for kind, (name, classes) in _LISTS.items()}
+    images, metadata, splits, keys = [], [], [], []
+    for side in ("train", "test"):
+        pixels, codes = read_records(root / f"{side}.bin", (20, 100), "CIFAR-100", grey)
+        images.append(pixels)
+        metadata += [
+            {"coarse": names["coarse"][c], "fine": names["fine"][f]} for c, f in codes.tolist()
+        ]
+        splits += [side] * len(pixels)
+        keys += [f"{side}/{i}" for i in range(len(pixels))]
+    label_texts = [row[labels] for row in metadata]
+    sides = {
+        side: [x for x, s in zip(label_texts, splits, strict=True) if s == side]
+        for side in ("train", "test")
+    }
+    if counts == "published" and (problems := differing(published.counts, sides)):
+        refuse(f"{folder} ({published.title})", [*problems, published.advice])
+    return ArrayDataset(np.concatenate(images), label_texts, keys, splits=splits, metadata=metadata)
+
+
+def _names(path: Path, count: int) -> list[str]:
+    try:
+        names = path.read_text(encoding="ascii").split()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from error
+    if len(names) != count:
+        raise DataError(f"{path} has {len(names):,} names; it should have {count}.")
+    return names

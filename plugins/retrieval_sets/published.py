@@ -1,17 +1,125 @@
-"""What a data set was published as, and whether a folder is that."""
+"""What a data set was published as, whether a folder is that, and text files that list images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from retrieval import DataError, Dataset
-from retrieval.data.counts import Count, Counts, differing
-from retrieval.data.datasets import Box, FileDataset
-from retrieval.data.error_lists import refuse, some
-from retrieval.data.readable import ADVICE, skip_unreadable
+from retrieval.plugin_tools import (
+    ADVICE,
+    Box,
+    Count,
+    Counts,
+    FileDataset,
+    differing,
+    refuse,
+    skip_unreadable,
+    some,
+)
+
+F = TypeVar("F", bound=Callable[..., Dataset])
+
+_MOST_BYTES = (
+    2 << 30
+)  # the longest list that is published, Google Landmarks' train.csv, has half a gigabyte
+_MOST_LINE = 1 << 20
+
+
+class Lines:
+    """A list's lines as words.
+
+    Args:
+        path: the file.
+        words: how many words a line has.
+        skip: lines of a header.
+        comma: whether words are apart by commas, as in CSV, and not by blanks.
+
+    Attributes:
+        problems: what is wrong, one sentence for all lines of a kind.
+
+    Raises:
+        DataError: while it is read: the file is missing, too large, or not UTF-8 text.
+    """
+
+    def __init__(self, path: Path, words: int, *, skip: int = 0, comma: bool = False) -> None:
+        self.path, self.words, self.skip, self.comma = path, words, skip, comma
+        self.problems: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        wrong: list[int] = []
+        try:
+            if (size := self.path.stat().st_size) > _MOST_BYTES:
+                raise DataError(
+                    f"{self.path} has {size:,} bytes; a list has {_MOST_BYTES:,} at most."
+                )
+            with self.path.open(encoding="utf-8-sig", newline="" if self.comma else None) as file:
+                bounded = _bounded(file, self.path)
+                split = csv.reader(bounded) if self.comma else (line.split() for line in bounded)
+                for number, row in enumerate(split, 1):
+                    if number <= self.skip or not row:  # a header, or an empty line
+                        continue
+                    if len(row) == self.words:
+                        yield number, row
+                    else:
+                        wrong.append(number)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path} is not UTF-8 text (byte {error.start}).") from error
+        except csv.Error as error:
+            raise DataError(f"{self.path} is not valid CSV: {error}.") from error
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+        if wrong:
+            self.problems.append(
+                f"{self.path.name}: {len(wrong):,} line{'s have' if len(wrong) > 1 else ' has'} not"
+                f" the {self.words} values that a line should: {some(wrong)}."
+            )
+
+
+def _bounded(file: TextIO, path: Path) -> Iterator[str]:
+    """Yield lines; a file without line ends is no list."""
+    while line := file.readline(_MOST_LINE):
+        if len(line) >= _MOST_LINE:
+            raise DataError(f"{path} has a line of over {_MOST_LINE:,} characters: it is no list.")
+        yield line
+
+
+def numbers(
+    path: Path, line: int | None, words: Sequence[str], problems: list[str], first: int, last: int
+) -> list[int] | None:
+    """Return words as whole numbers from `first` to `last`, or None and a problem."""
+    values = []
+    for word in words:
+        if not (
+            word.isascii() and word.isdigit() and len(word) < 12 and first <= int(word) <= last
+        ):
+            where = path.name if line is None else f"{path.name}, line {line}"
+            problems.append(f"{where}: {word!r} is not a number from {first} to {last:,}.")
+            return None
+        values.append(int(word))
+    return values
+
+
+MEANINGS = {
+    "counts": '"published" refuses files with other numbers than the published ones; "any" takes what'
+    " is there.",
+    "skip_bad": "whether images that cannot be read are named and left out; otherwise the first one"
+    " ends the run.",
+}
+"""What the parameters that every data set has mean."""
+
+
+def documented(function: F) -> F:
+    """Add to a factory's docstring what its parameters of `MEANINGS` mean, and what it raises."""
+    names = [name for name in inspect.signature(function).parameters if name in MEANINGS]
+    lines = [inspect.getdoc(function) or "", *(f"    {name}: {MEANINGS[name]}" for name in names)]
+    raises = "DataError: with every problem: missing or damaged files, wrong lines, other numbers."
+    function.__doc__ = "\n".join([*lines, "", "Raises:", f"    {raises}"])
+    return function
 
 
 @dataclass(frozen=True)
@@ -115,10 +223,10 @@ def assemble(
         problems += count_problems(published, rows)
     if problems:
         refuse(f"{where} ({published.title})", [*problems, published.advice])
-    said = list(notes)
+    notices = list(notes)
     if skip_bad:
         kept, unread = skip_unreadable([images / row.path for row in rows], str(where))
-        rows, said = [rows[i] for i in kept], [*said, *unread]
+        rows, notices = [rows[i] for i in kept], [*notices, *unread]
     return FileDataset(
         [images / row.path for row in rows],
         [row.label for row in rows],
@@ -128,7 +236,7 @@ def assemble(
         metadata=[row.metadata for row in rows] if any(row.metadata for row in rows) else None,
         boxes=[row.box for row in rows] if crop else None,
         advice=ADVICE,
-        notes=said,
+        notes=notices,
     )
 
 
@@ -159,9 +267,9 @@ def _files(images: Path, rows: Sequence[Row]) -> list[str]:
         problems.append(f"{len(twice):,} images are listed twice: {some(twice)}.")
     missing = [path for path in sorted(seen) if inside(path) and not _is_file(images / path)]
     if missing:
-        several = len(missing) > 1
+        plural = len(missing) > 1
         problems.append(
-            f"{len(missing):,} of {len(seen):,} images {'are' if several else 'is'} missing in"
+            f"{len(missing):,} of {len(seen):,} images {'are' if plural else 'is'} missing in"
             f" {images}: {some(missing)}."
         )
     return problems
@@ -184,9 +292,9 @@ def _sides(rows: Sequence[Row], strict: bool) -> list[str]:
         return ["there is a gallery, and no image is a query."]
     absent = sorted(query - gallery)
     if absent and (strict or len(absent) == len(query)):
-        several = len(absent) > 1
+        plural = len(absent) > 1
         return [
-            f"{len(absent):,} {'classes' if several else 'class'} of queries"
-            f" {'have' if several else 'has'} no image in the gallery: {some(absent)}."
+            f"{len(absent):,} {'classes' if plural else 'class'} of queries"
+            f" {'have' if plural else 'has'} no image in the gallery: {some(absent)}."
         ]
     return []

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from retrieval import DataError, Dataset
-from retrieval.data.counts import Count, Counts
-from retrieval.serving.image_files import find_images
+from retrieval.plugin_tools import Count, Counts, find_images
 
-from retrieval_sets.lists import Lines, numbers
-from retrieval_sets.published import Published, Row, assemble
+from retrieval_sets.published import (
+    Lines,
+    Published,
+    Row,
+    assemble,
+    documented,
+    numbers,
+)
 
 _SIZES = {"small": 800, "medium": 1600, "large": 2400}
 # Of the test sides, what the paper prints and what the lists of the release hold differ; so do
@@ -42,6 +47,7 @@ MARKET = Published(
 _NAME = re.compile(r"(-1|\d{4,6})_c(\d{1,3})(?:s\d+)?_.*\.\w+")
 
 
+@documented
 def vehicle_id(
     folder: Path,
     size: Literal["small", "medium", "large"] = "small",
@@ -59,14 +65,6 @@ def vehicle_id(
     Args:
         folder: the folder `VehicleID_V1.0`, or the one that holds it.
         size: which test set: 800, 1,600 or 2,400 vehicles.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: missing files, wrong lines, other numbers than the published
-            ones.
     """
     published = Published(
         "VehicleID",
@@ -100,6 +98,7 @@ def vehicle_id(
     )
 
 
+@documented
 def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load VeRi-776: 776 vehicles seen by 20 cameras, with queries and a gallery.
 
@@ -110,14 +109,6 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
 
     Args:
         folder: the folder `VeRi`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: images that are named otherwise, other numbers than the
-            published ones, queries that nothing in the gallery answers.
     """
     sides = {
         "image_train": ("train", ""),
@@ -130,6 +121,7 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     return assemble(VERI, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
+@documented
 def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
     """Load Market-1501: 1,501 people seen by six cameras, with queries and a gallery.
 
@@ -141,14 +133,6 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
     Args:
         folder: the folder `Market-1501-v15.09.15`, or the one that holds it.
-        counts: "published" refuses a folder with other numbers than the published ones; "any" takes
-            what is there.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
-
-    Raises:
-        DataError: with every problem: images that are named otherwise, other numbers than the
-            published ones, queries that nothing in the gallery answers.
     """
     sides = {
         "bounding_box_train": ("train", ""),
@@ -181,12 +165,12 @@ def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) ->
         if found_images.nowhere:
             problems.append(found_images.dangling(root / name))
         for path in found_images.images:
-            found = _NAME.fullmatch(path.name)
-            if found is None:
+            match = _NAME.fullmatch(path.name)
+            if match is None:
                 strange.append(path.relative_to(root).as_posix())
                 continue
             key = path.relative_to(root).as_posix()
-            yield Row(key, found[1], split, role, metadata={"camera": f"c{int(found[2])}"})
+            yield Row(key, match[1], split, role, metadata={"camera": f"c{int(match[2])}"})
     if strange:
         problems.append(
             f"{len(strange):,} images are not called ID_cCAMERA_…, as in 0002_c1s1_000451_03.jpg:"

@@ -16,8 +16,7 @@ from retrieval.host.plugins import load_plugins
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from retrieval_aml.geometric_mean import GeometricMeanLoss
-from retrieval_aml.scale import best_scale
+from retrieval_aml.geometric_mean import GeometricMeanLoss, best_scale
 
 CASES = [(0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (0.3, 5.0, 0.1), (20.0, 0.2, 1.0)]
 

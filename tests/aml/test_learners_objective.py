@@ -16,10 +16,14 @@ from scipy.linalg import inv, sqrtm
 from sklearn.datasets import load_wine
 
 from retrieval_aml import AML, GMML
-from retrieval_aml.adversarial import adversarial_pairs
-from retrieval_aml.moments import moments_of_classes, moments_of_drawn_pairs, moments_of_pairs
-from retrieval_aml.objective import Objective, divided_difference, spectrum
-from retrieval_aml.spd import geodesic, lifted
+from retrieval_aml.aml import Objective, adversarial_pairs, divided_difference, spectrum
+from retrieval_aml.gmml import (
+    geodesic,
+    lifted,
+    moments_of_classes,
+    moments_of_drawn_pairs,
+    moments_of_pairs,
+)
 
 SPEC = importlib.util.spec_from_file_location(
     "pairs_by_loops", Path(__file__).parent / "pairs_by_loops.py"
@@ -104,7 +108,7 @@ def test_moments_of_classes_are_those_of_all_pairs() -> None:
 
 
 def test_drawn_pairs_tend_to_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrieval_aml.moments.BLOCK", 1000)
+    monkeypatch.setattr("retrieval_aml.gmml.BLOCK", 1000)
     many = moments_of_drawn_pairs(X, Y, 400_000, 3)
     a, b = loops.moments(PAIRS, SIMILAR)
     np.testing.assert_allclose(many.similar, a, atol=0.02 * np.abs(a).max())

@@ -13,10 +13,9 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean, radii
+from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean
 from retrieval_anml import neighborhoods as module
-from retrieval_anml.neighborhoods import Neighborhoods
-from retrieval_anml.outer import Outer
+from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
 Floats = NDArray[np.floating[Any]]
 
@@ -151,7 +150,7 @@ def test_small_classes_together_are_what_they_are_one_by_one(
     random = np.random.default_rng(4)
     y = np.concatenate([np.repeat(np.arange(40), random.integers(1, 6, 40)), np.full(90, 40)])
     x, L = random.normal(size=(len(y), 6)) + 3 * random.normal(size=(41, 6))[y], np.eye(6) * 0.8
-    assert {module.few(int(n), int(n), len(y)) for n in np.bincount(y)} == {False, True}
+    assert {module.is_small(int(n), int(n), len(y)) for n in np.bincount(y)} == {False, True}
     value, gradient = learner.objective(L, x, y)
     monkeypatch.setattr(module, "few", lambda *sizes: False)
     alone, slope = learner.objective(L, x, y)
@@ -242,7 +241,7 @@ def test_sparse_weights_are_the_dense_ones(monkeypatch: pytest.MonkeyPatch) -> N
     learner.objective(np.eye(3), x, y)
     assert not any(isinstance(e, np.ndarray) for e, _ in calls)
     monkeypatch.setattr(module, "exponentials", real)
-    monkeypatch.setattr(radii, "NEGLIGIBLE", -np.inf)
+    monkeypatch.setattr(module, "NEGLIGIBLE", -np.inf)
     dense_value, dense_gradient = learner.objective(np.eye(3), x, y)
     assert value == pytest.approx(dense_value, rel=1e-14)
     np.testing.assert_allclose(gradient, dense_gradient, rtol=1e-12, atol=1e-13)

@@ -14,14 +14,18 @@ import torch
 from retrieval.model.contracts import Combiner
 from torch import Tensor
 
-from retrieval_anml.base import similarities
-from retrieval_anml.danml import DANMLoss, MinedDANMLoss
-from retrieval_anml.gap import Rule, gap_of_similarities
-from retrieval_anml.lifted import ImprovedLiftedLoss, LiftedLoss
-from retrieval_anml.miners import PairMiner
-from retrieval_anml.npair import ImprovedNPairLoss, NPairLoss
-from retrieval_anml.pairs import LabelPairs, ListedPairs
-from retrieval_anml.proxies import ImprovedProxyNCALoss
+from retrieval_anml.pair_gap import LabelPairs, ListedPairs, Rule, gap_of_similarities
+from retrieval_anml.pair_miner import PairMiner
+from retrieval_anml.similarity_losses import (
+    DANMLoss,
+    ImprovedLiftedLoss,
+    ImprovedNPairLoss,
+    ImprovedProxyNCALoss,
+    LiftedLoss,
+    MinedDANMLoss,
+    NPairLoss,
+    similarities,
+)
 
 _spec = importlib.util.spec_from_file_location(
     "losses_by_loops", Path(__file__).with_name("losses_by_loops.py")
@@ -146,7 +150,7 @@ def test_block_by_block_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*(float(each.detach()) for each in losses), *e.grad.flatten().tolist()]
 
     whole = all_of_it()
-    monkeypatch.setattr("retrieval_anml.gap.BLOCK", 20)  # two anchors at a time
+    monkeypatch.setattr("retrieval_anml.pair_gap.BLOCK", 20)  # two anchors at a time
     assert all_of_it() == pytest.approx(whole, rel=1e-12)
 
 

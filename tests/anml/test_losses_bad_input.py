@@ -12,13 +12,19 @@ import torch
 from pytorch_metric_learning import reducers
 from retrieval.errors import DataError
 
-from retrieval_anml.danml import DANMLoss, MinedDANMLoss
-from retrieval_anml.lifted import ImprovedLiftedLoss, LiftedLoss
-from retrieval_anml.losses import LOSSES
-from retrieval_anml.miners import PairMiner
-from retrieval_anml.npair import ImprovedNPairLoss, NPairLoss
-from retrieval_anml.proxies import ImprovedProxyNCALoss
+from retrieval_anml import retrieval_losses
+from retrieval_anml.pair_miner import PairMiner
+from retrieval_anml.similarity_losses import (
+    DANMLoss,
+    ImprovedLiftedLoss,
+    ImprovedNPairLoss,
+    ImprovedProxyNCALoss,
+    LiftedLoss,
+    MinedDANMLoss,
+    NPairLoss,
+)
 
+LOSSES = retrieval_losses()
 Y = torch.tensor([0, 0, 1, 1, 2, 2])
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

@@ -16,12 +16,16 @@ from pytorch_metric_learning.losses import MultiSimilarityLoss, NPairsLoss
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 from torch import Tensor
 
-from retrieval_anml.danml import DANMLoss, MinedDANMLoss
-from retrieval_anml.gap import gap_of_similarities
-from retrieval_anml.lifted import ImprovedLiftedLoss, LiftedLoss
-from retrieval_anml.npair import ImprovedNPairLoss, NPairLoss
-from retrieval_anml.pairs import LabelPairs
-from retrieval_anml.proxies import ImprovedProxyNCALoss
+from retrieval_anml.pair_gap import LabelPairs, gap_of_similarities
+from retrieval_anml.similarity_losses import (
+    DANMLoss,
+    ImprovedLiftedLoss,
+    ImprovedNPairLoss,
+    ImprovedProxyNCALoss,
+    LiftedLoss,
+    MinedDANMLoss,
+    NPairLoss,
+)
 
 _spec = importlib.util.spec_from_file_location(
     "losses_by_loops", Path(__file__).with_name("losses_by_loops.py")

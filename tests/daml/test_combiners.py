@@ -16,9 +16,8 @@ from retrieval.host.plugins import load_plugins
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import retrieval_daml.blocks as blocks
-from retrieval_daml.discriminator import Discriminator
-from retrieval_daml.uniform import UniformMetrics
+import retrieval_daml.local_metrics as blocks
+from retrieval_daml.local_metrics import Discriminator, UniformMetrics
 
 F, D, H = 5, 12, 7
 

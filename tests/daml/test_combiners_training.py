@@ -23,8 +23,7 @@ from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from retrieval_daml.discriminator import Discriminator
-from retrieval_daml.uniform import UniformMetrics
+from retrieval_daml.local_metrics import Discriminator, UniformMetrics
 
 TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
 Make = Callable[..., Recipe]

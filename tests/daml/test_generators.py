@@ -16,7 +16,7 @@ from retrieval.model.model import build_head
 from torch import Tensor, nn
 
 from retrieval_daml.generators import PRESETS, HardNegativeGenerator, HardPositiveGenerator
-from retrieval_daml.miners import OnePerClass, SemiHard
+from retrieval_daml.triplet_miners import OnePerClass, SemiHard
 
 F, T = 4, 6
 A, P, N = (

@@ -20,9 +20,10 @@ from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Combiner
 from torch import Tensor, nn
 
-from retrieval_daml.losses import LOSSES
-from retrieval_daml.npair import pairs_by_round
+from retrieval_daml import retrieval_losses
+from retrieval_daml.paper_losses import pairs_by_round
 
+LOSSES = retrieval_losses()
 Y = torch.tensor([0, 0, 1, 1, 2, 2, 0, 1, 3])
 REF_Y = torch.tensor([1, 0, 2, 2, 0, 1, 4])
 G = torch.Generator().manual_seed(0)

@@ -24,7 +24,7 @@ from retrieval.serving.index.index import open_index
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 
-from retrieval_daml.discriminator import Discriminator
+from retrieval_daml.local_metrics import Discriminator
 
 DISCRIMINATOR = {"name": "daml.discriminator", "metrics": 4, "hidden": 16}
 COMBINERS = {

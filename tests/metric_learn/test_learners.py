@@ -25,10 +25,9 @@ from sklearn.utils.estimator_checks import check_estimator
 
 metric_learn = pytest.importorskip("metric_learn")
 
-from retrieval_metric_learn import adapter  # noqa: E402
+from retrieval_metric_learn import learners, retrieval_learners  # noqa: E402
 from retrieval_metric_learn.learners import (  # noqa: E402
     ITML,
-    LEARNERS,
     LFDA,
     LMNN,
     LSML,
@@ -37,6 +36,7 @@ from retrieval_metric_learn.learners import (  # noqa: E402
     SCML,
 )
 
+LEARNERS = retrieval_learners()
 SMALL = [
     ITML(max_iter=20),
     ITML(lower=1.0, upper=8.0, max_iter=20, prior="covariance"),
@@ -108,7 +108,7 @@ def test_lmnn_is_metric_learns_gradient_descent(wine: Any) -> None:
 @pytest.mark.parametrize("kind", ["weighted", "orthonormalized", "plain"])
 def test_lfda_takes_the_first_of_all_directions(kind: Any, wine: Any) -> None:
     x, y = wine
-    theirs = adapter.adapted("LFDA")(n_components=4, embedding_type=kind).fit(x, y).components_
+    theirs = learners.adapted("LFDA")(n_components=4, embedding_type=kind).fit(x, y).components_
     ours = LFDA(4, embedding_type=kind).fit(x, y).components_
     np.testing.assert_allclose(np.abs(ours), np.abs(theirs), rtol=1e-6, atol=1e-8)
 
@@ -220,7 +220,7 @@ def test_answers_are_those_of_metric_learns_own_estimator(
     # its own check of the pairs calls scikit-learn with an argument that is gone
     monkeypatch.setattr("metric_learn.base_metric.check_input", lambda pairs, **checks: pairs)
     learner = type(learner)(**learner.get_params()).fit(x, y)
-    theirs = adapter.adapted(learner.estimator)(**learner._settings()).fit(
+    theirs = learners.adapted(learner.estimator)(**learner._settings()).fit(
         x, y, **learner._fit_options()
     )
     if isinstance(learner, LFDA):  # it learns all directions, and we keep the first
@@ -243,7 +243,7 @@ def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine: Any) -> N
     x, y = wine
     doubled = np.hstack([x, x[:, :1]])
     with pytest.raises(np.linalg.LinAlgError):
-        adapter.adapted("ITML_Supervised")(prior="covariance").fit(doubled, y)
+        learners.adapted("ITML_Supervised")(prior="covariance").fit(doubled, y)
     with pytest.raises(
         np.linalg.LinAlgError,
         match="metric-learn's ITML_Supervised cannot be fitted on these 178 items",
@@ -265,14 +265,14 @@ def test_from_a_recipe() -> None:
 
 
 def test_without_metric_learn(monkeypatch: pytest.MonkeyPatch, wine: Any) -> None:
-    adapter.adapted.cache_clear()
+    learners.adapted.cache_clear()
     monkeypatch.setitem(sys.modules, "metric_learn", None)
     with pytest.raises(
         MissingDependency, match=r"pip install 'embedding-retrieval\[metric-learn\]'"
     ):
         LFDA().fit(*wine)
     assert load_plugins(block=["pml"]).find("learners", "metric_learn.lfda")
-    adapter.adapted.cache_clear()
+    learners.adapted.cache_clear()
 
 
 def test_the_plugin_imports_neither_metric_learn_nor_torch() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retrieval_oahu.spaces import Spaces
 from retrieval_oahu.streams import from_labels
-from retrieval_oahu.uses import Spaces
 
 
 @pytest.mark.parametrize("labels", [["a", "a", float("nan"), "b"], [1, 1, None, 2]])

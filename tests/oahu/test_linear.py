@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML, Warm, from_labels, in_chunks
-from retrieval_oahu.closure import Triplet
-from retrieval_oahu.opml import one_pass
+from retrieval_oahu.linear import one_pass
+from retrieval_oahu.streams import Triplet
 
 ALL = [LEGO, RDML, OASIS, OPML, Warm]
 

@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retrieval_oahu.abtl import bounds_loss, dissimilar_threshold, similar_threshold
-from retrieval_oahu.ahu import hedge_update
-from retrieval_oahu.history import ROWS, recorded
-from retrieval_oahu.network import Network, triplet_gradient
+from retrieval_oahu.network import (
+    Network,
+    bounds_loss,
+    dissimilar_threshold,
+    hedge_update,
+    similar_threshold,
+    triplet_gradient,
+)
+from retrieval_oahu.online import ROWS, recorded
 
 _spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
 assert _spec is not None and _spec.loader is not None

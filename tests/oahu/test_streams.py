@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from retrieval_oahu import Closure, from_labels, in_chunks, with_closure
-from retrieval_oahu.closure import Triplet
-from retrieval_oahu.streams import HeldOut, paper_stream
+from retrieval_oahu.streams import HeldOut, Triplet, paper_stream
 
 LABELS = np.repeat(np.arange(4), [5, 1, 20, 9])[np.random.default_rng(0).permutation(35)]
 

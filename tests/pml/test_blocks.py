@@ -14,17 +14,16 @@ from pytorch_metric_learning import distances, losses, miners, reducers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retrieval_pml import miners as pml_miners
 from retrieval_pml import (
-    blocks,
-    corrected_pairs,
-    corrected_ranking,
-    corrected_triplets,
-    margins,
-    masked,
-    masked_miners,
-    matrices,
+    pair_losses,
+    pair_matrix,
+    parts,
+    ranking_losses,
+    softmax_losses,
+    triplet_losses,
 )
-from retrieval_pml.reducers import PerAnchorReducer
+from retrieval_pml.parts import PerAnchorReducer
 
 Y = torch.tensor([0, 1, 0, 2, 1, 1, 3, 2, 0, 4, 1, 2] * 2 + [5, 5, 0, 1])
 REF_Y = torch.tensor([1, 0, 5, 2, 2, 0, 1, 3, 7])
@@ -32,7 +31,7 @@ REF_Y = torch.tensor([1, 0, 5, 2, 2, 0, 1, 3, 7])
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "ENTRIES", 64)
+    monkeypatch.setattr(pair_matrix, "ENTRIES", 64)
 
 
 def codes(rows: int, seed: int, spread: str) -> Tensor:
@@ -69,35 +68,35 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     ),
 }
 OF_PAIRS: dict[str, tuple[Any, Any]] = {
-    "contrastive": (margins.ContrastiveLoss, losses.ContrastiveLoss),
-    "intra_pair_variance": (margins.IntraPairVarianceLoss, losses.IntraPairVarianceLoss),
+    "contrastive": (pair_losses.ContrastiveLoss, losses.ContrastiveLoss),
+    "intra_pair_variance": (pair_losses.IntraPairVarianceLoss, losses.IntraPairVarianceLoss),
 }
 WITH_REFERENCE: dict[str, tuple[Any, Any]] = {
     **OF_PAIRS,
     "snr": (
-        lambda: margins.SignalToNoiseRatioContrastiveLoss(distance=margins.SNRDistance()),
+        lambda: pair_losses.SignalToNoiseRatioContrastiveLoss(distance=parts.SNRDistance()),
         losses.SignalToNoiseRatioContrastiveLoss,
     ),
-    "sup_con": (masked.SupConLoss, losses.SupConLoss),
-    "nt_xent": (corrected_pairs.NTXentLoss, losses.NTXentLoss),
-    "tuplet_margin": (corrected_pairs.TupletMarginLoss, losses.TupletMarginLoss),
-    "nca": (corrected_pairs.NCALoss, losses.NCALoss),
-    "dynamic_soft_margin": (corrected_triplets.DynamicSoftMarginLoss, None),
+    "sup_con": (softmax_losses.SupConLoss, losses.SupConLoss),
+    "nt_xent": (softmax_losses.NTXentLoss, losses.NTXentLoss),
+    "tuplet_margin": (softmax_losses.TupletMarginLoss, losses.TupletMarginLoss),
+    "nca": (softmax_losses.NCALoss, losses.NCALoss),
+    "dynamic_soft_margin": (triplet_losses.DynamicSoftMarginLoss, None),
 }
 ALONE: dict[str, tuple[Any, Any]] = {
-    "fast_ap": (corrected_ranking.FastAPLoss, losses.FastAPLoss),
-    "lifted": (corrected_pairs.LiftedStructureLoss, losses.LiftedStructureLoss),
+    "fast_ap": (ranking_losses.FastAPLoss, losses.FastAPLoss),
+    "lifted": (pair_losses.LiftedStructureLoss, losses.LiftedStructureLoss),
     "threshold": (
-        corrected_pairs.ThresholdConsistentMarginLoss,
+        pair_losses.ThresholdConsistentMarginLoss,
         losses.ThresholdConsistentMarginLoss,
     ),
     "ranked_list": (
-        lambda: corrected_ranking.RankedListLoss(margin=0.4, Tn=4, Tp=1, alpha=1.2),
+        lambda: ranking_losses.RankedListLoss(margin=0.4, Tn=4, Tp=1, alpha=1.2),
         lambda: losses.RankedListLoss(margin=0.4, Tn=4, Tp=1, alpha=1.2),
     ),
     **{
         f"pnp {variant}": (
-            lambda variant=variant: corrected_ranking.PNPLoss(variant=variant, anneal=0.1),
+            lambda variant=variant: ranking_losses.PNPLoss(variant=variant, anneal=0.1),
             lambda variant=variant: losses.PNPLoss(variant=variant, anneal=0.1),
         )
         for variant in losses.PNPLoss.VARIANTS
@@ -156,7 +155,7 @@ def test_a_miners_pairs(name: str) -> None:
 def test_the_angular_loss_on_unit_vectors(reference: bool) -> None:
     x, ref = (torch.nn.functional.normalize(codes(n, n, "spread")) for n in (28, 9))
     given = (x, Y, None, ref, REF_Y) if reference else (x, Y)
-    ours, theirs = corrected_triplets.AngularLoss(), losses.AngularLoss()
+    ours, theirs = triplet_losses.AngularLoss(), losses.AngularLoss()
     torch.testing.assert_close(ours(*given), theirs(*given))
     inputs = [x.clone().requires_grad_(), *([ref.clone().requires_grad_()] if reference else [])]
 
@@ -182,7 +181,7 @@ def test_a_gradient_of_a_gradient(name: str) -> None:
     made = {
         **WITH_REFERENCE,
         **ALONE,
-        "angular": (corrected_triplets.AngularLoss, losses.AngularLoss),
+        "angular": (triplet_losses.AngularLoss, losses.AngularLoss),
     }[name]
     x = torch.nn.functional.normalize(codes(28, 0, "spread")).requires_grad_()
     second = []
@@ -200,7 +199,7 @@ def test_a_gradient_of_a_gradient(name: str) -> None:
 MINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     **{
         f"{pos} {neg}": (
-            masked_miners.BatchEasyHardMiner,
+            pml_miners.BatchEasyHardMiner,
             miners.BatchEasyHardMiner,
             {"pos_strategy": pos, "neg_strategy": neg},
         )
@@ -209,26 +208,26 @@ MINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         if (pos, neg) not in (("semihard", "semihard"), ("all", "semihard"), ("semihard", "all"))
     },
     "allowed": (
-        masked_miners.BatchEasyHardMiner,
+        pml_miners.BatchEasyHardMiner,
         miners.BatchEasyHardMiner,
         {"allowed_pos_range": (0.2, 0.6), "allowed_neg_range": (0.3, 0.7)},
     ),
-    "batch_hard": (masked_miners.BatchHardMiner, miners.BatchHardMiner, {}),
-    "hdc": (masked_miners.HDCMiner, miners.HDCMiner, {"filter_percentage": 0.3}),
-    "pair_margin": (masked_miners.PairMarginMiner, miners.PairMarginMiner, {"pos_margin": 0.4}),
+    "batch_hard": (pml_miners.BatchHardMiner, miners.BatchHardMiner, {}),
+    "hdc": (pml_miners.HDCMiner, miners.HDCMiner, {"filter_percentage": 0.3}),
+    "pair_margin": (pml_miners.PairMarginMiner, miners.PairMarginMiner, {"pos_margin": 0.4}),
     "uniform_histogram": (
-        masked_miners.UniformHistogramMiner,
+        pml_miners.UniformHistogramMiner,
         miners.UniformHistogramMiner,
         {"num_bins": 7},
     ),
     "many bins": (
-        masked_miners.UniformHistogramMiner,
+        pml_miners.UniformHistogramMiner,
         miners.UniformHistogramMiner,
         {"num_bins": 300},
     ),
     **{
         f"triplets {kind}": (
-            masked_miners.TripletMarginMiner,
+            pml_miners.TripletMarginMiner,
             miners.TripletMarginMiner,
             {"type_of_triplets": kind},
         )
@@ -267,7 +266,7 @@ def test_a_miner_on_unit_vectors_gives_upstreams_triplets(name: str, reference: 
     given = (x, Y, ref, REF_Y) if reference else (x, Y)
     wanted = picked(getattr(miners, name)(), *given)
     assert len(wanted[0])
-    for one, other in zip(picked(getattr(masked_miners, name)(), *given), wanted, strict=True):
+    for one, other in zip(picked(getattr(pml_miners, name)(), *given), wanted, strict=True):
         assert one.tolist() == other.tolist()
 
 
@@ -277,7 +276,7 @@ def test_a_miner_on_unit_vectors_gives_upstreams_triplets(name: str, reference: 
 @pytest.mark.parametrize("name", [*MINERS, "DistanceWeightedMiner", "AngularMiner"])
 def test_a_batch_without_pairs_of_either_kind(name: str, labels: Tensor) -> None:
     ours, theirs, options = MINERS.get(name) or (
-        getattr(masked_miners, name),
+        getattr(pml_miners, name),
         getattr(miners, name),
         {},
     )
@@ -314,8 +313,8 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("loss", "miner"),
     [
-        (masked.MultiSimilarityLoss(), masked_miners.MultiSimilarityMiner()),
-        (masked.TripletMarginLoss(), masked_miners.BatchHardMiner()),
+        (softmax_losses.MultiSimilarityLoss(), pml_miners.MultiSimilarityMiner()),
+        (triplet_losses.TripletMarginLoss(), pml_miners.BatchHardMiner()),
     ],
 )
 def test_a_loss_takes_its_miners_matrix(loss: Any, miner: Any) -> None:
@@ -334,24 +333,24 @@ def test_a_loss_takes_its_miners_matrix(loss: Any, miner: Any) -> None:
 
 
 def test_a_matrix_of_other_codes_is_not_taken() -> None:
-    loss, miner = masked.MultiSimilarityLoss(), masked_miners.MultiSimilarityMiner()
+    loss, miner = softmax_losses.MultiSimilarityLoss(), pml_miners.MultiSimilarityMiner()
     x = codes(28, 0, "spread")
     pairs = miner(x, Y)
     x.mul_(torch.linspace(-1, 1, 6, dtype=torch.float64))
     torch.testing.assert_close(loss(x, Y, pairs), loss(x.clone(), Y, pairs))
     miner(x, Y)
-    other = masked.MultiSimilarityLoss(distance=distances.LpDistance())
+    other = softmax_losses.MultiSimilarityLoss(distance=distances.LpDistance())
     torch.testing.assert_close(other(x, Y, pairs), other(x.clone(), Y, pairs))
     miner(x, Y)
     del x
-    assert matrices._kept.made is None
+    assert pair_matrix._kept.matrix is None
 
 
 @pytest.mark.parametrize("name", [*WITH_REFERENCE, *ALONE, "angular"])
 def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """384 items of 48 classes have a million triplets."""
-    monkeypatch.setattr(blocks, "ENTRIES", 2**16)
-    made = {**WITH_REFERENCE, **ALONE, "angular": (corrected_triplets.AngularLoss, None)}[name][0]()
+    monkeypatch.setattr(pair_matrix, "ENTRIES", 2**16)
+    made = {**WITH_REFERENCE, **ALONE, "angular": (triplet_losses.AngularLoss, None)}[name][0]()
     x, y = codes(384, 0, "spread").float().requires_grad_(), torch.arange(384) % 48
     with Products() as seen:
         made(x, y).backward()
@@ -361,15 +360,15 @@ def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "loss",
     [
-        masked.MultiSimilarityLoss(),
-        masked.MultiSimilarityLoss(beta=500.0),  # many exponentials underflow
-        masked.CircleLoss(),
-        masked.CircleLoss(gamma=2000),
-        corrected_pairs.InstanceLoss(),
-        corrected_pairs.InstanceLoss(gamma=900.0),
-        corrected_pairs.NCALoss(softmax_scale=1.7),
-        corrected_pairs.NCALoss(softmax_scale=900.0),
-        corrected_pairs.NCALoss(softmax_scale=3.0, distance=distances.CosineSimilarity()),
+        softmax_losses.MultiSimilarityLoss(),
+        softmax_losses.MultiSimilarityLoss(beta=500.0),  # many exponentials underflow
+        softmax_losses.CircleLoss(),
+        softmax_losses.CircleLoss(gamma=2000),
+        softmax_losses.InstanceLoss(),
+        softmax_losses.InstanceLoss(gamma=900.0),
+        softmax_losses.NCALoss(softmax_scale=1.7),
+        softmax_losses.NCALoss(softmax_scale=900.0),
+        softmax_losses.NCALoss(softmax_scale=3.0, distance=distances.CosineSimilarity()),
     ],
 )
 @pytest.mark.parametrize(
@@ -393,7 +392,7 @@ def test_a_gradient_written_down_is_that_of_the_formula(loss: Any, labels: Tenso
 )
 def test_n_pairs_takes_each_labels_first_two(labels: Tensor) -> None:
     x, found = codes(28, 0, "spread"), []
-    for loss in (corrected_pairs.NPairsLoss(), losses.NPairsLoss()):
+    for loss in (softmax_losses.NPairsLoss(), losses.NPairsLoss()):
         parts = loss.compute_loss(x, labels, None, x, labels)["loss"]
         leaf = x.clone().requires_grad_()
         value = loss(leaf, labels)
@@ -404,14 +403,14 @@ def test_n_pairs_takes_each_labels_first_two(labels: Tensor) -> None:
         torch.testing.assert_close(one, other)
     triplets = miners.TripletMarginMiner(margin=0.3)(x, Y)
     torch.testing.assert_close(
-        corrected_pairs.NPairsLoss()(x, Y, triplets), losses.NPairsLoss()(x, Y, triplets)
+        softmax_losses.NPairsLoss()(x, Y, triplets), losses.NPairsLoss()(x, Y, triplets)
     )
 
 
 @pytest.mark.parametrize("items", [256, 300, 1001])
 def test_products_of_long_vectors_with_themselves(items: int) -> None:
     x = torch.randn(items, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = matrices.products(x.requires_grad_())
+    found = pair_matrix.products(x.requires_grad_())
     torch.testing.assert_close(found, x @ x.T)
     slopes = torch.randn(
         items, items, generator=torch.Generator().manual_seed(1), dtype=torch.float64

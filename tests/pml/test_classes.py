@@ -14,10 +14,10 @@ from pytorch_metric_learning import distances, losses, miners, reducers, regular
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrieval_pml import blocks, classes, matrices
-from retrieval_pml import corrected_proxies as corrected
-from retrieval_pml.reducers import ClassWeightedReducer, PerAnchorReducer
+from retrieval_pml import classifier_losses, pair_matrix, proxy_losses
+from retrieval_pml.parts import ClassWeightedReducer, PerAnchorReducer
 
+OURS = {**vars(classifier_losses), **vars(proxy_losses)}
 K, C = 5, 4
 Y = torch.tensor([0, 1, 0, 2, 1, 1, 4, 2, 0, 4, 1, 2])  # class 3 has no items
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__")  # upstream's c
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "ENTRIES", 20)
+    monkeypatch.setattr(pair_matrix, "ENTRIES", 20)
 
 
 def pair(name: str, **options: Any) -> tuple[Any, Any]:
@@ -49,7 +49,7 @@ def pair(name: str, **options: Any) -> tuple[Any, Any]:
     size = "descriptors_dim" if name == "P2SGradLoss" else "embedding_size"
     given = {"num_classes": K, size: C, **OPTIONS[name], **options}
     torch.manual_seed(1)
-    made = getattr(corrected, name)(**given), getattr(losses, name)(**given)
+    made = OURS[name](**given), getattr(losses, name)(**given)
     made[1].load_state_dict(made[0].state_dict())
     return made[0].double(), made[1].double()
 
@@ -203,7 +203,7 @@ def test_of_equal_centres_the_first_moves() -> None:
     x = torch.randint(0, 3, (50, 4, 6), generator=torch.Generator().manual_seed(0)).double()
     wanted, place = x.max(1)
     slopes = x.clone()
-    assert torch.equal(classes.Nearest().derived_(slopes), wanted)
+    assert torch.equal(classifier_losses.Nearest().derived_(slopes), wanted)
     assert torch.equal(slopes, torch.zeros_like(x).scatter(1, place.unsqueeze(1), 1.0))
 
 
@@ -282,7 +282,7 @@ class Large(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_matrix_of_items_and_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "ENTRIES", 2**12)
+    monkeypatch.setattr(pair_matrix, "ENTRIES", 2**12)
     several = {"SubCenterArcFaceLoss": 3, "SoftTripleLoss": 3}.get(name, 1)
     ours = pair(name, num_classes=100)[0].float()
     x = codes(300).float().requires_grad_()
@@ -393,7 +393,7 @@ def test_unit_vectors_are_torchs(dim: int) -> None:
     x[4] = 0
     for given in (x, x.T):
         both = []
-        for made in (matrices.unit(v := given.clone().requires_grad_(), dim, 2.5), None):
+        for made in (pair_matrix.unit(v := given.clone().requires_grad_(), dim, 2.5), None):
             value = torch.nn.functional.normalize(v, dim=dim) * 2.5 if made is None else made
             (first,) = torch.autograd.grad((value * codes().reshape(value.shape)).sum(), v)
             both.append((value.detach(), first))

@@ -14,7 +14,7 @@ from retrieval import RecipeError
 from retrieval.host.factory import Factory
 from torch import nn
 
-from retrieval_pml.forward import MEANINGS, forwards
+from retrieval_pml.adapters import MEANINGS, forwards
 
 
 def upstream(**values: Any) -> dict[str, Any]:

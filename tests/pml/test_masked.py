@@ -14,8 +14,12 @@ from pytorch_metric_learning.regularizers import LpRegularizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrieval_pml import masked, masked_miners
-from retrieval_pml.reducers import PerAnchorReducer
+from retrieval_pml import miners as pml_miners
+from retrieval_pml import softmax_losses, triplet_losses
+from retrieval_pml.parts import PerAnchorReducer
+
+OURS = {**vars(triplet_losses), **vars(softmax_losses)}
+UPSTREAM = vars(losses)
 
 torch.manual_seed(0)
 Y = torch.tensor([0, 1, 0, 2, 1, 1, 3, 2, 0, 4, 1, 2])
@@ -70,7 +74,7 @@ def same(
 )
 def test_triplets(distance: Any, reference: bool, spread: float, reduced_by: str) -> None:
     options = {"margin": 0.25, "distance": distance(), "reducer": REDUCERS[reduced_by]()}
-    made = masked.TripletMarginLoss(**options), losses.TripletMarginLoss(**options)
+    made = triplet_losses.TripletMarginLoss(**options), losses.TripletMarginLoss(**options)
     same(*made, codes(12, 0, spread), Y, codes(7, 1, spread) if reference else None)
 
 
@@ -79,14 +83,14 @@ def test_triplets(distance: Any, reference: bool, spread: float, reduced_by: str
 )
 def test_triplets_otherwise(options: dict[str, Any]) -> None:
     same(
-        masked.TripletMarginLoss(**options),
+        triplet_losses.TripletMarginLoss(**options),
         losses.TripletMarginLoss(**options),
         codes(12, 0, 1.0),
         Y,
     )
     mined = miners.TripletMarginMiner(margin=0.5)(codes(12, 0, 1.0), Y)
     same(
-        masked.TripletMarginLoss(**options),
+        triplet_losses.TripletMarginLoss(**options),
         losses.TripletMarginLoss(**options),
         codes(12, 0, 1.0),
         Y,
@@ -101,7 +105,7 @@ def test_triplets_otherwise(options: dict[str, Any]) -> None:
 def test_a_miners_triplets(
     distance: Any, reference: bool, spread: float, reduced_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masked, "_ENTRIES", 7)
+    monkeypatch.setattr(triplet_losses, "TRIPLETS", 7)
     x, ref = codes(12, 0, spread), codes(7, 1, spread) if reference else None
     given = (x, Y) if ref is None else (x, Y, ref, REF_Y)
     options = {"margin": 0.25, "distance": distance(), "reducer": REDUCERS[reduced_by]()}
@@ -116,7 +120,7 @@ def test_a_miners_triplets(
             torch.cat([each, each[:3]]) for each in mined
         )  # one that comes again counts again
         for indices in (mined, twice):
-            made = masked.TripletMarginLoss(**options), losses.TripletMarginLoss(**options)
+            made = triplet_losses.TripletMarginLoss(**options), losses.TripletMarginLoss(**options)
             same(*made, x, Y, ref, mined=indices)
 
 
@@ -124,9 +128,9 @@ def test_a_gradient_of_a_miners_triplets_gradient() -> None:
     x = codes(12, 0, 1.0).requires_grad_()
     mined = miners.TripletMarginMiner(margin=0.5)(x.detach(), Y)
     found = []
-    for module in (masked, losses):
+    for module in (OURS, UPSTREAM):
         (gradient,) = torch.autograd.grad(
-            module.TripletMarginLoss()(x, Y, mined), x, create_graph=True
+            module["TripletMarginLoss"]()(x, Y, mined), x, create_graph=True
         )
         found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
     torch.testing.assert_close(*found)
@@ -137,7 +141,7 @@ def test_a_gradient_of_a_miners_triplets_gradient() -> None:
     "name", ["TripletMarginLoss", "MarginLoss", "MultiSimilarityLoss", "CircleLoss"]
 )
 def test_a_batch_without_pairs_of_either_kind(name: str, labels: list[int]) -> None:
-    same(getattr(masked, name)(), getattr(losses, name)(), codes(12, 0, 1.0), torch.tensor(labels))
+    same(OURS[name](), UPSTREAM[name](), codes(12, 0, 1.0), torch.tensor(labels))
 
 
 @pytest.mark.parametrize("classes", [None, 6])
@@ -151,7 +155,7 @@ def test_margin(
     options = {"learn_beta": learn_beta, "num_classes": classes, "nu": 0.3, "beta": 0.9}
     made = [
         cls(reducer=REDUCERS[reduced_by](), **options)
-        for cls in (masked.MarginLoss, losses.MarginLoss)
+        for cls in (triplet_losses.MarginLoss, losses.MarginLoss)
     ]
     for one in made:
         one.double()
@@ -170,10 +174,7 @@ def test_pairs(spread: float, reference: bool, mined: bool, reduced_by: str, nam
         if mined
         else None
     )
-    made = (
-        cls(reducer=REDUCERS[reduced_by]())
-        for cls in (getattr(masked, name), getattr(losses, name))
-    )
+    made = (cls(reducer=REDUCERS[reduced_by]()) for cls in (OURS[name], UPSTREAM[name]))
     same(*made, x, Y, ref, mined=pairs)
 
 
@@ -190,7 +191,7 @@ def test_the_miner_finds_upstreams_pairs(
     for given in ((x, labels), (x, labels, ref, REF_Y)):
         ours, theirs = (
             cls(epsilon=epsilon, distance=distance())(*given)
-            for cls in (masked_miners.MultiSimilarityMiner, miners.MultiSimilarityMiner)
+            for cls in (pml_miners.MultiSimilarityMiner, miners.MultiSimilarityMiner)
         )
         assert all(one.dtype == torch.int64 for one in ours)
         for first in (0, 2):
@@ -207,10 +208,8 @@ def test_a_gradient_of_a_gradient(name: str, reference: bool) -> None:
     x = codes(12, 0, 1.0).requires_grad_()
     others = (None, codes(7, 1, 1.0), REF_Y) if reference else ()
     found = []
-    for module in (masked, losses):
-        (gradient,) = torch.autograd.grad(
-            getattr(module, name)()(x, Y, *others), x, create_graph=True
-        )
+    for module in (OURS, UPSTREAM):
+        (gradient,) = torch.autograd.grad(module[name]()(x, Y, *others), x, create_graph=True)
         found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
     torch.testing.assert_close(*found)
 
@@ -226,14 +225,14 @@ def test_a_gradient_of_a_gradient(name: str, reference: bool) -> None:
 )
 def test_a_loss_of_the_matrix_over_every_distance(name: str, distance: Any, scale: float) -> None:
     """Products of large codes have exponentials beyond any float; of distances, smaller is closer."""
-    made = [getattr(module, name)(distance=distance) for module in (masked, losses)]
+    made = [module[name](distance=distance) for module in (OURS, UPSTREAM)]
     same(*made, scale * codes(12, 0, 1.0), Y)
 
 
 def test_a_gradient_twice_from_one_graph() -> None:
     x = codes(12, 0, 1.0).requires_grad_()
     for name in ("MultiSimilarityLoss", "CircleLoss"):
-        value = getattr(masked, name)()(x, Y)
+        value = OURS[name]()(x, Y)
         first, again = (torch.autograd.grad(value, x, retain_graph=True)[0] for _ in range(2))
         assert torch.equal(first, again)
 
@@ -258,19 +257,19 @@ class Largest(TorchDispatchMode):
 )
 def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """384 items of 4 classes have 10 million triplets."""
-    monkeypatch.setattr(masked, "_ENTRIES", 2**16)
+    monkeypatch.setattr(triplet_losses, "TRIPLETS", 2**16)
     x, y = codes(384, 0, 1.0).requires_grad_(), torch.arange(384) % 4
     with Largest() as seen:
-        getattr(masked, name)()(x, y).backward()
+        OURS[name]()(x, y).backward()
     assert seen.entries <= 384 * 384
 
 
 def test_memory_of_mined_triplets_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss needs nothing as long as the list."""
-    monkeypatch.setattr(masked, "_ENTRIES", 2**12)
+    monkeypatch.setattr(triplet_losses, "TRIPLETS", 2**12)
     x, y = codes(96, 0, 1.0).requires_grad_(), torch.arange(96) % 4
-    mined = masked_miners.TripletMarginMiner(margin=0.5)(x.detach(), y)
+    mined = pml_miners.TripletMarginMiner(margin=0.5)(x.detach(), y)
     assert len(mined[0]) > 4 * 96 * 96
     with Largest() as seen:
-        masked.TripletMarginLoss()(x, y, mined).backward()
+        triplet_losses.TripletMarginLoss()(x, y, mined).backward()
     assert seen.entries <= 96 * 96

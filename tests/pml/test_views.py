@@ -13,7 +13,7 @@ import torch
 from pytorch_metric_learning import losses, reducers
 from torch import Tensor
 
-from retrieval_pml.losses_views import VICRegLoss, pair_views
+from retrieval_pml.view_losses import VICRegLoss, pair_views
 
 OPTIONS: dict[str, Any] = {
     "invariance_lambda": 3.0,

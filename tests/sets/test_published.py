@@ -21,7 +21,7 @@ from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Split
 
 from retrieval_sets import cars196, cub200, in_shop, stanford_online_products
-from retrieval_sets.birds import CUB
+from retrieval_sets.fine_grained import CUB
 from retrieval_sets.published import Published, Row, count_problems
 
 spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parent / "layouts.py")

@@ -1,0 +1,421 @@
+"""LANML and PNCA: linear maps that separate neighbours, learned by L-BFGS."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import warnings
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
+from retrieval import LinearMap
+from retrieval.plugin_tools import class_codes, deviations, learner_labels
+from scipy.optimize import minimize
+from sklearn.utils.validation import check_array, validate_data
+from threadpoolctl import threadpool_limits
+
+from retrieval_anml.neighborhoods import (
+    Neighborhoods,
+    Outer,
+)
+
+Floats = NDArray[np.floating[Any]]
+ONE_THREAD = 10_000_000
+"""Below so many pairs, one thread."""
+
+
+class NeighborhoodLearner(LinearMap):
+    """A linear map found by L-BFGS on L (F, C), M = LLᵀ, from M₀ = I / √N; subclasses give the
+    objective.
+
+    Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`,
+    `tol`, `seed`, `random_state`.
+
+    Attributes:
+        components_: (C, F) the learned map, Lᵀ.
+        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on
+            it.
+        objective_: the objective reached.
+        n_iter_: iterations made; as many as `max_iter` means that it stopped before `tol` was met.
+        n_queries_: how many items were queries.
+    """
+
+    standardize: bool
+    n_components: int | None
+    max_queries: int | None
+    max_iter: int
+    tol: float
+    seed: int | None
+    random_state: int | None
+
+    def _neighborhoods(
+        self, x: Floats, codes: NDArray[np.intp], queries: int | None
+    ) -> Neighborhoods:
+        raise NotImplementedError
+
+    def _refuse_parameters(self) -> None:
+        raise NotImplementedError
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+        """Learn from features (N, F) and labels (N,), which may be text.
+
+        Raises:
+            ValueError: features are not finite, there is one class only, no class has two members,
+                or a parameter is out of its range.
+        """
+        raw, codes = self._checked(X, y, reset=True)
+        scale = deviations(raw) if self.standardize else np.ones(raw.shape[1])
+        x = raw / scale
+        loss = self._neighborhoods(x, codes, self.max_queries)
+        start = self._start(x)
+        # several threads gain nothing on small products, and cost dearly where cores are busy
+        with threadpool_limits(1 if loss.queries * len(x) < ONE_THREAD else None, user_api="blas"):
+            result = minimize(
+                lambda flat: _flat(loss(flat.reshape(start.shape))),
+                start.ravel(),
+                jac=True,
+                method="L-BFGS-B",
+                options={"maxiter": self.max_iter, "ftol": self.tol, "gtol": 1e-8},
+            )
+        learned = result.x.reshape(start.shape)
+        self.components_ = np.ascontiguousarray(learned.T / scale)
+        self.mean_ = raw.mean(axis=0)
+        self.objective_ = float(result.fun)
+        self.n_iter_ = int(result.nit)
+        self.n_queries_ = loss.queries
+        if np.abs(learned).max() < 1e-6 * np.abs(start).max():
+            warnings.warn(
+                f"{type(self).__name__} learned the zero map: every distance is 0. Make"
+                " regularization smaller.",
+                stacklevel=2,
+            )
+        return self
+
+    def objective(self, L: ArrayLike, X: ArrayLike, y: ArrayLike) -> tuple[float, Floats]:
+        """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C): codes are X L, M
+        = LLᵀ.
+
+        All items are queries, whatever `max_queries` says, and the features are taken as they come,
+        whatever `standardize` says. Nothing needs to be fitted, and nothing is kept.
+
+        Args:
+            L: (F, C) the map, which is `components_` transposed.
+            X: (N, F) features.
+            y: (N,) labels.
+
+        Raises:
+            ValueError: as for `fit`, or the number of L's rows is not the number of X's columns.
+        """
+        x, codes = self._checked(X, y, reset=False)
+        point = check_array(L, dtype=np.float64)
+        if len(point) != x.shape[1]:
+            raise ValueError(
+                f"L has {len(point)} rows and the features {x.shape[1]} columns; they must agree."
+            )
+        return self._neighborhoods(x, codes, None)(point)
+
+    def _checked(
+        self, X: ArrayLike, y: ArrayLike, *, reset: bool
+    ) -> tuple[Floats, NDArray[np.intp]]:
+        self._refuse_parameters()
+        if reset:
+            x, labels = validate_data(
+                self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+            )
+        else:
+            x, labels = (
+                check_array(X, dtype=np.float64, ensure_min_samples=2),
+                np.asarray(learner_labels(y)),
+            )
+            if len(labels) != len(x):
+                raise ValueError(f"There are {len(x)} items and {len(labels)} labels.")
+        return x, class_codes(labels, type(self).__name__)
+
+    def _start(self, x: Floats) -> Floats:
+        """Return L₀ = N^(−1/4) V: V the identity, or for fewer columns the principal directions."""
+        features = x.shape[1]
+        width = features if self.n_components is None else self.n_components
+        if not 1 <= width <= features:
+            raise ValueError(
+                f"n_components is {width}; it must lie between 1 and the {features} features."
+            )
+        directions = np.eye(features)
+        if width < features:
+            centred = x - x.mean(axis=0)
+            directions = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :width]
+            # eigenvectors come with an arbitrary sign
+            largest = np.abs(directions).argmax(axis=0)
+            directions = directions * np.where(directions[largest, np.arange(width)] < 0, -1.0, 1.0)
+        start: Floats = np.ascontiguousarray(directions) / len(x) ** 0.25
+        return start
+
+    def _refuse_common(self) -> None:
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name)
+            number = isinstance(value, numbers.Real) or (value is None and name == "max_queries")
+            if type(parameter.default) in (int, float) and not number:
+                raise ValueError(f"{name} is {value!r}; it must be a number.")
+        self._chosen_seed()
+        if self.max_queries is not None and self.max_queries < 1:
+            raise ValueError(
+                f"max_queries is {self.max_queries}; it must be at least 1, or None for all items."
+            )
+        if self.max_iter < 1:
+            raise ValueError(f"max_iter is {self.max_iter}; it must be at least 1.")
+        if not self.tol > 0:
+            raise ValueError(f"tol is {self.tol}; it must be greater than 0.")
+
+
+def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
+    return value_and_gradient[0], value_and_gradient[1].ravel()
+
+
+Count = Annotated[int, Field(ge=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NEAREST = 10
+"""How many neighbours of its class a query has for γ₁ < 0, as in the paper's experiments."""
+
+
+class LANML(NeighborhoodLearner):
+    """A linear map under which each item's own class lies nearer than the others, up to the few
+    that cannot.
+
+    Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, with the margin that it lacks
+    (without one M = 0 is optimal): it minimises
+
+        mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i)) + λ Ω(M),
+        d_ij = (x_i − x_j)ᵀ M (x_i − x_j),
+
+    b_γ the log-exp mean: a smooth mean of a query's farthest (γ < 0) or nearest (γ > 0) items. Ω is
+    the mean of d_ij over queries and S_i (§7.1.1). The paper sums ℓ where this takes the mean: its
+    λ is N times this one. γ₁ < 0 is LANML⁻, convex in M; γ₁ > 0 is LANML⁺, not convex; at γ₁ = 0 a
+    query looks at the mean of S_i, which is convex too.
+
+    The log-exp means stand in for what the paper starts from, the mean of the K₁ nearest (or
+    farthest) similar and of the K₂ nearest dissimilar items (Eq 6, 10 and 11): `k1` and `k2` are
+    that hard form. It is continuous, but has kinks where distances tie, so L-BFGS may end a little
+    above its minimum.
+
+    An item whose class has no other member is nobody's query, only everybody's dissimilar item. A
+    feature that is constant takes no part. A class with fewer than `neighbors` + 1 members uses all
+    of them.
+
+    Args:
+        gamma1: γ₁: how a query's similar items are averaged; more negative listens more to the
+            farthest, more positive more to the nearest.
+        gamma2: γ₂ > 0: how its dissimilar items are averaged; the larger, the fewer of the nearest
+            it listens to. Near-hard behaviour among a few hundred needs 8 or more.
+        regularization: λ; the larger, the more the similar are pulled together whether they are
+            well placed or not.
+        margin: by how much (in squared distance) the dissimilar shall be farther.
+        neighbors: S_i: that many nearest of the class by the Euclidean distance before learning, or
+            "all"; none: 10 for γ₁ < 0 (with `k1`: k1 < 0) and all otherwise, as in the paper.
+        loss: ℓ: "hinge" [margin + x]₊, "smooth_hinge" the same with a parabola of `width` in place
+            of the kink, or "logistic" log(1 + e^(margin + x)).
+        width: of the smooth hinge's parabola.
+        standardize: whether each feature is first divided by its standard deviation, as in the
+            paper's experiments; the map takes that in, so features are given as they come. The γs
+            and the margin are compared with distances, and the search starts from one scale, so
+            without it scale the features yourself.
+        n_components: width C of the codes; none: the number of features.
+        max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in
+            each class alike, and all others stay their neighbours. None: no limit. Time grows with
+            queries × items.
+        max_iter: most iterations of L-BFGS.
+        tol: least gain of an iteration that is worth another.
+        seed: seed of the random choice of queries; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        k1: K₁α₁ of Eq 6, in the place of γ₁: the mean distance of that many nearest of S_i, or
+            below 0 of the farthest; at most all of S_i. None: the log-exp mean.
+        k2: K₂ of Eq 11, in the place of γ₂: the mean distance of that many nearest dissimilar
+            items. None: the log-exp mean.
+
+    Example:
+        >>> from sklearn.datasets import load_wine
+        >>> from sklearn.neighbors import KNeighborsClassifier
+        >>> from sklearn.pipeline import make_pipeline
+        >>> x, y = load_wine(return_X_y=True)
+        >>> knn = make_pipeline(LANML(), KNeighborsClassifier(5)).fit(x[::2], y[::2])
+        >>> bool(knn.score(x[1::2], y[1::2]) > 0.95)
+        True
+    """
+
+    def __init__(
+        self,
+        gamma1: Finite = -1.0,
+        gamma2: Positive = 8.0,
+        regularization: NotNegative = 0.1,
+        margin: Positive = 1.0,
+        neighbors: Count | Literal["all"] | None = None,
+        loss: Literal["hinge", "smooth_hinge", "logistic"] = "smooth_hinge",
+        width: Positive = 0.1,
+        standardize: bool = True,
+        n_components: Count | None = None,
+        max_queries: Count | None = 5000,
+        max_iter: Count = 100,
+        tol: Positive = 1e-5,
+        seed: int | None = None,
+        k1: int | None = None,
+        k2: Count | None = None,
+        random_state: int | None = None,
+    ) -> None:
+        self.gamma1 = gamma1
+        self.gamma2 = gamma2
+        self.regularization = regularization
+        self.margin = margin
+        self.neighbors = neighbors
+        self.loss = loss
+        self.width = width
+        self.standardize = standardize
+        self.n_components = n_components
+        self.max_queries = max_queries
+        self.max_iter = max_iter
+        self.tol = tol
+        self.seed = seed
+        self.random_state = random_state
+        self.k1 = k1
+        self.k2 = k2
+
+    def _neighborhoods(
+        self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
+    ) -> Neighborhoods:
+        near = self.neighbors
+        if near is None:
+            near = NEAREST if (self.gamma1 if self.k1 is None else self.k1) < 0 else "all"
+        return Neighborhoods(
+            x,
+            codes,
+            gamma1=self.gamma1,
+            gamma2=self.gamma2,
+            outer=Outer(self.loss, self.margin, self.width),
+            neighbors=None if near == "all" else near,
+            regularization=self.regularization,
+            queries=queries,
+            seed=self._chosen_seed(),
+            k1=self.k1,
+            k2=self.k2,
+        )
+
+    def _refuse_parameters(self) -> None:
+        self._refuse_common()
+        if not np.isfinite(self.gamma1):
+            raise ValueError(f"gamma1 is {self.gamma1}; it must be a finite number.")
+        for name in ("gamma2", "margin", "width"):
+            value = getattr(self, name)
+            if not (np.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; it must be finite and greater than 0.")
+        if self.k1 == 0:
+            raise ValueError(
+                "k1 is 0; it must be above 0 (the nearest of its class) or below (the farthest)."
+            )
+        if self.k2 is not None and self.k2 < 1:
+            raise ValueError(f"k2 is {self.k2}; it must be at least 1.")
+        if not (np.isfinite(self.regularization) and self.regularization >= 0):
+            raise ValueError(
+                f"regularization is {self.regularization}; it must be finite and at least 0."
+            )
+        if self.loss not in ("hinge", "smooth_hinge", "logistic"):
+            raise ValueError(
+                f"loss is {self.loss!r}; it must be 'hinge', 'smooth_hinge' or 'logistic'."
+            )
+        if isinstance(self.neighbors, str):
+            if self.neighbors != "all":
+                raise ValueError(
+                    f"neighbors is {self.neighbors!r}; it must be a number, 'all' or None."
+                )
+        elif self.neighbors is not None and self.neighbors < 1:
+            raise ValueError(f"neighbors is {self.neighbors}; it must be at least 1.")
+
+
+class PNCA(NeighborhoodLearner):
+    """The linear map that makes a soft nearest neighbour's class right most often; `alpha` = 1 is
+    NCA exactly.
+
+    Song et al., "Adaptive Neighborhood Metric Learning", Eq 21: it minimises 1 − mean over i of
+    p_i, the share of items that the soft neighbour gets wrong, with
+
+        p_i = s_i / (s_i + Σ_{j ∈ D_i} e^{−d_ij}),
+        s_i = |S_i| (mean over S_i of e^{−α d_ij})^{1/α}    ("mean")
+        or s_i = (Σ over S_i of e^{−α d_ij})^{1/α}          ("sum")
+
+    The paper prints the sum; it saturates for a small α (p_i = 1 wherever the search starts, so
+    nothing is learned), and the mean form doesn't. Both are NCA (Goldberger et al., 2004) at α = 1.
+    A large α looks at the nearest of the class only, a small one at all of it. Not convex; the
+    search starts at M₀ = I / √N. An item whose class has no other member is nobody's query; a
+    feature that is constant takes no part.
+
+    Args:
+        alpha: α > 0.
+        form: "mean" or "sum", see above.
+        regularization: λ of the mean squared distance of queries to their class, which the paper
+            does not add; 0 for none.
+        standardize: whether each feature is first divided by its standard deviation, as in the
+            paper's experiments; the map takes that in, so features are given as they come. Without
+            it, scale the features yourself.
+        n_components: width C of the codes; none: the number of features.
+        max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in
+            each class alike, and all others stay their neighbours. None: no limit. Time grows with
+            queries × items.
+        max_iter: most iterations of L-BFGS.
+        tol: least gain of an iteration that is worth another.
+        seed: seed of the random choice of queries; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+    """
+
+    def __init__(
+        self,
+        alpha: Positive = 1.0,
+        form: Literal["mean", "sum"] = "mean",
+        regularization: NotNegative = 0.0,
+        standardize: bool = True,
+        n_components: Count | None = None,
+        max_queries: Count | None = 5000,
+        max_iter: Count = 100,
+        tol: Positive = 1e-5,
+        seed: int | None = None,
+        random_state: int | None = None,
+    ) -> None:
+        self.alpha = alpha
+        self.form = form
+        self.regularization = regularization
+        self.standardize = standardize
+        self.n_components = n_components
+        self.max_queries = max_queries
+        self.max_iter = max_iter
+        self.tol = tol
+        self.seed = seed
+        self.random_state = random_state
+
+    def _neighborhoods(
+        self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
+    ) -> Neighborhoods:
+        power = 1.0 if self.form == "mean" else 1 / self.alpha
+        # log s = |S|'s share − b_α(S), log Σ_D = log |D| − b_1(D): 1 − p is the sigmoid of their
+        # difference
+        return Neighborhoods(
+            x,
+            codes,
+            gamma1=self.alpha,
+            gamma2=1.0,
+            outer=Outer("sigmoid"),
+            offset=lambda similar, dissimilar: math.log(dissimilar) - power * math.log(similar),
+            regularization=self.regularization,
+            queries=queries,
+            seed=self._chosen_seed(),
+        )
+
+    def _refuse_parameters(self) -> None:
+        self._refuse_common()
+        if not (np.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"alpha is {self.alpha}; it must be finite and greater than 0.")
+        if self.form not in ("mean", "sum"):
+            raise ValueError(f"form is {self.form!r}; it must be 'mean' or 'sum'.")
+        if not (np.isfinite(self.regularization) and self.regularization >= 0):
+            raise ValueError(
+                f"regularization is {self.regularization}; it must be finite and at least 0."
+            )

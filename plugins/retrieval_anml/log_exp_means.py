@@ -1,0 +1,140 @@
+"""The log-exp mean: a smooth passage from the smallest of some numbers over their mean to the
+largest."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+T = TypeVar("T", NDArray[np.floating[Any]], "Tensor")
+
+
+def log_exp_mean(a: Any, gamma: float, axis: int = -1) -> Any:
+    """Return b(γ) = −(1/γ) log(mean(e^{−γ a})), the log-exp mean (Song et al., Eq 12).
+
+    It *decreases* in γ (Lemma 2 has that reversed), from the largest number at γ = −∞ over the mean
+    at γ = 0 to the smallest at γ = ∞. It never overflows, and keeps its precision for any γ,
+    however near 0.
+
+    Args:
+        a: numbers, at least one along `axis`: a torch tensor, or anything that numpy takes.
+        gamma: γ, of either sign, also 0 and ±∞.
+        axis: the axis that is averaged away.
+
+    Returns:
+        For a tensor a tensor that gradients flow through, otherwise a numpy array.
+
+    Raises:
+        ValueError: γ is NaN, or there is no number along the axis.
+    """
+    gamma = float(gamma)
+    if np.isnan(gamma):
+        raise ValueError("gamma is NaN; the log-exp mean needs a number, 0 or ±infinity.")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(a, torch.Tensor):
+        if not a.is_floating_point():
+            a = a.to(torch.get_default_dtype())
+        _refuse_empty(a.shape[axis])
+        return _tensor_mean(a, gamma, axis)
+    a = np.asarray(a)
+    if a.dtype.kind != "f":
+        a = a.astype(np.float64)
+    _refuse_empty(a.shape[axis])
+    return _array_mean(a, gamma, axis)
+
+
+def _refuse_empty(length: int) -> None:
+    if not length:
+        raise ValueError(
+            "There is no number to average: the log-exp mean of nothing is not defined."
+        )
+
+
+def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
+    if np.isinf(gamma):
+        extreme: NDArray[Any] = a.min(axis) if gamma > 0 else a.max(axis)
+        return extreme
+    mean = a.mean(axis, keepdims=True)
+    t = -gamma * (a - mean)
+    top = t.max(axis, keepdims=True)
+    # log(mean(e^t)) is about var(t)/2 for a small γ; there log1p and expm1 keep digits that log and
+    # exp would lose
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        near = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma if gamma else 0 * mean
+        far = (
+            (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma if gamma else 0 * mean
+        )
+        means = mean - np.where(top < 1, near, far)
+    means = np.where(np.isfinite(means), means, mean)  # γ so small that 1/γ overflows
+    squeezed: NDArray[Any] = means.squeeze(axis)
+    return squeezed
+
+
+def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
+    import torch
+
+    if np.isinf(gamma):
+        return a.amin(axis) if gamma > 0 else a.amax(axis)
+    mean = a.mean(axis, keepdim=True)
+    if abs(gamma) < torch.finfo(a.dtype).tiny:
+        return mean.squeeze(axis)
+    t = -gamma * (a - mean)
+    top = t.detach().amax(axis, keepdim=True)
+    small = top < 1
+    # both branches are computed, so each gets numbers that it can take: a masked NaN would still
+    # spoil the gradient
+    near = torch.log1p(
+        torch.expm1(torch.where(small, t, torch.zeros_like(t))).mean(axis, keepdim=True)
+    )
+    far = top + torch.log(torch.exp(t - top).mean(axis, keepdim=True))
+    return (mean - torch.where(small, near, far) / gamma).squeeze(axis)
+
+
+def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) -> float:
+    """Return the γ > 0 whose log-exp mean is the mean of the `k` smallest numbers (Song et al.,
+    Theorem 3).
+
+    It says what a γ means: how many of a query's neighbours it listens to. For the `k` largest,
+    negate the numbers, and γ.
+
+    Args:
+        a: n numbers, not all equal.
+        k: how many; the theorem holds for 1 < k < n: k = 1 has γ = ∞ and k = n has γ = 0, which are
+            returned as such.
+        tol: how exact γ is, relative to itself.
+
+    Raises:
+        ValueError: k is not between 1 and n, numbers are not finite, or ties leave no γ (the mean
+            of the k smallest is the smallest itself, or the mean of all).
+    """
+    values = np.sort(np.asarray(a, dtype=np.float64).ravel())
+    n = len(values)
+    if not np.isfinite(values).all():
+        raise ValueError("The numbers must be finite.")
+    if not 1 <= k <= n:
+        raise ValueError(f"k is {k}; it must lie between 1 and the count of the numbers, {n}.")
+    if k == n:
+        return 0.0
+    if k == 1:
+        return float("inf")
+    target, spread = values[:k].mean(), values[-1] - values[0]
+    if not values[0] < target < values.mean():
+        raise ValueError(
+            f"The numbers have ties: the mean of the {k} smallest equals the"
+            f" {'smallest' if target <= values[0] else 'mean of all'}, which no finite γ above 0"
+            " gives."
+        )
+    low, high = 0.0, 1.0 / spread
+    while _array_mean(values, high, 0) > target:  # b decreases in γ
+        low, high = high, 2 * high
+    while high - low > tol * high:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if _array_mean(values, middle, 0) > target else (low, middle)
+    return float(low + high) / 2

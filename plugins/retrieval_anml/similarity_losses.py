@@ -1,0 +1,569 @@
+"""The paper's deep losses: DANML, and improved lifted structure, N-pair and proxy-NCA."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+from retrieval import CheckedLoss, traits
+from retrieval.plugin_tools import Distance, Reducer, nothing
+from torch import Tensor, nn
+
+from retrieval_anml.pair_gap import (
+    LabelPairs,
+    ListedPairs,
+    Pairs,
+    Rule,
+    gap_of_cosines,
+    gap_of_similarities,
+)
+
+Outer = Literal["logistic", "identity", "hinge"]
+Threshold = float | Literal["none"] | None
+"""A similarity, or none: "none" is for recipes, as TOML cannot write it."""
+Positive = Annotated[float, Field(gt=0)]
+# how far the positives' threshold may lie below the negatives': the paper's experiments have them
+# .01 to .03 apart
+OVERLAP = 0.1
+
+
+def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tensor:
+    """Return similarities (B, R) by any of pytorch-metric-learning's distances or a combiner.
+
+    A similarity is taken as it is. A distance D becomes s = 1 − D²/2: for the Euclidean distance of
+    unit vectors that is their cosine, and a combiner's distance is read in the same unit.
+    `LpDistance` with power 2 is D² already.
+    """
+    matrix: Tensor = distance(query, reference)
+    if getattr(distance, "is_inverted", False):
+        return matrix
+    squared = matrix if type(distance) is LpDistance and distance.power == 2 else matrix.square()
+    return 1 - squared / 2
+
+
+def is_cosine(distance: Any) -> bool:
+    """Return whether `similarities` of this distance are cosines."""
+    if getattr(distance, "p", None) != 2 or not distance.normalize_embeddings:
+        return False
+    if type(distance) is LpDistance:
+        return distance.power in (1, 2)
+    return type(distance) in (CosineSimilarity, DotProductSimilarity) and distance.power == 1
+
+
+def check_gammas(gamma1: float, gamma2: float) -> None:
+    """Refuse values of γ for which the gap is not defined."""
+    if gamma1 != gamma1:
+        raise ValueError(
+            "gamma1 is NaN; it must be a number: 0 averages the positives, infinity takes the least"
+            " similar"
+        )
+    if not gamma2 > 0:
+        raise ValueError(
+            f"gamma2 is {gamma2:g} and must be above 0: the larger it is, the more the most similar"
+            " negatives count. Only gamma1 may be written with a minus, as in the paper"
+        )
+
+
+def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
+    """Return the thresholds, refusing those that are not similarities, and those that ask positives
+    to be *less* similar than negatives.
+    """
+    p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
+    if p is not None and q is not None and q - p > OVERLAP:
+        raise ValueError(
+            f"positive_threshold {p:g} is below negative_threshold {q:g} by more than {OVERLAP}:"
+            " between the two, positives would count as near enough and negatives as far enough."
+            " Both are similarities; if yours are distances 1 − cosine, write 1 − λ for each"
+        )
+    return p, q
+
+
+def _threshold(name: str, value: Threshold) -> float | None:
+    if value is None or value == "none":
+        return None
+    if isinstance(value, str) or not abs(value) < float("inf"):
+        raise ValueError(
+            f'{name} is {value} and must be a finite similarity, or "none" for no threshold'
+        )
+    return float(value)
+
+
+def outer_loss(x: Tensor, outer: str) -> Tensor:
+    """Return ℓ(x): log(1 + eˣ) for "logistic", max(0, x) for "hinge", x for "identity"."""
+    if outer == "logistic":
+        return F.softplus(x)
+    return x.relu() if outer == "hinge" else x
+
+
+class SimilarityLoss(CheckedLoss):
+    """A loss of similarities.
+
+    Args:
+        distance: how two embeddings are compared; the cosine by default.
+        reducer: how the losses become one number; the mean by default.
+    """
+
+    def get_default_distance(self) -> nn.Module:
+        """Return the cosine similarity."""
+        return CosineSimilarity()  # type: ignore[no-any-return]
+
+    def pairs(
+        self,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        embeddings: Tensor,
+        ref_emb: Tensor,
+        ref_labels: Any,
+    ) -> Pairs:
+        """Return the miner's pairs, or every pair where there is no miner."""
+        if indices_tuple is not None:
+            return ListedPairs(indices_tuple, (len(embeddings), len(ref_emb)), embeddings.device)
+        assert labels is not None
+        return LabelPairs(labels, None if ref_emb is embeddings else ref_labels)
+
+    def gap(
+        self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule
+    ) -> tuple[Tensor, Tensor]:
+        """Return each anchor's gap (B,), and where it is defined; see `retrieval_anml.pair_gap`."""
+        if is_cosine(self.distance):
+            return gap_of_cosines(
+                embeddings, None if ref_emb is embeddings else ref_emb, pairs, rule
+            )
+        return gap_of_similarities(similarities(self.distance, embeddings, ref_emb), pairs, rule)
+
+
+def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
+    """Return one loss per anchor (B,) as pytorch-metric-learning's reducers read it."""
+    if len(losses) == 0:
+        return {"loss": nothing(losses)}
+    indices = torch.arange(len(losses), device=losses.device)
+    return {"loss": {"losses": losses, "indices": indices, "reduction_type": "element"}}
+
+
+class DANMLoss(SimilarityLoss):
+    """Deep adaptive neighbourhoods: the least similar positives, softly, against the most similar
+    negatives, softly.
+
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22. For each anchor with
+    positives S and negatives D, s the cosine and g = |γ₁|,
+
+        x = 1/g · log( [e^{−g p} + Σ_S e^{−g s}] / (|S| + 1) )
+          + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
+
+    and the loss is the mean of ℓ(x + margin). The thresholds p and q steady a neighbourhood whose
+    members change from batch to batch: a positive more similar than p, and a negative less similar
+    than q, hardly count.
+
+    The paper's λ can be read in two ways. As distances 1 − cosine, as equation 22 is written: p = 1
+    − λ₁, q = 1 − λ₂. As similarities, which the values of its experiments suggest (λ₁ of .5 to .65,
+    λ₂ .01 to .03 more): p = λ₁, q = λ₂.
+
+    With the identity and p = q it is Multi-Similarity less a constant that depends on the number of
+    pairs. An anchor without any pair costs 0; so does one without positives (negatives) where there
+    is no threshold to stand in for them. A distance D of a combiner becomes s = 1 − D²/2.
+
+    Args:
+        gamma1: how much more the least similar positives count; the paper's is negative, and only
+            its size matters: 0 averages all.
+        gamma2: how much more the most similar negatives count.
+        positive_threshold: p, a similarity that joins the positives; "none": no threshold.
+        negative_threshold: q, a similarity that joins the negatives; "none": no threshold.
+        outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
+        margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
+        distance: how two embeddings are compared; the cosine by default.
+        reducer: how the anchors' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self,
+        gamma1: float = 2.0,
+        gamma2: Positive = 30.0,
+        positive_threshold: Threshold = 0.5,
+        negative_threshold: Threshold = 0.5,
+        outer: Outer = "logistic",
+        margin: float | None = None,
+        distance: Distance = None,
+        reducer: Reducer = None,
+    ) -> None:
+        super().__init__(distance, reducer)
+        check_gammas(gamma1, gamma2)
+        p, q = check_thresholds(positive_threshold, negative_threshold)
+        if outer not in ("logistic", "identity", "hinge"):
+            raise ValueError(f'outer is "{outer}" and must be "logistic", "identity" or "hinge"')
+        self.rule = Rule(abs(gamma1), gamma2, p, q)
+        self.outer = outer
+        self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
+        gap, defined = self.gap(embeddings, ref_emb, pairs, self.rule)
+        return by_element(outer_loss(gap + self.margin, self.outer) * defined)
+
+
+@traits(miner=False)
+class MinedDANMLoss(DANMLoss):
+    """`anml.danml` on the pairs of `anml.pair_miner`, both from one matrix of similarities.
+
+    The paper always uses the two together. This gives the same numbers as the two in turn, without
+    lists of pairs in between. ε is in similarities also where a distance is given.
+
+    Args:
+        gamma1: how much more the least similar positives count; only its size matters: 0 averages
+            all.
+        gamma2: how much more the most similar negatives count.
+        positive_threshold: p, a similarity that joins the positives; "none": no threshold.
+        negative_threshold: q, a similarity that joins the negatives; "none": no threshold.
+        outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
+        margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
+        epsilon: the miner's margin: a positive counts where the anchor's most similar negative
+            comes within it, a negative where the least similar positive does.
+        distance: how two embeddings are compared; the cosine by default.
+        reducer: how the anchors' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self,
+        gamma1: float = 2.0,
+        gamma2: Positive = 30.0,
+        positive_threshold: Threshold = 0.5,
+        negative_threshold: Threshold = 0.5,
+        outer: Outer = "logistic",
+        margin: float | None = None,
+        epsilon: Annotated[float, Field(ge=0)] = 0.1,
+        distance: Distance = None,
+        reducer: Reducer = None,
+    ) -> None:
+        super().__init__(
+            gamma1, gamma2, positive_threshold, negative_threshold, outer, margin, distance, reducer
+        )
+        if not epsilon >= 0:
+            raise ValueError(f"epsilon is {epsilon} and must be at least 0")
+        rule = self.rule
+        self.rule = Rule(
+            rule.gamma1,
+            rule.gamma2,
+            rule.positive_threshold,
+            rule.negative_threshold,
+            epsilon=epsilon,
+        )
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        if indices_tuple is not None:
+            raise ValueError(
+                "anml.danml_mined mines its own pairs and takes no indices: remove the miner, or"
+                " use anml.danml"
+            )
+        return super().compute_loss(embeddings, labels, None, ref_emb, ref_labels)
+
+
+class ImprovedLiftedLoss(SimilarityLoss):
+    """Lifted structure with a γ and a threshold for either neighbourhood.
+
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 25: the mean over anchors
+    of
+
+        [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} )
+          + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
+
+    with s the cosine. It takes memory of B × R. An anchor without positives (negatives) costs 0
+    where there is no threshold to stand in for them, and so does one without any pair. A distance D
+    of a combiner becomes s = 1 − D²/2.
+
+    Args:
+        gamma1: how much more the least similar positives count.
+        gamma2: how much more the most similar negatives count.
+        positive_threshold: p, λ₁ of the paper, a similarity that joins the positives; "none": no
+            threshold.
+        negative_threshold: q, λ₂ of the paper, a similarity that joins the negatives; "none": no
+            threshold.
+        margin: m.
+        distance: how two embeddings are compared; the cosine by default.
+        reducer: how the anchors' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self,
+        gamma1: Positive = 2.0,
+        gamma2: Positive = 30.0,
+        positive_threshold: Threshold = 0.5,
+        negative_threshold: Threshold = 0.5,
+        margin: float = 0.5,
+        distance: Distance = None,
+        reducer: Reducer = None,
+    ) -> None:
+        super().__init__(distance, reducer)
+        check_gammas(gamma1, gamma2)
+        if not gamma1 > 0:
+            raise ValueError(
+                f"gamma1 is {gamma1:g} and must be above 0: equation 25 has no other reading"
+            )
+        p, q = check_thresholds(positive_threshold, negative_threshold)
+        self.rule = Rule(gamma1, gamma2, p, q, average=False)
+        self.margin = margin
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
+        gap, defined = self.gap(embeddings, ref_emb, pairs, self.rule)
+        return by_element((gap + self.margin).relu() * defined)
+
+
+class LiftedLoss(ImprovedLiftedLoss):
+    """Lifted structure over anchors, the form that the paper improves.
+
+    Hermans, Beyer & Leibe, "In Defense of the Triplet Loss for Person Re-Identification", 2017,
+    after Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; equation 23 of Song, Nie, Han & Li: the
+    mean over anchors of
+
+        [ log Σ_S e^{−s} + log Σ_D e^{s} + margin ]₊
+
+    with s the cosine; 0 for an anchor without positives or negatives.
+
+    Args:
+        margin: m; the two sums count pairs, so with cosines the loss is 0 only for m below −log(|S|
+            |D|).
+        distance: how two embeddings are compared; the cosine by default.
+        reducer: how the anchors' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None
+    ) -> None:
+        super().__init__(1.0, 1.0, None, None, margin, distance, reducer)
+
+
+class ImprovedNPairLoss(SimilarityLoss):
+    """N-pair loss with a γ and an offset for the negatives.
+
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 31: the mean over pairs
+    (i, i⁺) of
+
+        1/γ · log( 1 + Σ_{j ≠ i} e^{γ (s(i, j⁺) − λ − s(i, i⁺))} )
+
+    with one pair of each class, s the inner product of the embeddings as they come. A class's first
+    two items of the batch are its pair of the first round, the next two that of a second round, and
+    so on; an odd item is left out. With a reference set, i⁺ comes from it. With a miner, each
+    positive pair (i, i⁺) is compared with the negatives that the miner gives anchor i. A distance D
+    becomes s = 1 − D²/2.
+
+    Args:
+        gamma: how much more the most similar negatives count.
+        offset: λ, taken from each negative's similarity; to ask for a margin make it *negative*.
+        distance: how two embeddings are compared; the inner product, without normalising, by
+            default.
+        reducer: how the pairs' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self,
+        gamma: Positive = 16.0,
+        offset: float = 0.0,
+        distance: Distance = None,
+        reducer: Reducer = None,
+    ) -> None:
+        super().__init__(distance, reducer)
+        if not 0 < gamma < float("inf"):
+            raise ValueError(f"gamma is {gamma:g} and must be a number above 0")
+        self.gamma = gamma
+        self.offset = offset
+
+    def get_default_distance(self) -> nn.Module:
+        """Return the inner product."""
+        return DotProductSimilarity(normalize_embeddings=False)  # type: ignore[no-any-return]
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        if indices_tuple is not None:
+            anchor, positive, losses = self._listed(embeddings, ref_emb, indices_tuple)
+        else:
+            assert labels is not None
+            anchor, positive, losses = self._rounds(
+                embeddings, labels, ref_emb, None if ref_emb is embeddings else ref_labels
+            )
+        if len(anchor) == 0:
+            return {"loss": nothing(embeddings, ref_emb)}
+        return {
+            "loss": {"losses": losses, "indices": (anchor, positive), "reduction_type": "pos_pair"}
+        }
+
+    def _rounds(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        anchor, positive, turn = pairs_by_round(labels, ref_labels)
+        if len(anchor) == 0:
+            return anchor, positive, embeddings.new_zeros(0)
+        similarity = similarities(self.distance, embeddings[anchor], ref_emb[positive])
+        own = similarity.diagonal()[:, None]
+        logits = self.gamma * (similarity - self.offset - own)
+        # in a round each class has one pair: what is of the round and not the pair itself is of
+        # another class
+        left_out = (turn[:, None] != turn).fill_diagonal_(True)
+        logits = logits.masked_fill(left_out, torch.finfo(logits.dtype).min)
+        return anchor, positive, F.softplus(torch.logsumexp(logits, 1)) / self.gamma
+
+    def _listed(
+        self, embeddings: Tensor, ref_emb: Tensor, indices: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pairs = ListedPairs(indices, (len(embeddings), len(ref_emb)), embeddings.device)
+        similarity = similarities(self.distance, embeddings, ref_emb)
+        columns, member = pairs.positive.rows(0, len(embeddings))
+        anchor, step = member.nonzero(as_tuple=True)
+        positive = columns[anchor, step]
+        far, real = pairs.negative.rows(0, len(embeddings))
+        if far.shape[1] == 0:
+            return anchor[:0], positive[:0], similarity.new_zeros(0)
+        lowest = torch.finfo(similarity.dtype).min
+        negatives = (self.gamma * similarity.gather(1, far)).masked_fill(~real, lowest)
+        push = torch.logsumexp(negatives, 1)[anchor]
+        pull = self.gamma * (similarity[anchor, positive] + self.offset)
+        return anchor, positive, F.softplus(push - pull) / self.gamma
+
+
+class NPairLoss(ImprovedNPairLoss):
+    """N-pair loss: softmax of a pair's similarity over those with a positive of each other class.
+
+    Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective", NIPS 2016;
+    equation 28 of Song, Nie, Han & Li. Where a batch has more than two items of a class, and with a
+    miner or a reference set, see `anml.improved_npair`, of which this is the case γ = 1, λ = 0.
+
+    Args:
+        distance: how two embeddings are compared; the inner product, without normalising, by
+            default.
+        reducer: how the pairs' losses become one number; the mean by default.
+    """
+
+    def __init__(self, distance: Distance = None, reducer: Reducer = None) -> None:
+        super().__init__(1.0, 0.0, distance, reducer)
+
+
+def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pairs of one class, at most one of each class in a round.
+
+    Without `ref_labels` a class's items 2r and 2r + 1 are a pair of the batch itself.
+    """
+    ordered, order = torch.sort(labels, stable=True)
+    rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)
+    if ref_labels is None:
+        paired = (rank[:-1] % 2 == 0) & (ordered[:-1] == ordered[1:])
+        return order[:-1][paired], order[1:][paired], rank[:-1][paired] // 2
+    references, reference_order = torch.sort(ref_labels, stable=True)
+    place = torch.searchsorted(references, ordered) + rank
+    has_partner = place < torch.searchsorted(references, ordered, right=True)
+    return order[has_partner], reference_order[place[has_partner]], rank[has_partner]
+
+
+@traits(ref_emb=False, miner=False)
+class ImprovedProxyNCALoss(SimilarityLoss):
+    """Proxy-NCA with a γ and a threshold: DANML where the only positive is the class's proxy, the
+    negatives the others.
+
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3, which gives no equation.
+    With d the squared Euclidean distance on the sphere, 2 − 2 cosine,
+
+        x = 1/g · log( [e^{g λ₁} + e^{g d(y)}] / 2 )
+          + 1/γ₂ · log( [e^{−γ₂ λ₂} + Σ_{z ≠ y} e^{−γ₂ d(z)}] / C )
+
+    with g = |γ₁| and λ = 2 − 2 × the threshold; without thresholds d(y) alone, and the mean over C
+    − 1. The loss is the mean of ℓ(x + margin). With the identity, no thresholds and γ₂ = 1 it is
+    Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) less log(C − 1). A distance D of a combiner
+    gives d = D².
+
+    Args:
+        gamma1: how fast the class's proxy stops counting once it is nearer than the threshold; only
+            its size matters, and only with a threshold.
+        gamma2: how much more the nearest proxies of other classes count.
+        positive_threshold: a similarity (cosine) that joins the class's proxy; "none": no
+            threshold.
+        negative_threshold: a similarity (cosine) that joins the other proxies; "none": no
+            threshold.
+        outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
+        margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
+        distance: how embeddings are compared with proxies; the cosine by default.
+        reducer: how the items' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self,
+        embedding_size: int,
+        classes: int,
+        gamma1: float = 1.0,
+        gamma2: Positive = 8.0,
+        positive_threshold: Threshold = None,
+        negative_threshold: Threshold = None,
+        outer: Outer = "logistic",
+        margin: float | None = None,
+        distance: Distance = None,
+        reducer: Reducer = None,
+    ) -> None:
+        super().__init__(distance, reducer)
+        check_gammas(gamma1, gamma2)
+        p, q = check_thresholds(positive_threshold, negative_threshold)
+        if outer not in ("logistic", "identity", "hinge"):
+            raise ValueError(f'outer is "{outer}" and must be "logistic", "identity" or "hinge"')
+        # d = 2 − 2s: the gap of distances with γ is twice the gap of similarities with 2γ
+        self.rule = Rule(2 * abs(gamma1), 2 * gamma2, p, q)
+        self.outer = outer
+        self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
+        self.proxies = nn.Parameter(F.normalize(torch.randn(classes, embedding_size)))
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the items' losses, as pytorch-metric-learning's reducers read them."""
+        if indices_tuple is not None:
+            raise ValueError(
+                "anml.improved_proxy_nca compares items with proxies and takes no indices: remove"
+                " the miner"
+            )
+        if ref_emb is not embeddings:
+            raise ValueError(
+                "anml.improved_proxy_nca compares items with proxies and takes no ref_emb"
+            )
+        assert labels is not None
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.proxies):
+            raise ValueError(
+                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are proxies"
+                f" for 0 to {len(self.proxies) - 1}"
+            )
+        proxies = self.proxies.to(embeddings.dtype)
+        numbers = torch.arange(len(proxies), device=labels.device, dtype=labels.dtype)
+        gap, defined = self.gap(embeddings, proxies, LabelPairs(labels, numbers), self.rule)
+        return by_element(outer_loss(2 * gap + self.margin, self.outer) * defined)

@@ -1,0 +1,125 @@
+"""A loss that trains the beginnings of an embedding too, so that it can be cut short."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+from retrieval import Part
+from retrieval.plugin_tools import Normalize, as_given, full_precision
+from torch import Tensor, nn
+
+Width = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+class Matryoshka(nn.Module):
+    """The weighted sum of a loss of each prefix of an embedding, and of the whole.
+
+    Args:
+        losses: one for each width, in their order; the last is the whole embedding's.
+        widths: ascending; the last is the embedding's.
+        weights: one for each width.
+        normalize: whether each prefix is scaled to unit length; the whole embedding is taken as it
+            is.
+    """
+
+    def __init__(
+        self,
+        losses: Sequence[nn.Module],
+        widths: Sequence[int],
+        weights: Sequence[float],
+        normalize: bool = True,
+    ) -> None:
+        super().__init__()
+        if not len(losses) == len(widths) == len(weights):
+            raise ValueError(
+                f"there are {len(losses)} losses, {len(widths)} widths and {len(weights)} weights"
+            )
+        if list(widths) != sorted(set(widths)) or widths[0] < 1:
+            raise ValueError(f"widths ascend, from 1 on, up to the embedding's: not {list(widths)}")
+        if sum(weights) <= 0 or min(weights) < 0:
+            raise ValueError(f"weights are 0 or more, and not all are 0: not {list(weights)}")
+        # one object for all would be one set of proxies for all
+        apart = len({id(loss) for loss in losses}) == len(losses)
+        self.losses = nn.ModuleList(losses if apart else [copy.deepcopy(loss) for loss in losses])
+        self.widths, self.weights = tuple(widths), tuple(weights)
+        self.unit = Normalize() if normalize else nn.Identity()
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weighted sum, a scalar; see `retrieval.Loss`.
+
+        A miner's indices serve each width.
+        """
+        if embeddings.shape[1] != self.widths[-1]:
+            raise ValueError(
+                f"embeddings have {embeddings.shape[1]} numbers, and the widths end at"
+                f" {self.widths[-1]}"
+            )
+        total = embeddings.sum() * 0
+        for loss, width, weight in zip(self.losses, self.widths, self.weights, strict=True):
+            if weight:
+                reference = (
+                    {}
+                    if ref_emb is None
+                    else {"ref_emb": self._prefix(ref_emb, width), "ref_labels": ref_labels}
+                )
+                if indices_tuple is not None:
+                    reference["indices_tuple"] = indices_tuple
+                total = total + weight * loss(self._prefix(embeddings, width), labels, **reference)
+        return as_given(total, embeddings)
+
+    def _prefix(self, x: Tensor, width: int) -> Tensor:
+        """Return the first numbers of each row; all of them as they are."""
+        if width == self.widths[-1]:
+            return x
+        prefix: Tensor = self.unit(full_precision(x[:, :width]))
+        return prefix
+
+
+def matryoshka(
+    loss: Annotated[nn.Module, Part("losses", each="widths")],
+    widths: list[Width],
+    embedding_size: int,
+    weights: list[Weight] | None = None,
+    normalize: bool = True,
+) -> Matryoshka:
+    """Another loss of the whole embedding and of its first numbers, so that vectors can be cut
+    short after training.
+
+    Kusupati et al., Matryoshka Representation Learning, NeurIPS 2022, equation 1: the weighted sum
+    of the loss at each width. Each width has a loss of its own, made for that width: one with
+    proxies or class weights has as many sets of them. `retrieval export --dimensions N` writes a
+    bundle of the first N numbers.
+
+    Args:
+        loss: the loss of each prefix.
+        widths: how many of the embedding's first numbers each prefix has, ascending, each fewer
+            than the embedding's; the whole embedding is always trained too.
+        weights: one for each width, then one for the whole embedding; 1 by default.
+        normalize: whether each prefix is scaled to unit length, as the export does; false where
+            [head] normalize is false.
+    """
+    losses: Any = loss  # one for each width and one for the whole, see `Part`
+    if widths and not widths[-1] < embedding_size:
+        raise ValueError(
+            f"widths end at {widths[-1]}, and the embedding has {embedding_size} numbers: prefixes"
+            " are shorter, and the whole is trained anyway"
+        )
+    if weights is not None and len(weights) != len(widths) + 1:
+        raise ValueError(
+            f"there are {len(weights)} weights for {len(widths)} widths and the whole embedding:"
+            f" give {len(widths) + 1}"
+        )
+    return Matryoshka(
+        losses, [*widths, embedding_size], weights or [1.0] * (len(widths) + 1), normalize
+    )

@@ -1,0 +1,356 @@
+"""Data sets that other libraries read: torchvision's, Hugging Face's, and tar shards as WebDataset
+writes them."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from retrieval import DataError, Dataset, MissingDependency
+from retrieval.errors import did_you_mean
+from retrieval.plugin_tools import ArrayDataset, decode, is_missing, refuse, sides, some, usable
+from retrieval.serving.index.sources import Readers, collect
+
+_FOLDERS = "Export its images into one folder a class, and use core.folder"
+_PICKLED = {
+    "CIFAR10": "Use core.cifar10",
+    "CIFAR100": "Use sets.cifar100",
+    "LSUN": _FOLDERS,
+    "LSUNClass": _FOLDERS,
+}
+_MOST_BYTES = 64 << 20  # of one image
+_TARGETS = ("targets", "labels", "_labels", "y")
+
+
+class _Parts(Dataset):
+    """Items of several parts, each of which gives (image, label) by its own number.
+
+    Attributes:
+        parts: by side, the other library's data sets.
+    """
+
+    kind = "image"
+
+    def __init__(
+        self, name: str, parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]
+    ) -> None:
+        self._name, self._parts, self._lock = name, list(parts.values()), threading.Lock()
+        self._starts = np.cumsum([0, *(len(labels[side]) for side in parts)])
+        self.labels = [label for side in parts for label in labels[side]]
+        self.keys = [f"{side or 'all'}/{i}" for side in parts for i in range(len(labels[side]))]
+        self.splits = [side for side in parts for _ in labels[side]] if any(parts) else None
+
+    def __getitem__(self, index: int) -> Image.Image:
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        with self._lock:  # other libraries' readers need not bear several threads
+            image = _first(self._parts[part], index - int(self._starts[part]), self.keys[index])
+        if not isinstance(image, Image.Image):
+            raise DataError(
+                f"{self._name}, {self.keys[index]}, is no image but a {type(image).__name__}."
+            )
+        return image
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+
+def _first(part: Any, index: int, key: str) -> Any:
+    try:
+        return part[index][0]
+    except Exception as error:  # of whatever reader the part has
+        raise DataError(f"{key} cannot be read: {_reason(error)}.") from error
+
+
+def torchvision_dataset(
+    dataset: str,
+    folder: Path,
+    download: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Dataset:
+    """Load any of torchvision's data sets of labelled images: both of its sides where it has them,
+    else all of it without a split.
+
+    Labels are the names of classes where torchvision knows them, its numbers otherwise. A class
+    that unpickles a file is refused: CIFAR-10 and CIFAR-100 have readers of their own; LSUN
+    unpickles a file of the folder that the command runs in.
+
+    Args:
+        dataset: the class's name in `torchvision.datasets`: "Flowers102", "OxfordIIITPet".
+        folder: its `root`.
+        download: whether torchvision may download it.
+        options: further arguments of the class, for both sides.
+
+    Raises:
+        DataError: there is no such class, it does not take these options, the data are missing or
+            damaged, or items are no images.
+    """
+    from torchvision import datasets
+
+    known = [name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name))]
+    if dataset in _PICKLED:
+        raise DataError(
+            f"[data] dataset: torchvision unpickles a file for {dataset}, which may run any code."
+            f" {_PICKLED[dataset]}."
+        )
+    if dataset not in known:
+        raise DataError(
+            f"[data] dataset: torchvision has no '{dataset}'.{did_you_mean(dataset, known)}"
+        )
+    make = getattr(datasets, dataset)
+    takes = inspect.signature(make).parameters
+    arguments = dict(options or {})
+    if wrong := sorted({*arguments} - {*takes}):
+        raise DataError(
+            f"[data] options: torchvision's {dataset} takes no {', '.join(wrong)} (it takes"
+            f" {', '.join(takes)})."
+        )
+    if "download" in takes:
+        arguments["download"] = download
+    sides: dict[str, dict[str, Any]] = {"": {}}
+    if "train" in takes and "train" not in arguments:
+        sides = {"train": {"train": True}, "test": {"train": False}}
+    elif (
+        "split" in takes
+        and "split" not in arguments
+        and str(takes["split"].default) in ("train", "trainval")
+    ):
+        sides = {"train": {"split": takes["split"].default}, "test": {"split": "test"}}
+    try:
+        parts = {side: make(folder, **arguments, **own) for side, own in sides.items()}
+    except Exception as error:  # each class has errors of its own
+        raise DataError(
+            f"torchvision's {dataset} cannot be read from {folder}: {_reason(error)}. "
+            + ("" if download else "Set [data] download = true, or folder to where it lies.")
+        ) from error
+    labels = {side: _labels(part, dataset) for side, part in parts.items()}
+    return _in_memory(parts, labels) or _Parts(f"torchvision's {dataset}", parts, labels)
+
+
+def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Dataset | None:
+    """Return a data set of arrays where torchvision holds all pixels as shown; else None."""
+    arrays = []
+    for part in parts.values():
+        data = getattr(part, "data", None)
+        array = None if data is None or not len(part) else np.asarray(data)
+        if array is None or array.dtype != np.uint8 or len(array) != len(part):
+            return None
+        if not np.array_equal(
+            array[0], np.asarray(part[0][0])
+        ):  # as they lie is not as they are shown
+            return None
+        arrays.append(array)
+    return ArrayDataset(
+        np.concatenate(arrays),
+        [label for side in parts for label in labels[side]],
+        [f"{side or 'all'}/{i}" for side in parts for i in range(len(labels[side]))],
+        splits=[side for side in parts for _ in labels[side]] if any(parts) else None,
+    )
+
+
+def _labels(part: Any, name: str) -> list[str]:
+    """Return the labels' texts, without decoding an image where the class lists them."""
+    values: Any = next(
+        (v for t in _TARGETS if _is_list(v := getattr(part, t, None), len(part))), None
+    )
+    for listed in ("samples", "_samples", "imgs"):
+        if values is None and _is_list(pairs := getattr(part, listed, None), len(part)):
+            values = [pair[1] for pair in pairs or ()]
+    if values is None:
+        try:
+            values = [part[i][1] for i in range(len(part))]
+        except Exception as error:
+            raise DataError(f"torchvision's {name} cannot be read: {_reason(error)}.") from error
+    classes = getattr(part, "classes", None)
+    names = list(classes) if isinstance(classes, list | tuple) else []
+    return [_text(value, names, name) for value in values]
+
+
+def _text(value: Any, classes: Sequence[Any], name: str) -> str:
+    """Return a label as text: its class's name where that is known."""
+    plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    if isinstance(plain, bool) or not isinstance(plain, int | str):
+        raise DataError(
+            f"torchvision's {name} has no class for each image, but {str(plain)[:60]!r}."
+        )
+    named = classes[plain] if isinstance(plain, int) and 0 <= plain < len(classes) else plain
+    return named if isinstance(named, str) else str(plain)
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return value is not None and hasattr(value, "__len__") and len(value) == length
+
+
+def huggingface(
+    source: str,
+    image: str = "image",
+    label: str = "label",
+    config: str | None = None,
+    train: str = "train",
+    test: str | None = "test",
+) -> Dataset:
+    """Load images and labels by Hugging Face's package `datasets`: from a folder that it saved, or
+    by name from its hub.
+
+    No code that comes with the data is run.
+
+    Args:
+        source: a folder that `save_to_disk` wrote, or a name on the hub such as "ethz/food101",
+            read from the user's cache where it is there.
+        image: the column of images.
+        label: the column of labels: text, numbers, or one of named classes.
+        config: which configuration of a name on the hub.
+        train: the split that trains.
+        test: the split that tests; none: the data have no split of their own.
+
+    Raises:
+        MissingDependency: `datasets` is not installed.
+        DataError: it cannot be loaded, or has no such split or column.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependency(
+            "core.huggingface needs Hugging Face's datasets: pip install"
+            " 'embedding-retrieval[huggingface]'"
+        ) from error
+    try:
+        if Path(source).is_dir():
+            loaded: Any = datasets.load_from_disk(source)
+        else:
+            loaded = datasets.load_dataset(source, config)
+    except Exception as error:
+        raise DataError(
+            f"Hugging Face's datasets cannot load {source!r}: {_reason(error)}."
+        ) from error
+    whole = loaded if isinstance(loaded, Mapping) else {train: loaded}
+    chosen = [train] if test is None or not isinstance(loaded, Mapping) else [train, test]
+    problems = [
+        f"it has no split '{side}' (it has: {', '.join(whole)}).{did_you_mean(side, whole)}"
+        for side in chosen
+        if side not in whole
+    ]
+    for side in chosen:
+        for column in (image, label):
+            if side in whole and column not in whole[side].column_names:
+                columns = whole[side].column_names
+                problems.append(
+                    f"split '{side}' has no column '{column}' (it has:"
+                    f" {', '.join(columns)}).{did_you_mean(column, columns)}"
+                )
+    if problems:
+        refuse(source, problems)
+    names = ("train", "test") if len(chosen) > 1 else ("",)
+    parts, labels = {}, {}
+    for name, side in zip(names, chosen, strict=True):
+        feature = whole[side].features[label]
+        texts = getattr(feature, "names", None)
+        values = whole[side][label]
+        labels[name] = [_named(value, texts) for value in values]
+        parts[name] = _Column(whole[side], image)
+    return usable(_Parts(source, parts, labels), source)
+
+
+def _named(value: Any, names: Sequence[str] | None) -> str:
+    """Return a label of Hugging Face's as text; "" for none, which a column of named classes has as
+    -1.
+    """
+    if is_missing(value) or (names and value == -1):
+        return ""
+    named = names and isinstance(value, int) and 0 <= value < len(names)
+    return str(names[value]) if names and named else str(value)
+
+
+class _Column:
+    """Images of a table, as pairs whose first is the image."""
+
+    def __init__(self, table: Any, name: str) -> None:
+        self._table, self._name = table, name
+
+    def __getitem__(self, index: int) -> tuple[Any]:
+        return (self._table[index][self._name],)
+
+
+class _Shards(Dataset):
+    """Images of tar shards, each read where it lies in its archive."""
+
+    kind = "image"
+
+    def __init__(self, items: Sequence[Any], column: Mapping[str, list[str] | None]) -> None:
+        self._items, self._local = items, threading.local()
+        self.labels = [item.label or "" for item in items]
+        self.keys = [item.key for item in items]
+        self.splits, self.roles = sides(column["split"]), column["role"]
+        rows = [
+            {k: v for k, v in item.metadata.items() if k not in column or column[k] is None}
+            for item in items
+        ]
+        self.metadata = rows if any(rows) else None
+
+    def __getitem__(self, index: int) -> Image.Image:
+        item = self._items[index]
+        assert item.origin is not None
+        if not hasattr(self._local, "readers"):
+            self._local.readers = Readers()  # one archive stays open for each thread
+        return decode(self._local.readers.read(item.origin, _MOST_BYTES), name=item.key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _local=threading.local())
+
+
+def shards(path: Path) -> Dataset:
+    """Read images from tar shards in the layout of WebDataset: `a.jpg`, `a.cls` or `a.txt` (the
+    label), `a.json` (metadata).
+
+    Images are read where they lie in the archive: nothing is unpacked. `split` ("train",
+    "validation", "test") and `role` ("query", "gallery", "") are taken from the metadata, where all
+    items have them; without a `.cls` or `.txt`, the label is the metadata's `label`.
+
+    Args:
+        path: a `.tar` file, or a folder of them; a relative path starts where the command runs.
+
+    Raises:
+        DataError: there is no shard, one is compressed or damaged, or an item has no label.
+    """
+    if not path.exists():
+        raise DataError(
+            f"[data] path: {path} does not exist. Relative paths start at {Path.cwd()}."
+        )
+    files = sorted(path.glob("*.tar*")) + sorted(path.glob("*.tgz")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"{path} holds no .tar file.")
+    if packed := [file.name for file in files if file.suffix.lower() != ".tar"]:
+        raise DataError(
+            f"{some(packed)} is no .tar file: training reads items in any order, which needs shards"
+            " that are not compressed. Unpack it."
+        )
+    items = [
+        replace(item, label=str(item.metadata["label"]))
+        if item.label is None and item.metadata.get("label") is not None
+        else item
+        for item in collect(files, "image").items
+    ]
+    column = {
+        name: (
+            [str(item.metadata[name] or "") for item in items]
+            if all(name in item.metadata for item in items)
+            else None
+        )
+        for name in ("split", "role")
+    }
+    return usable(_Shards(items, column), str(path))
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")

@@ -1,0 +1,299 @@
+"""Data sets of small images: digits, Fashion-MNIST, EMNIST and CIFAR-10."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from retrieval import DataError, Dataset
+from retrieval.plugin_tools import (
+    ArrayDataset,
+    Count,
+    Counts,
+    cache_folder,
+    differing,
+    read_idx,
+    read_records,
+    refuse,
+)
+
+from retrieval_core.pretrained import (
+    fetch,
+)
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+FASHION = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+
+
+def digits() -> Dataset:
+    """Load 1,797 handwritten digits of 8 × 8 pixels, which come with scikit-learn: nothing is
+    downloaded.
+
+    Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
+    1998.
+    """
+    values, numbers = _digits()
+    pixels = np.rint(values.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # 17 levels of grey
+    labels = [str(int(number)) for number in numbers]
+    return ArrayDataset(pixels, labels, [f"digits/{i}" for i in range(len(labels))])
+
+
+def _digits() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the pixels (N, 64), 0 to 16, and the labels (N,)."""
+    package = find_spec("sklearn")
+    file = Path(str(package and package.origin)).parent / "datasets" / "data" / "digits.csv.gz"
+    # loading scikit-learn, with SciPy and pandas, takes most of a small run's start
+    if file.is_file():
+        rows = np.loadtxt(file, delimiter=",")
+        return rows[:, :-1], rows[:, -1]
+    from sklearn.datasets import load_digits
+
+    values, numbers = load_digits(return_X_y=True)
+    return values, numbers
+
+
+def fashion_mnist(folder: Path | None = None, download: bool = False) -> Dataset:
+    """Load Fashion-MNIST: 70,000 grey images of 28 × 28 pixels in ten classes, "0" to "9", with its
+    train and test split.
+
+    Xiao, Rasul & Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
+    Algorithms", 2017. Each item's metadata names its class ("Sneaker").
+
+    Args:
+        folder: folder of its four idx files, gzipped or not; by default where Debian's package
+            `dataset-fashion-mnist` puts them, or where an earlier download went.
+        download: whether to download it (by torchvision, 30 MB) when it is in none of those places.
+
+    Raises:
+        DataError: the data set is missing, a file is damaged, or the download failed.
+    """
+    source = _fashion_folder(folder, download)
+    images, numbers, splits = [], [], []
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        pixels = read_idx(_file(source, f"{prefix}-images-idx3-ubyte"), 3)
+        classes = read_idx(_file(source, f"{prefix}-labels-idx1-ubyte"), 1)
+        if len(pixels) != len(classes) or (len(classes) and classes.max() >= len(FASHION)):
+            raise DataError(f"The {split} images and labels in {source} do not belong together.")
+        images.append(pixels)
+        numbers += classes.tolist()
+        splits += [split] * len(pixels)
+    keys = [
+        f"{split}/{i}"
+        for split, part in zip(("train", "test"), images, strict=True)
+        for i in range(len(part))
+    ]
+    named = [{"class": name} for name in FASHION]
+    return ArrayDataset(
+        np.concatenate(images),
+        [str(number) for number in numbers],
+        keys,
+        splits=splits,
+        metadata=[named[number] for number in numbers],
+    )
+
+
+def _fashion_folder(folder: Path | None, download: bool) -> Path:
+    if folder is not None:
+        if not folder.is_dir():
+            raise DataError(f"[data] folder: {folder} is not a folder.")
+        return folder
+    downloads = cache_folder() / "datasets"
+    raw = downloads / "FashionMNIST" / "raw"
+    for place in (DEBIAN, raw):
+        if place.is_dir() and any(place.iterdir()):
+            return place
+    if not download:
+        raise DataError(
+            "Fashion-MNIST is not on this machine. Set [data] download = true, or folder to where"
+            " its four idx files are; on Debian: apt install dataset-fashion-mnist."
+        )
+    from torchvision.datasets import FashionMNIST
+
+    fetch(
+        "The files of Fashion-MNIST",
+        "set [data] folder",
+        lambda: FashionMNIST(str(downloads), download=True),
+    )
+    return raw
+
+
+def _file(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise DataError(f"{folder} holds neither {name} nor {name}.gz.")
+
+
+CIFAR_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+CIFAR_COUNTS = {"train": [Count(50_000, 10)], "test": [Count(10_000, 10)]}
+EMNIST_COUNTS = {
+    "balanced": ((112_800, 47), (18_800, 47)),
+    "byclass": ((697_932, 62), (116_323, 62)),
+    "bymerge": ((697_932, 47), (116_323, 47)),
+    "digits": ((240_000, 10), (40_000, 10)),
+    "letters": ((124_800, 26), (20_800, 26)),
+    "mnist": ((60_000, 10), (10_000, 10)),
+}
+"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and
+14,800) than the files.
+"""
+
+
+def emnist(
+    folder: Path,
+    variant: Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"] = "balanced",
+    counts: Counts = "published",
+) -> Dataset:
+    """Load EMNIST: handwritten letters and digits of 28 × 28 pixels, with their train and test
+    split.
+
+    Cohen, Afshar, Tapson & van Schaik, "EMNIST: an extension of MNIST to handwritten letters",
+    2017. Its files hold images with rows and columns exchanged; they are turned back. Labels are
+    the file's numbers; each item's metadata gives the character where the file of the mapping is
+    there.
+
+    Args:
+        folder: folder of the four idx files `emnist-VARIANT-train-images-idx3-ubyte` and so on,
+            gzipped or not.
+        variant: which of its splits: "balanced" has 47 classes.
+        counts: "published" refuses files with other numbers than the published ones; "any" takes
+            what is there.
+
+    Raises:
+        DataError: a file is missing or damaged, or images and labels do not belong together.
+    """
+    if not folder.is_dir():
+        raise DataError(f"[data] folder: {folder} is not a folder.")
+    images, numbers, splits, keys = [], [], [], []
+    for split in ("train", "test"):
+        pixels = read_idx(_file(folder, f"emnist-{variant}-{split}-images-idx3-ubyte"), 3)
+        labels = read_idx(_file(folder, f"emnist-{variant}-{split}-labels-idx1-ubyte"), 1)
+        if len(pixels) != len(labels):
+            raise DataError(
+                f"EMNIST's {split} files in {folder} hold {len(pixels):,} images and"
+                f" {len(labels):,} labels; they do not belong together."
+            )
+        images.append(pixels.transpose(0, 2, 1))
+        numbers += labels.tolist()
+        splits += [split] * len(pixels)
+        keys += [f"{split}/{i}" for i in range(len(pixels))]
+    if counts == "published":
+        sides = zip(("train", "test"), EMNIST_COUNTS[variant], strict=True)
+        _check_counts(
+            folder,
+            f"EMNIST {variant}",
+            {side: [Count(*count)] for side, count in sides},
+            numbers,
+            splits,
+        )
+    if images[0].shape[1:] != images[1].shape[1:]:
+        raise DataError(f"EMNIST's train and test images in {folder} are of different sizes.")
+    characters = _mapping(folder / f"emnist-{variant}-mapping.txt")
+    metadata = (
+        None if characters is None else [{"character": characters.get(n, "")} for n in numbers]
+    )
+    return ArrayDataset(
+        np.ascontiguousarray(np.concatenate(images)),
+        [str(n) for n in numbers],
+        keys,
+        splits=splits,
+        metadata=metadata,
+    )
+
+
+def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:
+    """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their train and
+    test split.
+
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
+    version*: the version for Python is made of pickles, which are never read. Labels are class
+    names ("airplane").
+
+    Args:
+        folder: folder of `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
+        grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
+        counts: "published" refuses files with other numbers than the published ones; "any" takes
+            what is there.
+
+    Raises:
+        DataError: a file is missing, is not of whole records, or holds a label beyond 9.
+    """
+    if not folder.is_dir():
+        raise DataError(f"[data] folder: {folder} is not a folder.")
+    images, numbers, splits, keys = [], [], [], []
+    names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
+    for name in names:
+        if not (folder / name).is_file():
+            raise DataError(
+                f"{folder / name} is not there. CIFAR-10's binary version has data_batch_1.bin to"
+                " data_batch_5.bin and test_batch.bin; the version for Python (pickles) is not"
+                " read."
+            )
+        pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10", grey)
+        labels = codes[:, 0].tolist()
+        split = "test" if name.startswith("test") else "train"
+        images.append(pixels)
+        numbers += labels
+        splits += [split] * len(labels)
+        keys += [f"{name.removesuffix('.bin')}/{i}" for i in range(len(labels))]
+    if counts == "published":
+        _check_counts(folder, "CIFAR-10", CIFAR_COUNTS, numbers, splits)
+    return ArrayDataset(
+        np.concatenate(images), [CIFAR_CLASSES[n] for n in numbers], keys, splits=splits
+    )
+
+
+def _check_counts(
+    folder: Path,
+    name: str,
+    published: Mapping[str, Sequence[Count]],
+    labels: list[int],
+    splits: list[str],
+) -> None:
+    """Refuse files with other numbers than the published ones."""
+    sides: dict[str, list[str]] = {}
+    for label, side in zip(labels, splits, strict=True):
+        sides.setdefault(side, []).append(str(label))
+    if problems := differing(published, sides):
+        refuse(f"{folder} ({name})", problems)
+
+
+def _mapping(path: Path) -> dict[int, str] | None:
+    """Return the characters of the labels from "label code [code]" lines, or None where the file is
+    missing.
+    """
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+        return {int(words[0]): chr(int(words[1])) for words in map(str.split, lines) if words}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, IndexError, OverflowError) as fault:
+        raise DataError(
+            f"{path} should hold lines of a label and a character's code: {fault}."
+        ) from fault

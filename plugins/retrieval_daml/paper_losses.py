@@ -1,0 +1,388 @@
+"""The four losses that the paper trains with its generator, of pairs measured by any distance."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
+from retrieval import CheckedLoss, Combiner
+from retrieval.plugin_tools import Distance, Pairs, Reducer, listed_pairs, nothing
+from torch import Tensor, nn
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Measure:
+    """Distances of listed pairs between two sets of embeddings, by any of pytorch-metric-learning's
+    distances or a combiner.
+
+    Few pairs are measured one by one, many by the whole matrix. The Euclidean distance is squared
+    without its root. A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2: of
+    unit vectors' Euclidean distance and cosine both are exact. `LpDistance` with power 2 is D²
+    already.
+
+    Args:
+        distance: a `BaseDistance`.
+        query: (B, C).
+        reference: (R, C).
+    """
+
+    def __init__(self, distance: Any, query: Tensor, reference: Tensor) -> None:
+        self.distance = distance
+        self.query: Tensor = distance.maybe_normalize(query)
+        self.reference: Tensor = (
+            self.query if reference is query else distance.maybe_normalize(reference)
+        )
+        self.shape = (len(query), len(reference))
+        self.euclidean = (
+            type(distance) is LpDistance and distance.p == 2 and distance.power in (1, 2)
+        )
+        self.matrix: Tensor | None = None
+
+    def squared(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return D² (N,) of pairs."""
+        if self.euclidean and not self._dense(rows):
+            return (self.query[rows] - self.reference[columns]).square().sum(1)
+        raw = self._raw(rows, columns)
+        if self.distance.is_inverted:
+            return 2 - 2 * raw
+        return raw if self.euclidean else raw.square()
+
+    def plain(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return D (N,) of pairs."""
+        if self.euclidean or self.distance.is_inverted:
+            # the root of zero has no gradient
+            return self.squared(rows, columns).clamp_min(1e-12).sqrt()
+        return self._raw(rows, columns)
+
+    def similarity(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return s (N,) of pairs."""
+        if self.distance.is_inverted:
+            return self._raw(rows, columns)
+        return 1 - self.squared(rows, columns) / 2
+
+    def all_squared(self) -> Tensor:
+        """Return D² (B, R) of every pair."""
+        matrix = self._all()
+        if self.distance.is_inverted:
+            return 2 - 2 * matrix
+        return matrix if self.euclidean else matrix.square()
+
+    def _dense(self, rows: Tensor) -> bool:
+        return 4 * len(rows) > self.shape[0] * self.shape[1]
+
+    def _raw(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """What the distance itself says; squared for the Euclidean one."""
+        known = isinstance(self.distance, Combiner | CosineSimilarity | DotProductSimilarity)
+        if known and not self._dense(rows):
+            listed: Tensor = self.distance.pairwise_distance(
+                self.query[rows], self.reference[columns]
+            )
+            return listed if self.distance.power == 1 else listed.pow(self.distance.power)
+        if self.matrix is None:
+            self.matrix = self._all()
+        return self.matrix[rows, columns]
+
+    def _all(self) -> Tensor:
+        x, y = self.query, self.reference
+        if self.euclidean:
+            products = x @ y.T
+            return (x.square().sum(1)[:, None] + y.square().sum(1) - 2 * products).relu()
+        matrix: Tensor = self.distance.compute_mat(x, y)
+        return matrix if self.distance.power == 1 else matrix.pow(self.distance.power)
+
+
+class PaperLoss(CheckedLoss):
+    """A loss of the paper.
+
+    Args:
+        distance: how two embeddings are compared.
+        reducer: how the losses become one number; the mean by default.
+    """
+
+    def get_default_distance(self) -> nn.Module:
+        """Return the Euclidean distance of the embeddings as they are."""
+        return default_distance()
+
+    def pairs(
+        self, labels: Tensor | None, indices: Any, query: Tensor, reference: Tensor, ref_labels: Any
+    ) -> Pairs:
+        """Return the miner's pairs, each once however often it is listed, or every pair where there
+        is no miner.
+        """
+        if indices is None:
+            same = reference is query
+            a, p, b, n = indices_utils.get_all_pairs_indices(labels, None if same else ref_labels)
+            return a, p, b, n
+        a, p, b, n = listed_pairs(indices, (len(query), len(reference)), query.device)
+        return *_once(a, p, len(reference)), *_once(b, n, len(reference))
+
+
+def triplets(
+    indices: Any, labels: Tensor | None, query: Tensor, reference: Tensor, ref_labels: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a miner's triplets or all that its pairs make; without a miner, every triplet."""
+    if indices is None:
+        same = reference is query
+        a, p, n = indices_utils.get_all_triplets_indices(labels, labels if same else ref_labels)
+        return a, p, n
+    a, p, b, n = listed_pairs(indices, (len(query), len(reference)), query.device)
+    if len(indices) == 3:
+        return a, p, n
+    which, other = (a[:, None] == b).nonzero(as_tuple=True)
+    return a[which], p[which], n[other]
+
+
+def _once(anchors: Tensor, partners: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    keys = torch.unique(anchors * size + partners)
+    return keys // max(size, 1), keys % max(size, 1)
+
+
+def default_distance() -> nn.Module:
+    """Return the Euclidean distance of the embeddings as they are."""
+    return LpDistance(normalize_embeddings=False, p=2, power=1)  # type: ignore[no-any-return]
+
+
+class ContrastiveLoss(PaperLoss):
+    """Positives near, negatives farther than a margin.
+
+    Hadsell, Chopra & LeCun, CVPR 2006; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning",
+    equation 8:
+
+        mean over positive pairs of D² + mean over negative pairs of [ α − D² ]₊
+
+    With means in place of the paper's sums. With a generator use its `form = "contrastive"`.
+
+    Args:
+        margin: α, a squared distance.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
+            default.
+        reducer: how the losses of either kind of pair become one number; the mean by default.
+    """
+
+    def __init__(
+        self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None
+    ) -> None:
+        super().__init__(distance, reducer)
+        self.margin = margin
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Any,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
+        measure = Measure(self.distance, embeddings, ref_emb)
+        parts = {"pos_loss": nothing(embeddings, ref_emb), "neg_loss": nothing(embeddings, ref_emb)}
+        if len(a):
+            near = measure.squared(a, p)
+            parts["pos_loss"] = {"losses": near, "indices": (a, p), "reduction_type": "pos_pair"}
+        if len(b):
+            far = (self.margin - measure.squared(b, n)).relu()
+            parts["neg_loss"] = {"losses": far, "indices": (b, n), "reduction_type": "neg_pair"}
+        return parts
+
+    def _sub_loss_names(self) -> list[str]:
+        return ["pos_loss", "neg_loss"]
+
+
+class TripletLoss(PaperLoss):
+    """Negatives farther than positives by a margin of squared distances.
+
+    Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
+    Metric Learning", equation 9: the mean over triplets of [ D(p, a)² − D(n, a)² + α ]₊. Without a
+    miner every triplet of the batch counts.
+
+    Args:
+        margin: α, a difference of squared distances.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
+            default.
+        reducer: how the triplets' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None
+    ) -> None:
+        super().__init__(distance, reducer)
+        self.margin = margin
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Any,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the triplets' losses, as pytorch-metric-learning's reducers read them."""
+        a, p, n = triplets(indices_tuple, labels, embeddings, ref_emb, ref_labels)
+        if len(a) == 0:
+            return {"loss": nothing(embeddings, ref_emb)}
+        measure = Measure(self.distance, embeddings, ref_emb)
+        losses = (measure.squared(a, p) - measure.squared(a, n) + self.margin).relu()
+        return {"loss": {"losses": losses, "indices": (a, p, n), "reduction_type": "triplet"}}
+
+
+class LiftedLoss(PaperLoss):
+    """Each positive pair against the negatives of both of its items.
+
+    Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric
+    Learning", equations 10 and 11. The mean over positive pairs (i, j) of ½ [ J ]₊ with, as the
+    latter print it,
+
+        J = max( max_{n of i} α − D(i, n), max_{n of j} α − D(j, n) ) + D(i, j)
+
+    With `form = "original"` it is ½ [ J ]₊² with the log-exp sum over both items' negatives in
+    place of the maximum. A positive's own negatives count where it is an anchor too: without a
+    reference set, and with one that begins with the batch, as with a generator. A pair without
+    negatives costs nothing.
+
+    Args:
+        margin: α, a distance.
+        form: "printed", or "original" for the square and the log-exp sum.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
+            default.
+        reducer: how the pairs' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self,
+        margin: float = 1.0,
+        form: Literal["printed", "original"] = "printed",
+        distance: Distance = None,
+        reducer: Reducer = None,
+    ) -> None:
+        super().__init__(distance, reducer)
+        if form not in ("printed", "original"):
+            raise ValueError(f'form is {form!r} and must be "printed" or "original"')
+        self.margin = margin
+        self.form = form
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Any,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
+        if len(a) == 0 or len(b) == 0:
+            return {"loss": nothing(embeddings, ref_emb)}
+        measure = Measure(self.distance, embeddings, ref_emb)
+        push = self._by_anchor(self.margin - measure.plain(b, n), b, len(embeddings))
+        lowest = torch.finfo(push.dtype).min / 4
+        push_of_positive = torch.where(
+            _is_anchor(embeddings, ref_emb, p), push[p.clamp_max(len(push) - 1)], lowest
+        )
+        both = torch.stack([push[a], push_of_positive])
+        reach = both.amax(0) if self.form == "printed" else both.logsumexp(0)
+        losses = (reach + measure.plain(a, p)).relu()
+        if self.form == "original":
+            losses = losses.square()
+        return {"loss": {"losses": losses / 2, "indices": (a, p), "reduction_type": "pos_pair"}}
+
+    def _by_anchor(self, values: Tensor, anchors: Tensor, size: int) -> Tensor:
+        """Return the maximum or log-exp sum (B,) of each anchor's values; of none a number below
+        all others.
+        """
+        lowest = values.new_full((size,), torch.finfo(values.dtype).min / 4)
+        if self.form == "printed":
+            return lowest.scatter_reduce(0, anchors, values, "amax")
+        largest = lowest.scatter_reduce(0, anchors, values.detach(), "amax")
+        total = torch.zeros_like(lowest).index_add(0, anchors, (values - largest[anchors]).exp())
+        return torch.where(total > 0, largest + total.clamp_min(1e-30).log(), lowest)
+
+
+def _is_anchor(query: Tensor, reference: Tensor, columns: Tensor) -> Tensor:
+    """Whether these references are the batch's items of the same number."""
+    begins = reference is query or (
+        len(reference) >= len(query) and torch.equal(reference[: len(query)], query)
+    )
+    return (columns < len(query)) & begins
+
+
+class NPairLoss(PaperLoss):
+    """A pair's similarity against its anchor's similarity to a negative of each other class.
+
+    Sohn, NIPS 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 12: the
+    mean over pairs (a, p) of
+
+        log( 1 + Σ_n exp( scale · ( s(a, n) − s(a, p) ) ) )
+
+    The paper subtracts the similarity to the negative's source in place of the anchor's own
+    positive. Without a miner a class's first two items of the batch are its pair, the next two that
+    of a second round; with a reference set its items are the positives. With a miner a pair's
+    negatives are those that the miner gives its anchor.
+
+    Args:
+        scale: of the similarities: unit vectors need 8 to 16, embeddings of free length 1.
+        distance: how two embeddings are compared; the inner product, without normalising, by
+            default. A distance D becomes s = 1 − D²/2.
+        reducer: how the pairs' losses become one number; the mean by default.
+    """
+
+    def __init__(
+        self, scale: Positive = 16.0, distance: Distance = None, reducer: Reducer = None
+    ) -> None:
+        super().__init__(distance, reducer)
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"scale is {scale:g} and must be a number above 0")
+        self.scale = scale
+
+    def get_default_distance(self) -> nn.Module:
+        """Return the inner product."""
+        return DotProductSimilarity(normalize_embeddings=False)  # type: ignore[no-any-return]
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Any,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        if indices_tuple is None:
+            assert labels is not None
+            a, p, b, n = pairs_by_round(labels, None if ref_emb is embeddings else ref_labels)
+        else:
+            a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
+        if len(a) == 0 or len(b) == 0:
+            return {"loss": nothing(embeddings, ref_emb)}
+        measure = Measure(self.distance, embeddings, ref_emb)
+        near, far = self.scale * measure.similarity(a, p), self.scale * measure.similarity(b, n)
+        lowest = far.new_full((len(embeddings),), torch.finfo(far.dtype).min / 4)
+        largest = lowest.scatter_reduce(0, b, far.detach(), "amax")
+        total = torch.zeros_like(lowest).index_add(0, b, (far - largest[b]).exp())
+        push = torch.where(total > 0, largest + total.clamp_min(1e-30).log(), lowest)
+        losses = nn.functional.softplus(push[a] - near)
+        return {"loss": {"losses": losses, "indices": (a, p), "reduction_type": "pos_pair"}}
+
+
+def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
+    """Return pairs of one class, at most one of each class in a round, and the other pairs'
+    positives as negatives.
+
+    Without `ref_labels` a class's items 2r and 2r + 1 are a pair of the batch itself.
+    """
+    ordered, order = torch.sort(labels, stable=True)
+    rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)
+    if ref_labels is None:
+        paired = (rank[:-1] % 2 == 0) & (ordered[:-1] == ordered[1:])
+        a, p, turn = order[:-1][paired], order[1:][paired], rank[:-1][paired] // 2
+    else:
+        references, reference_order = torch.sort(ref_labels, stable=True)
+        place = torch.searchsorted(references, ordered) + rank
+        has_partner = place < torch.searchsorted(references, ordered, right=True)
+        a, p, turn = order[has_partner], reference_order[place[has_partner]], rank[has_partner]
+    first, second = ((turn[:, None] == turn) & (a[:, None] != a)).nonzero(as_tuple=True)
+    return a, p, a[first], p[second]

@@ -1,0 +1,158 @@
+"""Which triplets a generator is given: one negative for each anchor and other class, or a semi-hard
+one for each positive pair."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from retrieval import TripletIndices
+from retrieval.plugin_tools import Distance, full_precision
+from torch import Tensor, nn
+
+from retrieval_daml.paper_losses import (
+    Measure,
+    default_distance,
+)
+
+
+class OnePerClass(nn.Module):
+    """A triplet for each anchor and each other class: a random item of that class and a random
+    positive.
+
+    With a generator it gives one synthetic negative per anchor and other class, as the lifted
+    structure and N-pair losses of Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", want
+    them (equations 10 to 12). It looks at labels only.
+
+    Args:
+        anchors: "all" items of the batch, or "one" random item of each class, as N-pair has it.
+        negatives: how many other classes an anchor is given, at random; 0: every one.
+    """
+
+    def __init__(
+        self, anchors: Literal["all", "one"] = "all", negatives: Annotated[int, Field(ge=0)] = 0
+    ) -> None:
+        super().__init__()
+        if anchors not in ("all", "one"):
+            raise ValueError(f'anchors is {anchors!r} and must be "all" or "one"')
+        if negatives < 0:
+            raise ValueError(f"negatives is {negatives} and must be at least 0")
+        self.anchors = anchors
+        self.negatives = negatives
+
+    @torch.no_grad()
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Any = None,
+        ref_labels: Tensor | None = None,
+    ) -> TripletIndices:
+        """Return triplets; see `retrieval.Miner`."""
+        own = ref_emb is None or ref_labels is None
+        known_labels = labels if ref_labels is None else ref_labels
+        classes, group = torch.unique(known_labels, return_inverse=True)
+        order = torch.argsort(group, stable=True)
+        count = torch.bincount(group, minlength=len(classes))
+        start = count.cumsum(0) - count
+        anchors = torch.arange(len(labels), device=labels.device)
+        if self.anchors == "one":
+            anchors = _one_of_each(labels)
+        matches = labels[anchors][:, None] == classes
+        row, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
+        rest = count[cls] - 1 if own else count[cls]
+        row, cls, rest = row[rest > 0], cls[rest > 0], rest[rest > 0]
+        differs = ~matches[row]
+        if 0 < self.negatives < differs.shape[1] - 1:
+            chosen = torch.multinomial(differs.double(), self.negatives)
+            differs = torch.zeros_like(differs).scatter_(1, chosen, True)
+        which, other = differs.nonzero(as_tuple=True)
+        a = anchors[row[which]]
+        step = _below(rest[which])
+        if own:  # no item is its own positive
+            rank = torch.empty_like(order)
+            rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]
+            step = step + (step >= rank[a]).long()
+        p = order[start[cls[which]] + step]
+        n = order[start[other] + _below(count[other])]
+        return a, p, n
+
+
+class SemiHard(nn.Module):
+    """For each positive pair a negative that is farther than the positive, but by less than a
+    margin: a random one, or the nearest.
+
+    Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
+    Metric Learning", Table IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a
+    negative gives no triplet. One triplet a pair at most keeps a generator cheap;
+    `pml.triplet_margin` with `type_of_triplets = "semihard"` gives them all.
+
+    Args:
+        margin: a difference of squared distances; that of the loss.
+        pick: which of a pair's semi-hard negatives: "random", or "hardest", the nearest of them.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
+            default.
+    """
+
+    def __init__(
+        self,
+        margin: float = 1.0,
+        pick: Literal["random", "hardest"] = "random",
+        distance: Distance = None,
+    ) -> None:
+        super().__init__()
+        if pick not in ("random", "hardest"):
+            raise ValueError(f'pick is {pick!r} and must be "random" or "hardest"')
+        self.pick = pick
+        if not 0 < margin < float("inf"):
+            raise ValueError(
+                f"margin is {margin:g} and must be a number above 0: below it no negative is"
+                " semi-hard"
+            )
+        self.margin = margin
+        self.distance = default_distance() if distance is None else distance
+
+    @torch.no_grad()
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> TripletIndices:
+        """Return triplets; see `retrieval.Miner`."""
+        query = reference = full_precision(embeddings)
+        known_labels = labels
+        if ref_emb is not None and ref_labels is not None:
+            reference, known_labels = full_precision(ref_emb), ref_labels
+        same = labels[:, None] == known_labels
+        with torch.autocast(device_type=query.device.type, enabled=False):
+            matrix = Measure(self.distance, query, reference).all_squared()
+        positive = same.clone()
+        if reference is query:
+            positive.fill_diagonal_(False)
+        a, p = positive.nonzero(as_tuple=True)
+        gap = matrix[a] - matrix[a, p][:, None]
+        fits = (gap > 0) & (gap < self.margin) & ~same[a]
+        has_fit = fits.any(1)
+        a, p, fits = a[has_fit], p[has_fit], fits[has_fit]
+        if len(a) == 0:
+            return a, p, a
+        if self.pick == "hardest":
+            return a, p, matrix[a].masked_fill(~fits, float("inf")).argmin(1)
+        return a, p, torch.multinomial(fits.float(), 1).squeeze(1)
+
+
+def _below(count: Tensor) -> Tensor:
+    """Return a random whole number from 0 to each count − 1."""
+    drawn = (torch.rand(len(count), device=count.device, dtype=torch.float64) * count).long()
+    return torch.minimum(drawn, count - 1)
+
+
+def _one_of_each(labels: Tensor) -> Tensor:
+    shuffled = torch.randperm(len(labels), device=labels.device)
+    classes, group = torch.unique(labels[shuffled], return_inverse=True)
+    first = torch.full((len(classes),), len(labels), device=labels.device)
+    places = torch.arange(len(labels), device=labels.device)
+    return shuffled[first.scatter_reduce(0, group, places, "amin")]

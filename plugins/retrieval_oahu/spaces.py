@@ -1,0 +1,189 @@
+"""What an OAHU model is used for: classification, similarity, retrieval (Gao et al. 2019, §3.6),
+from embeddings alone.
+
+The embeddings may come from a learner or from an exported bundle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from retrieval.plugin_tools import read_labels
+
+if TYPE_CHECKING:
+    from retrieval import Bundle
+Floats = NDArray[np.floating[Any]]
+_BLOCK = 1 << 22
+"""Distances that are held at a time."""
+_MARGIN = 8
+"""Neighbours beyond k that are measured again exactly: a product in float32 may have the last ones
+in the wrong order.
+"""
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """Items in each of the L + 1 metric spaces, and the spaces' weights.
+
+    Attributes:
+        embeddings: (L + 1, N, E), of unit length.
+        alpha: (L + 1,), which sum to 1.
+    """
+
+    embeddings: Floats
+    alpha: Floats
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle, inputs: NDArray[Any], spaces: int | None = None) -> Spaces:
+        """Return items from an exported bundle, and the weights that it was exported with.
+
+        Args:
+            bundle: of a learner with search "score" or "sum".
+            inputs: what the bundle's encoder takes.
+            spaces: how many spaces there are, L + 1; a bundle with search "sum" does not say.
+
+        Raises:
+            ValueError: `spaces` is needed, or does not fit.
+        """
+        manifest, encoded = bundle.manifest, bundle.encode(inputs)
+        count = len(manifest.subspaces) or spaces
+        if not count or encoded.vector.shape[1] % count:
+            raise ValueError(
+                f"The bundle's vectors have {encoded.vector.shape[1]} numbers; say in how many"
+                " equal spaces they lie."
+            )
+        parted = encoded.vector.reshape(len(inputs), count, -1).transpose(1, 0, 2)
+        if manifest.subspaces:
+            weights = np.array([space.weight for space in manifest.subspaces])
+        else:
+            query = encoded.query.reshape(len(inputs), count, -1)
+            weights = np.linalg.norm(query, axis=2).max(axis=0)
+        return cls(np.ascontiguousarray(parted), weights / weights.sum())
+
+    def __len__(self) -> int:
+        return int(self.embeddings.shape[1])
+
+    def __getitem__(self, items: Any) -> Spaces:
+        """Return some of the items."""
+        return Spaces(self.embeddings[:, items], self.alpha)
+
+    def codes(self) -> Floats:
+        """Return (N, (L + 1) E), whose squared Euclidean distance is Σ α_l D_l²."""
+        weighted = (
+            self.embeddings * np.sqrt(self.alpha).astype(self.embeddings.dtype)[:, None, None]
+        )
+        return np.ascontiguousarray(weighted.transpose(1, 0, 2)).reshape(len(self), -1)
+
+    def distances(self, references: Spaces) -> Floats:
+        """Return D_l (L + 1, N) between these items and as many others, row by row (Eq 6)."""
+        apart = self.embeddings.astype(np.float64) - references.embeddings
+        distances: Floats = np.sqrt((apart * apart).sum(axis=2))
+        return distances
+
+    def classify(self, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
+        """Return labels (N,): each of the k neighbours in each space votes with its score (Eq
+        23–25); see `OAHU.classify`.
+
+        Raises:
+            ValueError: a label is missing, labels do not fit the references, or k is below 1.
+        """
+        names, classes = np.unique(read_labels(labels), return_inverse=True)
+        if len(classes) != len(references):
+            raise ValueError(f"There are {len(classes)} labels for {len(references)} references.")
+        rows, scores = self._candidates(references, k)
+        votes = np.zeros((len(self), len(names)))
+        query = np.arange(len(self))[:, None]
+        for level in range(len(rows)):
+            np.add.at(votes, (query, classes[rows[level]]), scores[level])
+        winners: NDArray[Any] = names[votes.argmax(axis=1)]
+        return winners
+
+    def similar(self, references: Spaces, threshold: float = 0.55) -> NDArray[np.float64]:
+        """Return P (N,) of pairs, row by row (Eq 26); see `OAHU.similar`.
+
+        Raises:
+            ValueError: the threshold is not within 0 and 1, or the numbers of items differ.
+        """
+        if not 0 < threshold < 1:
+            raise ValueError(f"threshold is {threshold} and must be above 0 and below 1.")
+        if len(self) != len(references):
+            raise ValueError(
+                f"Both sides of the pairs must have the same number of items, not {len(self)} and"
+                f" {len(references)}."
+            )
+        return np.asarray(
+            self.alpha @ (self.distances(references) / 2 < threshold), dtype=np.float64
+        )
+
+    def retrieve(
+        self, references: Spaces, k: int = 10
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return rows and scores (N, min(k, references)), best first, by Eq 27; see
+        `OAHU.retrieve`.
+
+        An item that several spaces propose counts with the best of its scores, not with their sum:
+        the paper keeps "distinct items" of a sorted list.
+        """
+        rows, scores = self._candidates(references, k)
+        width = rows.shape[2]
+        flat = np.concatenate(list(rows), axis=1)
+        value = np.concatenate(list(scores), axis=1)
+        # by score, ties by row; then the first appearance of each row
+        order = np.lexsort((flat, -value), axis=1)
+        flat, value = np.take_along_axis(flat, order, 1), np.take_along_axis(value, order, 1)
+        rows_found = np.empty((len(self), width), np.int64)
+        best = np.empty((len(self), width))
+        for query in range(len(self)):
+            first = np.sort(np.unique(flat[query], return_index=True)[1])[:width]
+            rows_found[query], best[query] = flat[query, first], value[query, first]
+        return rows_found, best
+
+    def _candidates(
+        self, references: Spaces, k: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return rows and scores (L + 1, N, k) of each space's k nearest references (Eq 23)."""
+        if k < 1 or not len(references):
+            raise ValueError(
+                f"k is {k} and there are {len(references)} references; at least one of each is"
+                " needed."
+            )
+        if self.embeddings.shape[::2] != references.embeddings.shape[::2]:
+            raise ValueError("The references are of another model: they lie in other spaces.")
+        pairs = [
+            _nearest(q, r, min(k, len(references)))
+            for q, r in zip(self.embeddings, references.embeddings, strict=True)
+        ]
+        rows, distances = np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
+        least, most = distances[..., :1], distances[..., -1:]
+        # all at one distance (or k = 1): 0/0 in the paper, counted as nearest
+        spread = np.divide(
+            distances - least, most - least, out=np.zeros_like(distances), where=most > least
+        )
+        return rows, np.exp(-spread) * self.alpha[:, None, None]
+
+
+def _nearest(
+    query: Floats, references: Floats, k: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return rows and distances (N, k), nearest first, ties by row."""
+    size = len(references)
+    rows = np.empty((len(query), k), np.int64)
+    distances = np.empty((len(query), k))
+    norms = (references * references).sum(axis=1)
+    wide = min(size, k + _MARGIN)
+    step = max(1, _BLOCK // size)
+    for start in range(0, len(query), step):
+        part = query[start : start + step]
+        near = norms - 2 * part @ references.T
+        if wide < size:
+            some = np.sort(np.argpartition(near, wide - 1, axis=1)[:, :wide], axis=1)
+        else:
+            some = np.broadcast_to(np.arange(size), (len(part), size))
+        apart = references[some].astype(np.float64) - part[:, None]
+        exact = np.sqrt((apart * apart).sum(axis=2))
+        order = np.argsort(exact, axis=1, kind="stable")[:, :k]
+        rows[start : start + step] = np.take_along_axis(some, order, 1)
+        distances[start : start + step] = np.take_along_axis(exact, order, 1)
+    return rows, distances

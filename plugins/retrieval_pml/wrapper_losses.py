@@ -1,0 +1,285 @@
+"""Losses that wrap others: several at once, and one with a memory of past batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pytorch_metric_learning import losses
+from pytorch_metric_learning.losses.base_loss_wrapper import BaseLossWrapper
+from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
+from retrieval import Part, traits
+from retrieval.plugin_tools import as_given, full_precision
+from torch import Tensor, nn
+
+from retrieval_pml.adapters import (
+    AnyLoss,
+    AnyMiner,
+    Count,
+    no_reference,
+    on_labels,
+)
+
+WITHOUT_REFERENCE = (
+    losses.FastAPLoss,
+    losses.HistogramLoss,
+    losses.InstanceLoss,
+    losses.LargeMarginSoftmaxLoss,
+    losses.ManifoldLoss,
+    losses.NormalizedSoftmaxLoss,
+    losses.NPairsLoss,
+    losses.P2SGradLoss,
+    losses.PNPLoss,
+    losses.ProxyAnchorLoss,
+    losses.ProxyNCALoss,
+    losses.RankedListLoss,
+    losses.SmoothAPLoss,
+    losses.SoftTripleLoss,
+    losses.VICRegLoss,
+    BaseLossWrapper,
+)
+"""The losses that compare a batch with itself or with proxies only (their subclasses too)."""
+
+
+def check_reference(name: str, loss: nn.Module) -> None:
+    """Refuse a loss that takes no reference set."""
+    if isinstance(loss, WITHOUT_REFERENCE):
+        raise ValueError(
+            f"{name} needs a loss that takes a reference set, and {type(loss).__name__} takes none;"
+            " pml.multi_similarity, pml.contrastive or pml.triplet_margin do"
+        )
+
+
+class MultipleLosses(losses.MultipleLosses):
+    """Upstream's, which hands a reference set on, and lets some losses have a miner and others
+    none.
+    """
+
+    def __init__(
+        self,
+        losses: Sequence[nn.Module],
+        miners: Sequence[nn.Module] | None = None,
+        weights: Sequence[float] | None = None,
+        miner_for: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(list(losses))
+        if weights is not None and len(weights) != len(losses):
+            raise ValueError(f"there are {len(losses)} losses and {len(weights)} weights")
+        if miner_for is not None and miners is None:
+            raise ValueError("miner_for says which loss each miner serves, and there are no miners")
+        served = list(miner_for) if miner_for is not None else list(range(len(losses)))
+        if miners is not None and (
+            len(miners) != len(served)
+            or len(set(served)) < len(served)
+            or not all(0 <= i < len(losses) for i in served)
+        ):
+            raise ValueError(
+                f"each of the {len(miners)} miners needs a loss of its own: give one for each of"
+                f" the {len(losses)} losses, or name their positions, from 0, in miner_for"
+            )
+        self.weights = [1.0] * len(losses) if weights is None else list(weights)
+        self.miners = nn.ModuleList(miners or [])
+        self.miner_of = {loss: miner for miner, loss in enumerate(served)} if miners else {}
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Any:
+        """Return the weighted sum of the losses; see `retrieval.Loss`.
+
+        Raises:
+            ValueError: indices come from outside though a loss has a miner, or a loss takes no
+                reference set.
+        """
+        if indices_tuple is not None and self.miner_of:
+            raise ValueError(
+                "the losses have miners of their own: remove the miner outside, or theirs"
+            )
+        reference: dict[str, Any] = (
+            {} if ref_emb is None else {"ref_emb": ref_emb, "ref_labels": ref_labels}
+        )
+        total = embeddings.sum() * 0
+        for i, loss in enumerate(self.losses):
+            if reference:
+                check_reference("a reference set", loss)
+            indices = indices_tuple
+            if i in self.miner_of:
+                indices = self.miners[self.miner_of[i]](embeddings, labels, **reference)
+            total = total + self.weights[i] * loss(embeddings, labels, indices, **reference)
+        return total
+
+
+class CrossBatchMemory(losses.CrossBatchMemory):
+    """Upstream's queue, with its position in the state, so that a resumed run goes on exactly where
+    it stopped.
+
+    Also: a batch of one item is not compared with itself; indices of a miner outside are pointed at
+    the batch's places in the queue (upstream takes them for places in the queue as they are); any
+    loss that takes a reference set serves, not only those of a list of names.
+
+    Buffers: `embedding_memory` (M, C), `label_memory` (M,), `queue_state` (2,) int64: position,
+    filled or not.
+    """
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        embedding_size: int,
+        memory_size: int = 1024,
+        miner: nn.Module | None = None,
+    ) -> None:
+        check_reference("pml.cross_batch_memory", loss)
+        super().__init__(
+            loss=loss, embedding_size=embedding_size, memory_size=memory_size, miner=miner
+        )
+
+    @classmethod
+    def check_loss_support(cls, loss_name: str) -> None:
+        """Accept every name: `__init__` has looked at the loss itself."""
+
+    @property
+    def queue_idx(self) -> int:
+        """Where the next batch begins in the queue."""
+        return int(self.queue_state[0])
+
+    @queue_idx.setter
+    def queue_idx(self, value: int) -> None:
+        self.queue_state[0] = value
+
+    @property
+    def has_been_filled(self) -> bool:
+        """Whether every place of the queue holds an item."""
+        return bool(self.queue_state[1])
+
+    @has_been_filled.setter
+    def has_been_filled(self, value: bool) -> None:
+        self.queue_state[1] = int(value)
+
+    def reset_queue(self) -> None:
+        """Empty the queue."""
+        if "queue_state" not in self._buffers:
+            self.register_buffer("queue_state", torch.zeros(2, dtype=torch.long))
+        super().reset_queue()
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        *,
+        enqueue_mask: Tensor | None = None,
+    ) -> Any:
+        """Put the batch into the queue, and return the loss of the batch against the queue.
+
+        Args:
+            embeddings: (B, C).
+            labels: (B,).
+            indices_tuple: indices within the batch, counted in addition to those against the queue.
+            ref_emb: must be None: the queue is the reference set.
+            ref_labels: must be None.
+            enqueue_mask: (B,) the items that go into the queue; the others are compared with it.
+
+        Raises:
+            ValueError: the batch is larger than the queue, or there is a reference set, or no
+                labels.
+        """
+        no_reference("CrossBatchMemory", ref_emb)
+        labels = on_labels(labels, embeddings, "CrossBatchMemory")
+        entering = len(embeddings) if enqueue_mask is None else int(enqueue_mask.sum())
+        if entering > self.memory_size:
+            raise ValueError(
+                f"memory_size ({self.memory_size}) must be at least the batch's size ({entering})"
+            )
+        with torch.autocast(device_type=embeddings.device.type, enabled=False):
+            loss = super().forward(full_precision(embeddings), labels, indices_tuple, enqueue_mask)
+        return as_given(loss, embeddings)
+
+    def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
+        """Put items into the queue, over the oldest."""
+        if batch_size:
+            super().add_to_memory(embeddings, labels, batch_size)
+        else:
+            self.curr_batch_idx = torch.zeros(0, dtype=torch.long, device=labels.device)
+
+    def create_indices_tuple(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        E_mem: Tensor,
+        L_mem: Tensor,
+        input_indices_tuple: Any,
+        do_remove_self_comparisons: bool,
+    ) -> Any:
+        """Return the indices of anchors in the batch and of the others in the queue."""
+        places = self.curr_batch_idx
+        if self.miner:
+            indices = self.miner(embeddings, labels, E_mem, L_mem)
+        else:
+            indices = loss_and_miner_utils.get_all_pairs_indices(labels, L_mem)
+        if do_remove_self_comparisons:
+            kept = places[indices[0]] != indices[1]
+            if len(indices) == 3:
+                indices = tuple(x[kept] for x in indices)
+            else:
+                indices = (indices[0][kept], indices[1][kept], *indices[2:])
+        if input_indices_tuple is not None:
+            convert = loss_and_miner_utils
+            to_kind = convert.convert_to_triplets if len(indices) == 3 else convert.convert_to_pairs
+            extra = to_kind(input_indices_tuple, labels)
+            if len(extra) == 3:
+                extra = (extra[0], places[extra[1]], places[extra[2]])
+            else:
+                extra = (extra[0], places[extra[1]], extra[2], places[extra[3]])
+            indices = common_functions.concatenate_indices_tuples(indices, extra)
+        return indices
+
+
+def multiple(
+    losses: Annotated[list[nn.Module], Part("losses")],
+    miners: Annotated[list[nn.Module] | None, Part("miners")] = None,
+    weights: list[float] | None = None,
+    miner_for: list[int] | None = None,
+) -> MultipleLosses:
+    """A weighted sum of losses, each with a miner of its own where it should have one.
+
+    Args:
+        losses: the losses.
+        miners: one for each loss, in the same order, or fewer with `miner_for`.
+        weights: one for each loss; 1 by default.
+        miner_for: the position, from 0, of the loss that each miner serves, where not every loss
+            has one.
+    """
+    return MultipleLosses(losses, miners, weights, miner_for)
+
+
+@traits(ref_emb=False)
+def cross_batch_memory(
+    loss: AnyLoss,
+    embedding_size: int,
+    memory_size: Count = 1024,
+    miner: AnyMiner = None,
+) -> losses.CrossBatchMemory:
+    """Another loss, of the batch against a queue of the embeddings of past batches.
+
+    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
+    its position are saved with the run; upstream's position is not.
+
+    Args:
+        loss: the loss, which must take a reference set.
+        memory_size: how many embeddings the queue holds; at least the batch's size.
+        miner: chooses pairs or triplets between the batch and the queue; all of them by default.
+    """
+    return CrossBatchMemory(loss, embedding_size, memory_size, miner)
+
+
+FACTORIES: Mapping[str, Callable[..., Any]] = {
+    "multiple": multiple,
+    "cross_batch_memory": cross_batch_memory,
+}

@@ -1,0 +1,300 @@
+"""CUB-200-2011 and Cars-196: fine-grained classes with a box for each image."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from retrieval import DataError, Dataset
+from retrieval.plugin_tools import Box, Count, Counts
+
+from retrieval_sets.published import (
+    Lines,
+    Published,
+    Row,
+    assemble,
+    documented,
+    numbers,
+)
+
+_MOST_BYTES = 64 << 20
+_MOST_UNPACKED = 256 << 20
+_HEADER = 128
+_COMPRESSED = 15
+
+
+def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    """Return the rows of a file's variable `annotations`, a structure array: the values of its
+    fields, text and numbers.
+    """
+    from scipy.io import loadmat
+
+    try:
+        _check(path)
+        # opened here, and unpacked with bounds before; objects of MATLAB's are kept as bytes
+        with path.open("rb") as file:
+            variables = loadmat(
+                file, variable_names=["annotations"], squeeze_me=True, chars_as_strings=True
+            )
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # SciPy's reader raises whatever a damaged file leads it to
+        raise DataError(
+            f"{path} is no MATLAB file of format 5, or it is damaged: {error}."
+        ) from error
+    table = variables.get("annotations")
+    if not isinstance(table, np.ndarray) or table.dtype.names is None:
+        raise DataError(f"{path} holds no structure array 'annotations'.")
+    if lacking := [name for name in fields if name not in table.dtype.names]:
+        raise DataError(
+            f"{path}: annotations have no {', '.join(lacking)} (they have:"
+            f" {', '.join(table.dtype.names)})."
+        )
+    return [tuple(_plain(row[name]) for name in fields) for row in np.atleast_1d(table)]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or text of what a cell holds, None of anything else."""
+    array: NDArray[Any] = np.asarray(value)
+    if array.dtype == object and array.size == 1:
+        array = np.asarray(array.ravel()[0])
+    return array.ravel()[0].item() if array.size == 1 and array.dtype.kind in "iufU" else None
+
+
+def _check(path: Path) -> None:
+    """Walk through the file's elements, and refuse one that is too large as it lies or unpacked."""
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise DataError(f"{path} has {size:,} bytes; annotations have {_MOST_BYTES:,} at most.")
+    data = path.read_bytes()
+    if len(data) < _HEADER or data[126:128] not in (b"IM", b"MI"):
+        raise DataError(f"{path} is no MATLAB file of format 5.")
+    order = "<" if data[126:128] == b"IM" else ">"
+    offset, total = _HEADER, 0
+    while offset + 8 <= len(data):
+        kind, length = struct.unpack_from(f"{order}II", data, offset)
+        if offset + 8 + length > len(data):
+            raise DataError(f"{path} is cut short: it has {len(data):,} bytes.")
+        total += length
+        if kind == _COMPRESSED:
+            total += _unpacked(data[offset + 8 : offset + 8 + length], _MOST_UNPACKED - total, path)
+        offset += 8 + length
+    if total > _MOST_UNPACKED:
+        raise DataError(f"{path} unpacks to over {_MOST_UNPACKED:,} bytes; annotations have less.")
+
+
+def _unpacked(data: bytes, most: int, path: Path) -> int:
+    """Return how many bytes packed ones hold, or `most` + 1 where it is more."""
+    unpack, count = zlib.decompressobj(), 0
+    try:
+        part = unpack.decompress(data, 1 << 20)
+        while part and count <= most:
+            count += len(part)
+            part = unpack.decompress(unpack.unconsumed_tail, 1 << 20)
+    except zlib.error as error:
+        raise DataError(f"{path} is damaged: {error}.") from error
+    return min(count, max(most, 0) + 1)
+
+
+SPECIES = 200
+_HOLDS = (
+    "images/, images.txt, image_class_labels.txt, classes.txt and bounding_boxes.txt, as"
+    " CUB_200_2011.tgz unpacks them"
+)
+_HOME = "Caltech (Caltech-UCSD Birds-200-2011, www.vision.caltech.edu/datasets/cub_200_2011)"
+CUB = Published(
+    "CUB-200-2011", _HOME, _HOLDS, {"train": [Count(5_864, 100)], "test": [Count(5_924, 100)]}
+)
+CUB_OFFICIAL = Published(
+    "CUB-200-2011",
+    _HOME,
+    f"train_test_split.txt beside {_HOLDS}",
+    {"train": [Count(5_994, 200)], "test": [Count(5_794, 200)]},
+)
+_CUB_FILES = ("images", "images.txt", "image_class_labels.txt", "classes.txt", "bounding_boxes.txt")
+
+
+@documented
+def cub200(
+    folder: Path,
+    protocol: Literal["classes", "official"] = "classes",
+    crop: bool = False,
+    counts: Counts = "published",
+    skip_bad: bool = False,
+) -> Dataset:
+    """Load CUB-200-2011: 11,788 photographs of 200 species of birds, with a box each.
+
+    Wah, Branson, Welinder, Perona & Belongie, "The Caltech-UCSD Birds-200-2011 Dataset", Caltech,
+    CNS-TR-2011-001. Nothing is downloaded. The first 100 species train (5,864 images) and the
+    others test (5,924): Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted
+    Structured Feature Embedding", CVPR 2016, which does not use the boxes.
+
+    Args:
+        folder: the folder `CUB_200_2011`, or the one that holds it.
+        protocol: "classes" is that split by species; "official" the makers' `train_test_split.txt`,
+            with all species on both sides.
+        crop: whether images are cut to the birds' boxes.
+    """
+    official = protocol == "official"
+    published = CUB_OFFICIAL if official else CUB
+    files = (*_CUB_FILES, "train_test_split.txt") if official else _CUB_FILES
+    root = published.root(folder, *files, inside=["CUB_200_2011"])
+    problems: list[str] = []
+    paths = _column(root / "images.txt", problems)
+    classes = {
+        name: number
+        for key, name in _column(root / "classes.txt", problems).items()
+        if (number := _number(root / "classes.txt", key, problems, SPECIES)) is not None
+    }
+    names = {number: name for name, number in classes.items()}
+    labels = {
+        key: number
+        for key, text in _column(root / "image_class_labels.txt", problems).items()
+        if (number := _number(root / "image_class_labels.txt", text, problems, SPECIES)) is not None
+    }
+    boxes = _boxes(root / "bounding_boxes.txt", problems)
+    trains = _column(root / "train_test_split.txt", problems) if official else {}
+    rows = []
+    for key, path in paths.items():
+        number = labels.get(key)
+        if number is None or number not in names:
+            problems.append(f"{path} has no class in image_class_labels.txt and classes.txt.")
+            continue
+        if crop and key not in boxes:
+            problems.append(f"{path} has no box in bounding_boxes.txt.")
+        trained = trains.get(key) == "1" if official else number <= SPECIES // 2
+        rows.append(Row(path, names[number], "train" if trained else "test", box=boxes.get(key)))
+    return assemble(
+        published,
+        root / "images",
+        rows,
+        problems,
+        counts,
+        where=folder,
+        crop=crop,
+        skip_bad=skip_bad,
+    )
+
+
+def _column(path: Path, problems: list[str]) -> dict[str, str]:
+    """Return the second of a list's two columns by the first."""
+    lines = Lines(path, 2)
+    column = {words[0]: words[1] for _, words in lines}
+    problems += lines.problems
+    return column
+
+
+def _number(path: Path, text: str, problems: list[str], last: int) -> int | None:
+    parsed = numbers(path, None, [text], problems, 1, last)
+    return None if parsed is None else parsed[0]
+
+
+def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
+    """Return the boxes, which the file has as left, top, width and height."""
+    lines = Lines(path, 5)
+    boxes: dict[str, Box] = {}
+    for line, (key, *words) in lines:
+        try:
+            left, top, width, height = map(float, words)
+        except ValueError:
+            problems.append(f"{path.name}, line {line}: {' '.join(words)} are not four numbers.")
+            continue
+        boxes[key] = (left, top, left + width, top + height)
+    problems += lines.problems
+    return boxes
+
+
+MODELS = 196
+_CARS_HOME = "Stanford (ai.stanford.edu/~jkrause/cars/car_dataset.html) or a mirror of it"
+_CARS_HOLDS = (
+    "car_ims/ and cars_annos.mat, or cars_train/, cars_test/ and devkit/ with cars_train_annos.mat"
+    " and cars_test_annos_withlabels.mat"
+)
+CARS = Published(
+    "Cars-196", _CARS_HOME, _CARS_HOLDS, {"train": [Count(8_054, 98)], "test": [Count(8_131, 98)]}
+)
+CARS_OFFICIAL = Published(
+    "Cars-196", _CARS_HOME, _CARS_HOLDS, {"train": [Count(8_144, 196)], "test": [Count(8_041, 196)]}
+)
+_CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
+
+
+@documented
+def cars196(
+    folder: Path,
+    protocol: Literal["classes", "official"] = "classes",
+    crop: bool = False,
+    counts: Counts = "published",
+    skip_bad: bool = False,
+) -> Dataset:
+    """Load Cars-196: 16,185 photographs of 196 models of cars, with a box each.
+
+    Krause, Stark, Deng & Fei-Fei, "3D Object Representations for Fine-Grained Categorization", 3dRR
+    2013. Nothing is downloaded. Both layouts are read: `car_ims/` with `cars_annos.mat`, and
+    `cars_train/`, `cars_test/` with the two files of annotations of `devkit/`. The first 98 models
+    train (8,054 images) and the others test (8,131): Oh Song et al., CVPR 2016, without the boxes.
+
+    Args:
+        folder: the folder that holds them.
+        protocol: "classes" is that split by model; "official" the makers' own, with all models on
+            both sides.
+        crop: whether images are cut to the cars' boxes.
+    """
+    published = CARS_OFFICIAL if protocol == "official" else CARS
+    published.root(folder)
+    problems: list[str] = []
+    annotations = (
+        _whole(folder) if (folder / "cars_annos.mat").is_file() else _divided(published, folder)
+    )
+    rows = []
+    for path, number, trained, box in annotations:
+        if (
+            not isinstance(path, str)
+            or not isinstance(number, int | float)
+            or not 1 <= number <= MODELS
+        ):
+            problems.append(f"{path} has the class {number}; classes go from 1 to {MODELS}.")
+            continue
+        if crop and any(not isinstance(edge, int | float) for edge in box):
+            problems.append(f"{path} has no box.")
+            box = None
+        side = trained if protocol == "official" else number <= MODELS // 2
+        rows.append(Row(path, f"{int(number):03d}", "train" if side else "test", box=box))
+    return assemble(
+        published, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
+    )
+
+
+def _whole(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
+    """Return path, class, whether it trains, and box of each image of the layout in one folder."""
+    rows = read_annotations(
+        folder / "cars_annos.mat", ("relative_im_path", "class", "test", *_CARS_BOX)
+    )
+    return [(path, number, not test, box) for path, number, test, *box in rows]
+
+
+def _divided(published: Published, folder: Path) -> list[tuple[Any, Any, bool, Any]]:
+    """Do as `_whole`, of the layout in two folders."""
+    annotations: list[tuple[Any, Any, bool, Any]] = []
+    for side, name in (
+        ("train", "cars_train_annos.mat"),
+        ("test", "cars_test_annos_withlabels.mat"),
+    ):
+        path = next((p for p in (folder / "devkit" / name, folder / name) if p.is_file()), None)
+        if path is None:
+            unlabelled = (folder / "devkit" / "cars_test_annos.mat").is_file() and side == "test"
+            more = " (cars_test_annos.mat has no classes; it is another file)" if unlabelled else ""
+            raise DataError(
+                f"{folder} is not {published.title}: {name} is not there{more}. {published.advice}"
+            )
+        rows = read_annotations(path, ("fname", "class", *_CARS_BOX))
+        annotations += [
+            (f"cars_{side}/{name}", number, side == "train", box) for name, number, *box in rows
+        ]
+    return annotations

@@ -1,0 +1,325 @@
+"""iNaturalist 2018, Google Landmarks v2, Stanford Online Products and In-Shop Clothes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+from retrieval import DataError, Dataset
+from retrieval.plugin_tools import Box, Count, Counts, some, strict_loads
+
+from retrieval_sets.published import (
+    Lines,
+    Published,
+    Row,
+    assemble,
+    documented,
+    numbers,
+)
+
+_INAT_HOME = "its makers (github.com/visipedia/inat_comp/tree/master/2018)"
+INAT = Published(
+    "iNaturalist 2018",
+    f"{_INAT_HOME}; the two lists from Brown et al. (github.com/Andrew-Brown1/Smooth_AP)",
+    "train_val2018/, Inat_train_set1.txt (or Inat_dataset_splits/Inat_train_set1.txt) and"
+    " Inat_test_set1.txt",
+    {"train": [Count(325_846, 5_690)], "test": [Count(136_093, 2_452)]},
+)
+INAT_OFFICIAL = Published(
+    "iNaturalist 2018",
+    _INAT_HOME,
+    "train_val2018/, train2018.json and val2018.json",
+    {"train": [Count(437_513, 8_142)], "test": [Count(24_426, 8_142)]},
+)
+LANDMARKS = Published(
+    "Google Landmarks v2",
+    "its makers (github.com/cvdfoundation/google-landmark)",
+    "train/, index/ and test/ with their images (a/b/c/abc….jpg), train_clean.csv or train.csv,"
+    " index_image_to_landmark.csv and retrieval_solution_v2.1.csv",
+)
+_MOST_JSON = 512 << 20
+
+
+@documented
+def inaturalist2018(
+    folder: Path,
+    protocol: Literal["classes", "official"] = "classes",
+    counts: Counts = "published",
+    skip_bad: bool = False,
+) -> Dataset:
+    """Load iNaturalist 2018: 461,939 photographs of 8,142 species.
+
+    Van Horn et al., "The iNaturalist Species Classification and Detection Dataset", CVPR 2018; the
+    split by species is that of Brown, Xie, Kalogeiton & Zisserman, "Smooth-AP: Smoothing the Path
+    Towards Large-Scale Image Retrieval", ECCV 2020: 5,690 species train (325,846 images), 2,452
+    others test (136,093). Nothing is downloaded. Each item's metadata has its kingdom or class
+    ("Aves").
+
+    Args:
+        folder: the folder that holds `train_val2018` and the lists.
+        protocol: "classes" is that split; "official" the makers' training and validation sides,
+            with all species on both.
+    """
+    problems: list[str] = []
+    if protocol == "official":
+        root = INAT_OFFICIAL.root(folder, "train_val2018", "train2018.json", "val2018.json")
+        rows = [
+            *_annotated(root / "train2018.json", "train", problems),
+            *_annotated(root / "val2018.json", "test", problems),
+        ]
+        return assemble(
+            INAT_OFFICIAL, root, rows, problems, counts, where=folder, skip_bad=skip_bad
+        )
+    root = INAT.root(folder, "train_val2018")
+    rows = []
+    for name, side in (("Inat_train_set1.txt", "train"), ("Inat_test_set1.txt", "test")):
+        path = next(
+            (p for p in (root / name, root / "Inat_dataset_splits" / name) if p.is_file()), None
+        )
+        if path is None:
+            raise DataError(f"{folder} is not {INAT.title}: {name} is not there. {INAT.advice}")
+        lines = Lines(path, 1)
+        for _, (word,) in lines:
+            parts = _of_path(word)
+            problems += [f"{path.name}: {word!r} is not train_val2018/GROUP/SPECIES/NAME.jpg."] * (
+                parts is None
+            )
+            if parts is not None:
+                rows.append(Row(parts[0], parts[2], side, metadata={"group": parts[1]}))
+        problems += lines.problems
+    return assemble(INAT, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+
+
+def _of_path(path: str) -> tuple[str, str, str] | None:
+    """Return an image's path from train_val2018 on, its group and its species; lists may name
+    folders above.
+    """
+    parts = path.split("/")
+    if "train_val2018" not in parts or len(parts) - parts.index("train_val2018") != 4:
+        return None
+    own = parts[parts.index("train_val2018") :]
+    return "/".join(own), own[1], own[2]
+
+
+def _annotated(path: Path, side: str, problems: list[str]) -> list[Row]:
+    """Return the images of one of the makers' files in JSON."""
+    try:
+        if (size := path.stat().st_size) > _MOST_JSON:
+            raise DataError(f"{path} has {size:,} bytes; annotations have {_MOST_JSON:,} at most.")
+        content: Any = strict_loads(path.read_bytes())
+        classes = {
+            int(annotation["image_id"]): int(annotation["category_id"])
+            for annotation in content["annotations"]
+        }
+        rows = []
+        for image in content["images"]:
+            name, number = str(image["file_name"]), classes.get(int(image["id"]))
+            parts = _of_path(name)
+            if number is None or parts is None:
+                problems.append(f"{path.name}: {name} has no class, or is not in train_val2018.")
+            else:
+                rows.append(Row(parts[0], str(number), side, metadata={"group": parts[1]}))
+        return rows
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not a file of annotations with images and their categories: {error!r}."
+        ) from error
+
+
+@documented
+def google_landmarks_v2(
+    folder: Path,
+    train: Literal["clean", "all"] = "clean",
+    counts: Counts = "published",
+    skip_bad: bool = False,
+) -> Dataset:
+    """Load Google Landmarks v2: over five million photographs of landmarks, with queries and an
+    index.
+
+    Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
+    Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. 1,580,470 images of
+    81,313 landmarks train (the clean list; all: 4,132,914); the index of 761,757 images is the
+    gallery. Queries are the test images that the solution names images of the index for; what is
+    relevant is taken by landmark: a query's label is the landmark that most of its images have.
+    Each item's metadata tells whether it is public or private.
+
+    Args:
+        folder: the folder that holds `train`, `index`, `test` and the lists.
+        train: which list trains: "clean" (`train_clean.csv`) or "all" (`train.csv`).
+    """
+    name = "train_clean.csv" if train == "clean" else "train.csv"
+    sides = {
+        "train": Count(1_580_470, 81_313) if train == "clean" else Count(4_132_914),
+        "gallery": Count(761_757),
+    }
+    published = Published(
+        LANDMARKS.title, LANDMARKS.home, LANDMARKS.holds, {k: [v] for k, v in sides.items()}
+    )
+    root = published.root(
+        folder, name, "index_image_to_landmark.csv", "retrieval_solution_v2.1.csv"
+    )
+    problems: list[str] = []
+    rows = []
+    lines = Lines(root / name, 2 if train == "clean" else 3, skip=1, comma=True)
+    for _, words in lines:
+        label = words[0] if train == "clean" else words[2]
+        for image in words[1].split() if train == "clean" else words[:1]:
+            rows.append(Row(_place("train", image), label, "train"))
+    problems += lines.problems
+    index: dict[str, str] = {}
+    lines = Lines(root / "index_image_to_landmark.csv", 2, skip=1, comma=True)
+    for _, (image, label) in lines:
+        index[image] = label
+        rows.append(Row(_place("index", image), label, "test", "gallery"))
+    problems += lines.problems
+    lines = Lines(root / "retrieval_solution_v2.1.csv", 3, skip=1, comma=True)
+    for line, (image, images, usage) in lines:
+        if usage.lower() == "ignored":
+            continue
+        labels = Counter(index[image_name] for image_name in images.split() if image_name in index)
+        if absent := [image_name for image_name in images.split() if image_name not in index]:
+            problems.append(f"{lines.path.name}, line {line}: {some(absent)} is not in the index.")
+        if labels:
+            first = labels.most_common(1)[0][0]
+            rows.append(
+                Row(_place("test", image), first, "test", "query", metadata={"usage": usage})
+            )
+    problems += lines.problems
+    counted = Published(
+        published.title,
+        published.home,
+        published.holds,
+        {**published.counts, "query": [Count(1_129)]},
+    )
+    return assemble(counted, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+
+
+def _place(side: str, image: str) -> str:
+    """Return where an image lies: its name's first three characters are folders."""
+    return f"{side}/{'/'.join(image[:3])}/{image}.jpg"
+
+
+SOP = Published(
+    "Stanford Online Products",
+    "Stanford (cvgl.stanford.edu/projects/lifted_struct)",
+    "Ebay_train.txt, Ebay_test.txt and the folders of images that they name (bicycle_final/ and"
+    " so on)",
+    {"train": [Count(59_551, 11_318)], "test": [Count(60_502, 11_316)]},
+)
+IN_SHOP = Published(
+    "In-Shop Clothes Retrieval",
+    "the Chinese University of Hong Kong"
+    " (mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html)",
+    "img/ and list_eval_partition.txt (also as Img/img/ and Eval/list_eval_partition.txt), for crop"
+    " = true also list_bbox_inshop.txt",
+    {
+        "train": [Count(25_882, 3_997)],
+        "query": [Count(14_218, 3_985)],
+        "gallery": [Count(12_612, 3_985)],
+    },
+)
+_ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test", "gallery")}
+_MOST = 10**9
+
+
+@documented
+def stanford_online_products(
+    folder: Path, counts: Counts = "published", skip_bad: bool = False
+) -> Dataset:
+    """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay, in twelve
+    categories.
+
+    Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted Structured Feature
+    Embedding", CVPR 2016. Nothing is downloaded. 11,318 products train (59,551 images), 11,316
+    others test (60,502). Each item's metadata names its category ("bicycle").
+
+    Args:
+        folder: the folder `Stanford_Online_Products`, or the one that holds it.
+    """
+    lists = ("Ebay_train.txt", "Ebay_test.txt")
+    root = SOP.root(folder, *lists, inside=["Stanford_Online_Products"])
+    problems: list[str] = []
+    rows = []
+    for name, side in zip(lists, ("train", "test"), strict=True):
+        lines = Lines(root / name, 4, skip=1)
+        for line, (*ids, path) in lines:
+            if (parsed := numbers(root / name, line, ids, problems, 1, _MOST)) is not None:
+                category = path.split("/")[0].removesuffix("_final")
+                rows.append(Row(path, str(parsed[1]), side, metadata={"category": category}))
+        problems += lines.problems
+    both = {row.label for row in rows if row.split == "train"} & {
+        row.label for row in rows if row.split == "test"
+    }
+    if both:
+        problems.append(f"{len(both):,} products are on both sides, to train and to test.")
+    return assemble(SOP, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+
+
+@documented
+def in_shop(
+    folder: Path, crop: bool = False, counts: Counts = "published", skip_bad: bool = False
+) -> Dataset:
+    """Load In-Shop Clothes Retrieval (DeepFashion): 52,712 photographs of 7,982 clothing items.
+
+    Liu, Luo, Qiu, Wang & Tang, "DeepFashion: Powering Robust Clothes Recognition and Retrieval with
+    Rich Annotations", CVPR 2016. Nothing is downloaded. 3,997 items train (25,882 images); of 3,985
+    others 14,218 images are queries and 12,612 the gallery. The images of `img.zip` are cut out and
+    centred already.
+
+    Args:
+        folder: the folder that holds them.
+        crop: whether images are cut to the boxes of `list_bbox_inshop.txt`.
+    """
+    images = next(
+        (folder / place for place in ("", "Img") if (folder / place / "img").is_dir()), folder
+    )
+    if images == folder:
+        IN_SHOP.root(folder, "img")
+    listed = _beside(folder, "Eval", "list_eval_partition.txt")
+    problems: list[str] = []
+    boxes = _boxes(_beside(folder, "Anno", "list_bbox_inshop.txt"), problems) if crop else {}
+    lines = Lines(listed, 3, skip=2)
+    rows = []
+    for line, (path, item, status) in lines:
+        if status not in _ROLES:
+            problems.append(
+                f"{listed.name}, line {line}: {status!r} is not train, query or gallery."
+            )
+            continue
+        if crop and path not in boxes:
+            problems.append(f"{path} has no box in list_bbox_inshop.txt.")
+        split, role = _ROLES[status]
+        rows.append(Row(path, item, split, role, boxes.get(path)))
+    return assemble(
+        IN_SHOP,
+        images,
+        rows,
+        problems + lines.problems,
+        counts,
+        where=folder,
+        crop=crop,
+        skip_bad=skip_bad,
+    )
+
+
+def _beside(folder: Path, inner: str, name: str) -> Path:
+    """Return a list that lies in the folder, or where its archive has it."""
+    for place in (folder / inner / name, folder / name):
+        if place.is_file():
+            return place
+    raise DataError(f"{folder} is not {IN_SHOP.title}: {name} is not there. {IN_SHOP.advice}")
+
+
+def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
+    """Return the boxes by image: left, top, right, bottom, after the kinds of clothes and pose."""
+    lines = Lines(path, 7, skip=2)
+    boxes: dict[str, Box] = {}
+    for line, (name, _, _, *words) in lines:
+        if (edges := numbers(path, line, words, problems, 0, 1 << 20)) is not None:
+            left, top, right, bottom = edges
+            boxes[name] = (left, top, right, bottom)
+    problems += lines.problems
+    return boxes
