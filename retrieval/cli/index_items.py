@@ -22,7 +22,6 @@ from retrieval.cli.index_common import (
     embedding,
     opened_index,
     quiet_threads,
-    say_tuned,
     tell,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION
@@ -360,7 +359,6 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     if as_json:
         say_json({"index": str(path), **found})
         return
-    measured = found.pop("tuned", None)
     for name, value in found.items():
         if name == "bytes" and value is None:  # only the store's engine knows
             continue
@@ -372,16 +370,6 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
         else:
             text = f"{len(value)} numbers" if name == "vector" and value is not None else value
             say(f"{name}: {_shown(text)}")
-    if measured is not None:
-        from retrieval.serving.index.tuning import Tuned
-
-        tuned = Tuned.of(measured)
-        memory = "" if tuned.memory is None else f" and {tuned.memory / 1e6:,.1f} MB at most"
-        say(
-            f"tuned {tuned.when} over {tuned.count:,} vectors, for a recall of"
-            f" {tuned.recall}{memory}:"
-        )
-        say_tuned(tuned)
 
 
 def _shown(value: Any) -> str:

@@ -29,10 +29,10 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
 from retrieval.serving.index.embedded import in_memory
-from retrieval.serving.index.locations import Location, Sources, is_address, is_embedding, is_table
-from retrieval.serving.index.measuring import measured
+from retrieval.serving.index.index import measured
 from retrieval.serving.index.sources import collect
 from retrieval.serving.index.tables import holds_vectors
+from retrieval.serving.merging import measured
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.threads import ahead
 

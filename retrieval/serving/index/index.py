@@ -18,23 +18,19 @@ from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
-from retrieval.serving.index.alike import Alike, Cluster, clusters, duplicates
 from retrieval.serving.index.contract import Floats
-from retrieval.serving.index.measuring import (
-    Distances,
-    by_id,
-    candidates_of,
-    distances_of,
-    measured_alone,
-)
+from retrieval.serving.index.duplicates import Duplicates, find_duplicates
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
-from retrieval.serving.index.tuning import Tuned, tune
-from retrieval.serving.progress import Meter, Progress, showing
+from retrieval.serving.merging import Distances, measured, measured_alone
+from retrieval.serving.progress import Progress, showing
 from retrieval.serving.providers import Device
 from retrieval.serving.queries import encode_queries
 from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address, IndexPlace, place_of
 from retrieval.serving.store.contract import (
+    CODE,
+    VECTOR,
+    Candidates,
     Generation,
     Item,
     Keep,
@@ -48,6 +44,8 @@ from retrieval.serving.store.place import store_place
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
 _TRIES = 5
+MARGIN = 8
+"""Candidates beyond k: FAISS's matrix products swap neighbours that differ in the seventh digit."""
 _QUERIES_AT_ONCE = 256  # bounds the memory of measuring candidates
 
 
@@ -329,22 +327,28 @@ class Index:
         except Superseded:
             self.follow()
             raise
-        if measured_alone(bundle) and all(each.distances is not None for each in proposed):
+        if measured_alone(bundle) and all(
+            candidates.distances is not None for candidates in proposed
+        ):
             return [
-                _hits(each.items, each.distances[:k].tolist())
-                for each in proposed
-                if each.distances is not None
+                _hits(candidates.items, candidates.distances[:k].tolist())
+                for candidates in proposed
+                if candidates.distances is not None
             ]
-        proposed = [each if each.distances is None else by_id(each) for each in proposed]
-        distances = distances_of(bundle, query, code, proposed, k)
+        proposed = [
+            candidates if candidates.distances is None else _by_id(candidates)
+            for candidates in proposed
+        ]
         return [
-            _ordered(each.items, own_distances, k)
-            for each, own_distances in zip(proposed, distances, strict=True)
+            _ordered(candidates.items, distances, k)
+            for candidates, distances in zip(
+                proposed, _distances(bundle, query, code, proposed, k), strict=True
+            )
         ]
 
     def duplicates(
         self, within: float, *, where: Where = None, progress: Progress = True
-    ) -> list[Alike]:
+    ) -> list[Duplicates]:
         """Return groups of items within a distance of one another, directly or through others; the
         largest group first.
 
@@ -354,23 +358,7 @@ class Index:
             progress: True shows a bar, False nothing; a function is told (what, done, total).
         """
         with showing(progress):
-            return duplicates(self, within, where=as_filter(where))
-
-    def clusters(
-        self, count: int, *, where: Where = None, progress: Progress = True
-    ) -> list[Cluster]:
-        """Return clusters of items by k-means on their vectors, the largest first.
-
-        Args:
-            count: how many.
-            where: only items that match.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
-
-        Raises:
-            DataError: there are fewer items.
-        """
-        with showing(progress):
-            return clusters(self, count, where=as_filter(where))
+            return find_duplicates(self, within, as_filter(where))
 
     # Items
 
@@ -535,53 +523,6 @@ class Index:
         self.store.snapshot(Path(target))
         return Path(target)
 
-    def tune(
-        self,
-        *,
-        recall: float = 0.95,
-        memory: int | None = None,
-        most: int = 200_000,
-        apply: bool = True,
-        progress: Progress = True,
-    ) -> Tuned:
-        """Measure which structure finds fastest what it must, on this index's own vectors, and take
-        it; the index keeps the table.
-
-        200 vectors are held out as queries; structures are built over the others, at most `most` of
-        them.
-
-        Args:
-            recall: share of the ten nearest that must be found.
-            memory: bytes of the vectors and the structure together; None for no limit.
-            most: vectors that structures are built over, taken at random where there are more.
-            apply: whether to keep the table, and build the chosen structure for the index's
-                segments, now.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
-
-        Raises:
-            DataError: limits that are none, or too few items.
-            StoreError: the store chooses structures itself, or the index cannot be written to.
-        """
-        store = self.store
-        if not store.structures:
-            raise StoreError(
-                f"The store of {self.path} chooses by itself how it searches: there is nothing to"
-                " tune."
-            )
-        with showing(progress):
-            tuned = tune(self, recall=recall, memory=memory, most=most)
-            if not apply:
-                return tuned
-            store.keep_tuned(tuned.as_dict())
-            if tuned.chosen is not None:
-                with Meter("indexing", len(self), "items") as meter:
-                    store.take_structure(
-                        tuned.chosen.backend,
-                        tuned.chosen.options,
-                        lambda done, total: meter.reach(done, total, "indexing"),
-                    )
-        return tuned
-
 
 def open_index(
     path: StrPath | Address,
@@ -647,6 +588,46 @@ def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, F
             "image (or features), not an encoded vector."
         )
     return query, code if rescores else None
+
+
+def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
+    """Return how many candidates each sub-space is searched for."""
+    rescorer = bundle.manifest.rescorer
+    return max(k + MARGIN, candidates or (rescorer.candidates if rescorer else 0))
+
+
+def _by_id(proposed: Candidates) -> Candidates:
+    """Return candidates in the order of their ids, for a distance other than the store's."""
+    order = sorted(range(len(proposed.items)), key=lambda row: proposed.items[row].id)
+    arrays = {name: array[order] for name, array in proposed.arrays.items()}
+    return Candidates([proposed.items[row] for row in order], arrays)
+
+
+def _distances(
+    bundle: Bundle, query: Floats, code: Floats | None, proposed: Sequence[Candidates], k: int
+) -> list[Distances]:
+    """Return the distances of each query to its candidates, measured as the bundle says."""
+    if len(proposed) > 1 and measured_alone(bundle):
+        # One computation of all pairs, in which each pair's sum is what it is by itself.
+        counts = [len(candidates.items) for candidates in proposed]
+        queries = np.repeat(query, counts, axis=0)
+        vectors = np.concatenate(
+            [candidates.arrays[VECTOR] for candidates in proposed if candidates.items] or [queries]
+        )
+        return np.split(measured(bundle, queries, None, vectors, None, k), np.cumsum(counts)[:-1])
+    return [
+        measured(
+            bundle,
+            query[row],
+            None if code is None else code[row],
+            candidates.arrays[VECTOR],
+            None if code is None else candidates.arrays[CODE],
+            min(k, len(candidates.items)),
+        )
+        if candidates.items
+        else np.empty(0)
+        for row, candidates in enumerate(proposed)
+    ]
 
 
 def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
