@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from retrieval_core.convnet import ConvNet as ConvNet
     from retrieval_core.convnet import Features as Features
     from retrieval_core.elsewhere import huggingface as huggingface
-    from retrieval_core.elsewhere import shards as shards
     from retrieval_core.elsewhere import torchvision_dataset as torchvision_dataset
     from retrieval_core.folders import image_folder as image_folder
     from retrieval_core.learners import LDA as LDA
@@ -51,7 +50,7 @@ __getattr__, __dir__ = lazy(
         "retrieval_core.tables": ["parquet"],
         "retrieval_core.timm_models": ["efficientnet_lite0", "timm_model"],
         "retrieval_core.vectors": ["features"],
-        "retrieval_core.elsewhere": ["huggingface", "shards", "torchvision_dataset"],
+        "retrieval_core.elsewhere": ["huggingface", "torchvision_dataset"],
         "retrieval_core.folders": ["image_folder"],
         "retrieval_core.lfw": ["lfw_people"],
         "retrieval_core.manifests": ["manifest"],
@@ -83,9 +82,9 @@ def retrieval_backbones() -> Factories:
 @hookimpl
 def retrieval_datasets() -> Factories:
     """Digits, Fashion-MNIST, EMNIST, CIFAR-10, what other libraries read, and the user's own
-    folders, manifests, shards, faces and vectors.
+    folders, manifests, faces and vectors.
     """
-    from retrieval_core.elsewhere import huggingface, shards, torchvision_dataset
+    from retrieval_core.elsewhere import huggingface, torchvision_dataset
     from retrieval_core.folders import image_folder
     from retrieval_core.lfw import lfw_people
     from retrieval_core.manifests import manifest
@@ -105,7 +104,6 @@ def retrieval_datasets() -> Factories:
         "image_folder": image_folder,
         "lfw": lfw_people,
         "parquet": parquet,
-        "shards": shards,
         "torchvision": torchvision_dataset,
     }
 

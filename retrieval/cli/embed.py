@@ -24,7 +24,7 @@ from retrieval.cli.types import Place
 @command(
     "embed",
     "retrieval embed demo/bundle photos/ --output vectors/",
-    "retrieval embed demo/bundle shards/*.tar --output vectors/ --ray 10.0.0.1:6379",
+    "retrieval embed demo/bundle tables/*.parquet --output vectors/ --ray 10.0.0.1:6379",
     "retrieval index create photos.index vectors/ --bundle demo/bundle",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))

@@ -106,7 +106,7 @@ def create(
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
     'label', 'key', and any others, kept as metadata), Parquet tables with a column 'path' or
-    'image' (likewise), or tar shards (a.jpg, a.json, a.cls make one item), or addresses of these
+    'image' (likewise), or addresses of these
     (s3://…, hf://…), with fsspec. For a bundle of features they are .npz files or Parquet tables
     with 'features'. Without any, the index is empty. An interrupted run goes on where it stopped
     when the command is repeated; at an address 'retrieval index add' goes on.
@@ -155,14 +155,10 @@ def _exported(
     if target.is_dir():
         return target
     from retrieval.export.export_backbone import export_backbone
-    from retrieval.serving.index.locations import is_shard, is_table
+    from retrieval.serving.index.locations import is_table
 
     # others are verified, and whitened, on no photos: the backbone's export reads files only
-    photos = [
-        image
-        for image in images
-        if isinstance(image, Path) and not (is_table(image.name) or is_shard(image.name))
-    ]
+    photos = [image for image in images if isinstance(image, Path) and not is_table(image.name)]
     if whiten and not photos:
         raise click.UsageError(
             "Whitening takes image files and folders: name some, or leave out --whiten."

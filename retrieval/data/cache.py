@@ -33,7 +33,7 @@ from retrieval.data.raw import RawInputs
 from retrieval.errors import BundleError, DataError, MissingDependency
 from retrieval.host.files import cache_folder as cache_folder
 from retrieval.serving.progress import Meter
-from retrieval.serving.threads import ahead
+from retrieval.serving.sessions import ahead
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset

@@ -34,8 +34,15 @@ from retrieval.serving.manifest import (
 )
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
-from retrieval.serving.sessions import Floats, Runs, Sessions, checked_inputs, parts_of, run_batches
-from retrieval.serving.threads import ahead
+from retrieval.serving.sessions import (
+    Floats,
+    Runs,
+    Sessions,
+    ahead,
+    checked_inputs,
+    parts_of,
+    run_batches,
+)
 
 ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
 

@@ -28,8 +28,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.serving.image_files import can_open
-from retrieval.serving.images import Limits, Preprocessing, decode, full_size, thumbnail, to_png
+from retrieval.serving.images import (
+    Limits,
+    Preprocessing,
+    can_open,
+    decode,
+    full_size,
+    thumbnail,
+    to_png,
+)
 from retrieval.serving.memory import return_large_blocks
 
 SECONDS = 5.0

@@ -1,17 +1,18 @@
-"""Bytes to pixels: limits, decoding, resizing.
-
-The one decoder that training, indexing and serving share.
+"""Bytes to pixels: formats, limits, decoding, resizing.
 
 Training, indexing and serving must see the same pixels: nobody else decodes.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
+import re
 import stat
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -22,11 +23,10 @@ from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
 from retrieval.host.walk import leads_nowhere
-from retrieval.serving.image_files import EXTENSIONS as EXTENSIONS
-from retrieval.serving.image_files import FORMATS as FORMATS
-from retrieval.serving.image_files import HOW, REDUCIBLE, can_open, format_of
-from retrieval.serving.image_files import Limits as Limits
 
+# Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all
+# that we ask it for.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
@@ -41,6 +41,121 @@ def _silence() -> None:
 
 
 _silence()
+
+
+HOW = {
+    "AVIF": "is AVIF, which needs a newer Pillow: pip install 'pillow>=11.3'.",
+    "HEIF": "is HEIC, which needs pillow-heif: pip install 'embedding-retrieval[heif]'.",
+}
+
+
+def _start(*starts: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(starts)
+
+
+def _brand(*brands: bytes) -> Callable[[bytes], bool]:
+    """Test the brands that an ISO base media file (AVIF, HEIC) names in its first box."""
+    return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
+
+
+STARTS: dict[str, Callable[[bytes], bool]] = {
+    "JPEG": _start(b"\xff\xd8\xff"),
+    "PNG": _start(b"\x89PNG\r\n\x1a\n"),
+    "GIF": _start(b"GIF87a", b"GIF89a"),
+    "WEBP": lambda head: head[:4] == b"RIFF" and head[8:12] == b"WEBP",
+    "TIFF": _start(b"II*\0", b"MM\0*", b"MM*\0", b"II\0*", b"MM\0+", b"II+\0"),
+    "BMP": lambda head: head[:2] == b"BM" and head[6:10] == b"\0\0\0\0",
+    "PPM": lambda head: re.match(rb"P[1-6]\s+[0-9#]", head) is not None,
+    "AVIF": _brand(b"avif", b"avis"),
+    "HEIF": _brand(b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
+}
+"""How a file's first bytes tell its format, by Pillow's name."""
+
+HEAD_BYTES = 64
+"""Bytes that tell a format."""
+
+
+def format_of(content: bytes) -> str | None:
+    """Return the format that a file's first bytes name, as Pillow calls it; None for one that is
+    not known.
+    """
+    head = content[:HEAD_BYTES]
+    return next((name for name, begins in STARTS.items() if begins(head)), None)
+
+
+REDUCIBLE = 4
+"""How many times `Limits.pixels` a JPEG may have, which is decoded at a half or a quarter of its
+size.
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest images that are decoded.
+
+    Attributes:
+        pixels: width × height. A JPEG with up to four times as many is decoded at a half of its
+            size, as phones' photos of 48 megapixels are.
+        bytes: of the file.
+        side: width and height, in pixels.
+        aspect: how many times longer one side may be than the other.
+    """
+
+    pixels: int = 25_000_000
+    bytes: int = 20_000_000
+    side: int = 20_000
+    aspect: int = 1_000
+
+    @property
+    def memory(self) -> int:
+        """Bytes that decoding and preprocessing one image may take: the most that the largest ones
+        were seen to.
+        """
+        return 64_000_000 + 24 * self.pixels
+
+    def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
+        """Refuse an image by its size.
+
+        Args:
+            name: of the image, for errors.
+            width: in pixels.
+            height: in pixels.
+            times: how many times `pixels` it may have.
+
+        Raises:
+            DataError: too many pixels, or a side that is too long.
+        """
+        longer, shorter = max(width, height), max(1, min(width, height))
+        beyond = f"{name} has {width} × {height} pixels; the limit is"
+        if width * height > times * self.pixels:
+            raise DataError(
+                f"{beyond} {self.pixels:,}. Save it smaller, or raise the limit (--max-pixels)."
+            )
+        if longer > self.side:
+            raise DataError(f"{beyond} {self.side:,} on each side. Save it smaller.")
+        if longer > self.aspect * shorter:
+            raise DataError(f"{beyond} one side of {self.aspect:,} times the other. Cut it.")
+
+
+@functools.cache
+def can_open(format: str) -> bool:
+    """Return whether a format can be decoded here: AVIF needs a Pillow that has it, HEIF the
+    package pillow-heif.
+    """
+    if format == "AVIF":
+        try:
+            from PIL import AvifImagePlugin
+        except ImportError:
+            return False
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # several images are decoded at a time
+        return bool(AvifImagePlugin.SUPPORTED)
+    if format == "HEIF":
+        try:
+            from pillow_heif import register_heif_opener
+        except ImportError:
+            return False
+        register_heif_opener(thumbnails=False, decode_threads=1)
+    return format in (*FORMATS, "HEIF")
 
 
 @dataclass(frozen=True)

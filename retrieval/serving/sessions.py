@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,8 @@ from retrieval.serving.manifest import Input, Manifest
 from retrieval.serving.providers import FALLBACK, ROWS, Device, checked_device, refuse_other, start
 from retrieval.serving.runtime import load_onnxruntime
 
+T = TypeVar("T")
+R = TypeVar("R")
 Floats = NDArray[np.float32]
 Runs = Callable[[Sequence[str], Mapping[str, NDArray[Any]]], list[Any]]
 """What a graph is called with: the names of its outputs, its inputs by name."""
@@ -321,6 +325,28 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
 def parts_of(inputs: NDArray[Any], batch: int) -> Iterator[NDArray[Any]]:
     """Yield the rows, `batch` at a time."""
     return (inputs[start : start + batch] for start in range(0, len(inputs), batch))
+
+
+def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int) -> Iterator[R]:
+    """Yield `work(item)` of each item, in order.
+
+    Args:
+        work: runs in a thread; what it raises is raised where its result would be yielded.
+        items: what to work on.
+        workers: number of threads.
+        most: how many results exist at a time, finished or under way: this bounds the memory.
+    """
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+    try:
+        waiting: deque[Future[R]] = deque()
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) >= most:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def run_batches(

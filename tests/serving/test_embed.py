@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -39,21 +38,18 @@ def whole(folder: Path) -> dict[str, list]:
     return pa.concat_tables([one.replace_schema_metadata() for one in tables]).to_pydict()
 
 
-def test_folders_tables_manifests_and_shards_are_embedded_alike(photos, bundle_path, tmp_path):
+def test_tables_and_manifests_are_embedded_alike(photos, bundle_path, tmp_path):
     paths = sorted(photos.rglob("*.png"))[:40]
-    table, shard, manifest = tmp_path / "t.parquet", tmp_path / "s.tar", tmp_path / "m.csv"
+    table, manifest = tmp_path / "t.parquet", tmp_path / "m.csv"
     pq.write_table(
         pa.table(
             {"image": [path.read_bytes() for path in paths], "id": [path.name for path in paths]}
         ),
         table,
     )
-    with tarfile.open(shard, "w") as archive:
-        for path in paths:
-            archive.add(path, path.name)
     manifest.write_text("path,price\n" + "".join(f"{path},{at}\n" for at, path in enumerate(paths)))
     wanted = Bundle.open(bundle_path, threads=1).encode_images(paths, progress=False)
-    for number, source in enumerate((table, shard, manifest)):
+    for number, source in enumerate((table, manifest)):
         done = embedded(bundle_path, [source], tmp_path / str(number))
         found = whole(tmp_path / str(number))
         assert (done.items, done.bad, done.parts, len(found["key"])) == (40, 0, 2, 40)
@@ -306,7 +302,7 @@ def test_parts_that_mean_harm_are_sentences(photos, bundle_path, tmp_path, monke
                 index.add(tmp_path / "v", progress=False)
         pq.write_table(honest, part)
         with monkeypatch.context() as patch:
-            patch.setattr("retrieval.serving.index.tables._GROUP_BYTES", 100)
+            patch.setattr("retrieval.serving.index.parquet._GROUP_BYTES", 100)
             with pytest.raises(DataError, match="Write it with smaller row groups"):
                 index.add(tmp_path / "v", progress=False)
         part.unlink()

@@ -35,8 +35,8 @@ from retrieval.serving.index.adding import refuse_twice
 from retrieval.serving.index.embedded import BAD, Plan
 from retrieval.serving.index.locations import PLAN, Source, Sources, shown
 from retrieval.serving.index.migrating import features_of
+from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import collect
-from retrieval.serving.index.tables import pyarrow
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
 from retrieval.serving.store.contract import widths_of

@@ -22,11 +22,11 @@ from retrieval.host.files import whole_file
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
-from retrieval.serving.index.embedded import Plan, part_file
-from retrieval.serving.index.encoding import Embedded, Settings, embed
+from retrieval.serving.index.adding import Settings, embed
+from retrieval.serving.index.embedded import Embedded, Plan, part_file
 from retrieval.serving.index.locations import Source
+from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import originals
-from retrieval.serving.index.tables import pyarrow
 from retrieval.serving.providers import Device
 from retrieval.serving.store.contract import Floats
 

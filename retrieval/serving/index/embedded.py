@@ -9,12 +9,14 @@ there twice, whoever embedded it how often.
 from __future__ import annotations
 
 import bisect
+import builtins
 import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, field
+from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +26,6 @@ from pydantic.dataclasses import dataclass
 
 from retrieval.errors import DataError
 from retrieval.serving.files.strict_json import parse_json, problems_of, strict_loads
-from retrieval.serving.index.encoding import Embedded, row_of
 from retrieval.serving.index.locations import (
     PLAN,
     Location,
@@ -33,9 +34,8 @@ from retrieval.serving.index.locations import (
     Sources,
     is_embedding,
     shown,
-    text_problem,
 )
-from retrieval.serving.index.tables import Table, numbers_of, sentences
+from retrieval.serving.index.parquet import Table, sentences, text_problem, vectors_of
 from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Keep
 
 if TYPE_CHECKING:
@@ -46,6 +46,30 @@ FORMAT = 1
 _PLAN_BYTES = 1_000_000
 ROWS = 512
 _TEXTS = ("key", "label", "metadata", "stamp", "path", "source", "bytes", "width", "height")
+
+
+@plain_dataclass(slots=True)
+class Embedded:
+    """One item after the encoder, or why it has no vector.
+
+    Attributes:
+        fault: why the item cannot be used, a sentence; None for an item that was encoded.
+        stamp: of the item, taken before its content was read.
+        bytes: size of the original image.
+        width: of the original image, in pixels.
+        height: of the original image, in pixels.
+        kept: what the index keeps of the original.
+        arrays: the vector (P,), with "code" and "features" where there are some, by the store's
+            names.
+    """
+
+    fault: str | None = None
+    stamp: str = ""
+    bytes: int | None = None
+    width: int | None = None
+    height: int | None = None
+    kept: builtins.bytes | None = None
+    arrays: Mapping[str, Floats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -163,7 +187,7 @@ def rows(
                 raise DataError(
                     f"{table.location} is no part of an embedding: it has no column '{lacking[0]}'."
                 )
-            for group, first in enumerate(table.starts()[:-1]):
+            for group, first in enumerate(table.starts[:-1]):
                 for batch in table.batches(columns, ROWS, group):
                     numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
                     with sentences(table.location):
@@ -188,7 +212,7 @@ def rows(
 
 def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Floats:
     """Return a column of numbers (n, width), all finite."""
-    values = numbers_of(table.location, batch.column(name), first, plan.widths[name])
+    values = vectors_of(table.location, batch.column(name), first, plan.widths[name])
     if not np.isfinite(values).all():
         raise DataError(f"{table.location}: '{name}' holds NaN or infinity.")
     return values
@@ -269,7 +293,7 @@ class Vectors:
             taken = []
             for row, (item, known) in enumerate(batch):
                 if wanted and item.key == wanted[0].key:
-                    known.arrays = row_of(arrays, row)
+                    known.arrays = {name: values[row] for name, values in arrays.items()}
                     taken.append((wanted.popleft(), known))
             yield taken
         if wanted:
@@ -353,7 +377,7 @@ class VectorRows:
         self._starts = [0]
         for number in range(self._plan.parts):
             with _part_table(self._folder, number) as table:
-                ends = table.starts()[1:]
+                ends = table.starts[1:]
             self._groups += [(number, group) for group in range(len(ends))]
             before = self._starts[-1]
             self._starts += [before + end for end in ends]

@@ -17,8 +17,8 @@ from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
-from retrieval.serving.index.encoding import Original, Settings, by_name, embed, row_of
-from retrieval.serving.index.locations import Origin
+from retrieval.serving.index.adding import Settings, by_name, embed, row_of
+from retrieval.serving.index.locations import Origin, Original
 from retrieval.serving.index.sources import contents
 from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
