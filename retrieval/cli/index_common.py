@@ -40,7 +40,7 @@ DEVICE = click.option(
     "--device",
     default="auto",
     show_default=True,
-    type=Choice(["auto", "cpu", "cuda", "tensorrt"]),
+    type=Choice(["auto", "cpu", "cuda"]),
     help="Where the encoder runs.",
 )
 

@@ -33,7 +33,7 @@ from retrieval.serving.manifest import (
     read_files,
 )
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.providers import Device
+from retrieval.serving.runtime import Device
 from retrieval.serving.sessions import (
     Floats,
     Runs,
@@ -86,8 +86,8 @@ class Bundle:
         path: the folder.
         manifest: what it says of itself.
         variant: which of `manifest.variants` runs, or None for the encoder itself.
-        device, fallback: "cpu", "cuda" or "tensorrt"; why that is the CPU though ONNX Runtime was
-            built for a GPU, else None.
+        device, fallback: "cpu" or "cuda"; why that is the CPU though ONNX Runtime was built for a
+            GPU, else None.
         sha256: of the manifest's text, which holds those of all files: names exactly this bundle.
     """
 
@@ -122,8 +122,7 @@ class Bundle:
             path: the folder that `retrieval export` wrote.
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
             threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
-            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU;
-                "tensorrt" builds an engine first, which takes minutes.
+            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU.
 
         Raises:
             BundleError: missing, altered, incomplete, of another format, or not what its manifest

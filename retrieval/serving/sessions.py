@@ -21,8 +21,13 @@ from retrieval.host.cores import default_threads
 from retrieval.serving.files.snapshot import available_memory
 from retrieval.serving.graphs import GraphError, check_graph
 from retrieval.serving.manifest import Input, Manifest
-from retrieval.serving.providers import FALLBACK, ROWS, Device, checked_device, refuse_other, start
-from retrieval.serving.runtime import load_onnxruntime
+from retrieval.serving.runtime import (
+    FALLBACK,
+    Device,
+    checked_device,
+    load_onnxruntime,
+    start_session,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,7 +48,7 @@ class Graph:
     Args:
         path: for errors.
         session: ONNX Runtime's.
-        device: where it runs: "cpu", "cuda" or "tensorrt".
+        device: where it runs: "cpu" or "cuda".
     """
 
     def __init__(self, path: Path, session: Any, device: str = "cpu") -> None:
@@ -59,10 +64,6 @@ class Graph:
         Raises:
             BundleError: ONNX Runtime refuses, for want of memory for example.
         """
-        if self.device == "tensorrt" and len(feeds["input"]) > ROWS:
-            rows = feeds["input"]
-            parts = [self(outputs, {"input": part}, options) for part in parts_of(rows, ROWS)]
-            return [np.concatenate(values) for values in zip(*parts, strict=True)]
         try:
             return list(self.session.run(list(outputs), dict(feeds), options))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
@@ -139,7 +140,7 @@ class Sessions:
     Attributes:
         encoder: "input" → "vector" and what else the manifest says.
         rescorer: "query", "items" → "distance"; None without one.
-        device: "cpu", "cuda" or "tensorrt".
+        device: "cpu" or "cuda".
         fallback: why it is the CPU though ONNX Runtime was built for a GPU; None otherwise.
     """
 
@@ -180,12 +181,10 @@ class Sessions:
         devices = checked_device(runtime, device)
         options = session_options(runtime, threads)
 
-        def load(
-            name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices
-        ) -> Graph:
+        def load(name: str) -> Graph:
             try:
                 check_graph(files[name])
-                session, running_on = start(runtime, files[name], options, on, shapes)
+                session, running_on = start_session(runtime, files[name], options, devices)
             except Exception as fault:  # ONNX Runtime's errors share no public base class
                 reason = fault if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(
@@ -196,7 +195,7 @@ class Sessions:
         def tried(
             name: str, dtype: str, shape: tuple[int, ...], widths: Mapping[str, int]
         ) -> Graph:
-            graph = load(name, {"input": shape})
+            graph = load(name)
             _check_names(graph, ["input"], list(widths))
             item = np.zeros((1, *shape), dtype)
             graph.try_once(
@@ -220,14 +219,15 @@ class Sessions:
             encoder = Split(first, tried(split.head, "float32", (split.features,), widths))
         rescorer = None
         if manifest.rescorer is not None:
-            # its items are of any number, which an engine of TensorRT's is not
-            rescorer = load(
-                manifest.rescorer.file, {}, [name for name in devices if name != "tensorrt"]
-            )
+            rescorer = load(manifest.rescorer.file)
             _check_names(rescorer, ["query", "items"], ["distance"])
             codes = np.zeros((2, manifest.code or 0), np.float32)
             rescorer.try_once({"query": codes[:1], "items": codes}, {"distance": (1, 2)})
-        refuse_other(device, first.device)
+        if device not in ("auto", first.device):
+            raise BundleError(
+                "ONNX Runtime could not start on the CUDA device. Use the CPU, or let `retrieval"
+                " doctor` say what is missing."
+            )
         fell_back = first.device == "cpu" and devices[0] != "cpu"
         return cls(encoder, rescorer, first.device, FALLBACK if fell_back else None)
 

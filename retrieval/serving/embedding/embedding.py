@@ -38,7 +38,7 @@ from retrieval.serving.index.migrating import features_of
 from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import collect
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.providers import Device
+from retrieval.serving.runtime import Device
 from retrieval.serving.store.contract import widths_of
 
 _SMALLEST_PART, _LARGEST_PART, _PARTS = 256, 8192, 1000

@@ -27,7 +27,7 @@ from retrieval.serving.index.embedded import Embedded, Plan, part_file
 from retrieval.serving.index.locations import Source
 from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import originals
-from retrieval.serving.providers import Device
+from retrieval.serving.runtime import Device
 from retrieval.serving.store.contract import Floats
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

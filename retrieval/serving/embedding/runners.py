@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from retrieval.errors import DataError, MissingDependency, RetrievalError
 from retrieval.host.version import installed_version
-from retrieval.serving.providers import Device
+from retrieval.serving.runtime import Device
 from retrieval.serving.sessions import ahead
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from retrieval.host.factory import Factory
 from retrieval.host.hookspecs import Factories, hookimpl
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.contract import IndexBackend
+    from retrieval.serving.index.index_backend import IndexBackend
 
 FLAT_NUMBERS = 32_000_000
 """`auto` searches exactly up to this many numbers (250,000 × 128): a query then takes some 10 ms on
@@ -81,7 +81,7 @@ def make_backend(
         PluginError: no such back end, a parameter that it does not have or refuses, no
             `IndexBackend`, or a plugin cannot be loaded.
     """
-    from retrieval.serving.index.contract import IndexBackend
+    from retrieval.serving.index.index_backend import IndexBackend
 
     factory = _own().get(short_name(name))
     if factory is None and "." not in name:

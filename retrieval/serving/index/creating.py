@@ -22,7 +22,7 @@ from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.index import Index, Summary
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.providers import Device
+from retrieval.serving.runtime import Device
 from retrieval.serving.store.address import Address, place_of
 from retrieval.serving.store.contract import Keep, Store, StorePlace, StoreUnavailable, widths_of
 from retrieval.serving.store.local import LocalStore

@@ -18,13 +18,13 @@ from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
-from retrieval.serving.index.contract import Floats
 from retrieval.serving.index.duplicates import Duplicates, find_duplicates
+from retrieval.serving.index.index_backend import Floats
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
 from retrieval.serving.merging import Distances, measured, measured_alone
 from retrieval.serving.progress import Progress, showing
-from retrieval.serving.providers import Device
 from retrieval.serving.queries import encode_queries
+from retrieval.serving.runtime import Device
 from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address, IndexPlace, place_of
 from retrieval.serving.store.contract import (

@@ -1,4 +1,4 @@
-"""What the store asks of an index back end, and what it does with one that fails."""
+"""What a store asks of an index back end, how it searches one, and how good one is."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from retrieval.errors import StoreError
 from retrieval.host.plugin_calls import calling
+from retrieval.serving.store.search import nearest
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
+_RECALL_QUERIES = 200
 
 
 class IndexBackend(ABC):
@@ -191,3 +193,33 @@ def checked_search(
             " back end's author."
         )
     return rows.astype(np.int64, copy=False)
+
+
+def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
+    """Return the share of the exact ten nearest that `backend` finds, with items as queries,
+    themselves left out.
+
+    Args:
+        backend: built over `vectors`.
+        name: of the back end, for errors.
+        vectors: (N, P), float32, C-contiguous. The queries are 200 of them.
+    """
+    count = len(vectors)
+    k = min(10, count - 1)
+    if k < 1:
+        return 1.0
+    sample = np.sort(
+        np.random.default_rng(0).choice(count, min(_RECALL_QUERIES, count), replace=False)
+    )
+    queries = vectors[sample]
+    # The item itself is the nearest. Whatever is as near as the last counts: duplicates would
+    # otherwise look like misses.
+    limits = nearest(queries, vectors, k + 1)[0][:, k] + 2e-6 * np.square(queries).sum(axis=1).max()
+    hits = 0
+    for row, query, limit, rows in zip(
+        sample, queries, limits, checked_search(backend, name, queries, k + 1, count), strict=True
+    ):
+        neighbours = rows[(rows >= 0) & (rows != row)]
+        squared = np.square(vectors[neighbours] - query).sum(axis=1)
+        hits += min(k, int((squared <= limit).sum()))
+    return hits / (k * len(sample))
