@@ -47,7 +47,7 @@ from retrieval.cli.types import Place
     is_flag=True,
     help="Keep the backbone's features too, for bundles of export --split.",
 )
-@click.option("--batch", type=click.IntRange(1), help="Items encoded at once. Measured by default.")
+@click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
 @click.option(
     "--part",
     type=click.IntRange(1),

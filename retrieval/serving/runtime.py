@@ -168,15 +168,17 @@ def start_session(
     """
     if devices[0] == "cuda":
         load_libraries(runtime)
-        cuda, cpu = (_PROVIDERS["cuda"], _CUDA_OPTIONS), (_PROVIDERS["cpu"], {})
+        cuda = _PROVIDERS["cuda"]
         with contextlib.suppress(Exception):
             # without its own way of falling back, which prints
             session = runtime.InferenceSession(
-                content, options, providers=[cuda, cpu], enable_fallback=0
+                content,
+                options,
+                providers=[(cuda, _CUDA_OPTIONS), (_PROVIDERS["cpu"], {})],
+                enable_fallback=0,
             )
-            return session, "cuda" if cuda[0] in session.get_providers() else "cpu"
-    providers = [(_PROVIDERS["cpu"], {})]
-    return (
-        runtime.InferenceSession(content, options, providers=providers, enable_fallback=0),
-        "cpu",
+            return session, "cuda" if cuda in session.get_providers() else "cpu"
+    session = runtime.InferenceSession(
+        content, options, providers=[(_PROVIDERS["cpu"], {})], enable_fallback=0
     )
+    return session, "cpu"

@@ -19,7 +19,6 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.files.locks import hold
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.embedded import Plan
 from retrieval.serving.index.index import open_index
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
@@ -182,13 +181,6 @@ def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, t
     with pytest.raises(DataError, match="is not empty, and holds no embedding"):
         embedded(bundle_path, [photos / "1"], tmp_path / "full")
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
-
-
-def test_the_batch_is_measured_and_kept(photos, bundle_path, tmp_path):
-    first = embedded(bundle_path, [photos / "1"], tmp_path / "v", batch=None)
-    assert first.batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    assert Plan.read(tmp_path / "v").batch == first.batch
-    assert embedded(bundle_path, [photos / "1"], tmp_path / "v", batch=None).batch == first.batch
 
 
 def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(

@@ -1,4 +1,4 @@
-"""Where tasks are done: `here` in threads of this process, or on all nodes of a Ray `Cluster`."""
+"""Where tasks are done: `in_threads` of this process, or on all nodes of a Ray `Cluster`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FETCH_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 
 
-def here(
+def in_threads(
     setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T], workers: int = 2
 ) -> Iterator[R]:
     """Do tasks in threads of this process; see `Runner`.

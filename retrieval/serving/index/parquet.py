@@ -21,7 +21,7 @@ from retrieval.serving.filters import metadata_text
 from retrieval.serving.store.items import check_id
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.sources import Location
+    from retrieval.serving.index.locations import Location
 
 ITEM_CHARACTERS = 1_000_000
 """Characters of one item's texts: an index gives no longer ones back."""
