@@ -20,18 +20,16 @@ from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.host.cores import cores
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.files.snapshot import Snapshot, Watch
-from retrieval.serving.images import decode, from_array
-from retrieval.serving.manifest import (
+from retrieval.serving.bundle_folder import (
     FILE,
-    Input,
-    Manifest,
+    BundleFolder,
     manifest_text,
     opened_whole,
-    parse_manifest,
     read_files,
 )
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import decode, from_array
+from retrieval.serving.manifest import Input, Manifest, parse_manifest
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
 from retrieval.serving.sessions import (
@@ -98,14 +96,14 @@ class Bundle:
         text: bytes,
         variant: str | None,
         sessions: Sessions,
-        watch: Watch,
+        folder: BundleFolder,
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.variant = variant
         self.device, self.fallback = sessions.device, sessions.fallback
         self.sha256 = hashlib.sha256(text).hexdigest()
-        self._text, self._sessions, self._watch = text, sessions, watch
+        self._text, self._sessions, self._folder = text, sessions, folder
 
     @classmethod
     def open(
@@ -131,7 +129,7 @@ class Bundle:
         """
         folder = Path(path)
 
-        def load(opened: Snapshot) -> Bundle:
+        def load(opened: BundleFolder) -> Bundle:
             text = manifest_text(opened)
             manifest = parse_manifest(folder / FILE, text)
             graphs = read_files(opened, manifest.files)
@@ -142,7 +140,7 @@ class Bundle:
                     + did_you_mean(variant, manifest.variants)
                 )
             sessions = Sessions.open(folder, graphs, manifest, variant, threads, device)
-            return cls(folder, manifest, text, variant, sessions, Watch(opened))
+            return cls(folder, manifest, text, variant, sessions, opened)
 
         return opened_whole(folder, load)
 
@@ -162,7 +160,7 @@ class Bundle:
 
         What was opened stays what it was: graphs are in memory.
         """
-        return self._watch.changed()
+        return self._folder.changed()
 
     def copy(self, target: Path) -> None:
         """Write this bundle, as it was opened, to a new folder.
@@ -172,7 +170,7 @@ class Bundle:
             OSError: the disk refuses.
         """
 
-        def write(folder: Snapshot) -> None:
+        def write(folder: BundleFolder) -> None:
             if manifest_text(folder) != self._text:
                 raise BundleError(
                     f"The bundle {self.path} was changed while it was in use. Run the command"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,23 +21,13 @@ from pydantic import (
 
 from retrieval.errors import BundleError
 from retrieval.host.files import write_text
-from retrieval.serving.files.places import instead
-from retrieval.serving.files.snapshot import (
-    Snapshot,
-    Unusable,
-    at_one_moment,
-    is_plain,
-    read_all,
-)
+from retrieval.serving.bundle_folder import FILE as FILE
+from retrieval.serving.bundle_folder import is_plain, manifest_text, opened_whole
 from retrieval.serving.files.strict_json import parse_json, problems_of
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.probe import Probe
 
-T = TypeVar("T")
 FORMAT = 1
-FILE = "manifest.json"
-MANIFEST_BYTES = 4_000_000
-"""The longest manifest that is read."""
 _NUMBERS = 1 << 26  # the largest input of one item, and the widest vector: 67 million
 _RESIZE = 8192
 
@@ -315,12 +304,6 @@ class Manifest(Entry):
         return checksum_of({"graph": graph, "input": self.input.model_dump(mode="json")})
 
 
-def sha256_of(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def checksum_of(content: dict[str, Any]) -> str:
     """Return the SHA-256 of a manifest's parsed JSON, whatever its layout, without its own key
     "checksum".
@@ -341,14 +324,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     Raises:
         BundleError: a graph that the manifest names is not there.
     """
-    paths = sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and path.name != FILE and not path.name.startswith(".")
-    )
-    files = {
-        path.name: FileRecord(sha256=sha256_of(path), bytes=path.stat().st_size) for path in paths
-    }
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name != FILE and not path.name.startswith("."):
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            files[path.name] = FileRecord(sha256=sha256, bytes=path.stat().st_size)
     for name, purpose in manifest.graphs().items():
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
@@ -372,34 +353,6 @@ def read_manifest(folder: Path) -> Manifest:
     return opened_whole(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
 
 
-def opened_whole(folder: Path, load: Callable[[Snapshot], T]) -> T:
-    """Load a bundle from one generation of its folder.
-
-    Raises:
-        BundleError: there is no such folder, or what `load` raises.
-    """
-    try:
-        return at_one_moment(folder, load, BundleError)
-    except Unusable as fault:
-        raise BundleError(
-            f"{folder} is not a bundle: {fault}.{instead(folder, 'bundle')}"
-        ) from None
-
-
-def manifest_text(folder: Snapshot) -> bytes:
-    """Return the text of an opened bundle's manifest.
-
-    Raises:
-        BundleError: there is none, or it cannot be read.
-    """
-    try:
-        return folder.read(FILE, MANIFEST_BYTES)
-    except Unusable as fault:
-        raise BundleError(
-            f"{folder.path} is not a bundle: {FILE} {fault}.{instead(folder.path, 'bundle')}"
-        ) from None
-
-
 def parse_manifest(path: Path, text: bytes) -> Manifest:
     """Return what a manifest says, checked.
 
@@ -419,20 +372,3 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     if missing := [name for name in manifest.graphs() if name not in manifest.files]:
         raise BundleError(f"{path} cannot be used: it gives no SHA-256 for {', '.join(missing)}.")
     return manifest
-
-
-def read_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, bytes]:
-    """Read every recorded file of an opened bundle, compared with its size and SHA-256.
-
-    Raises:
-        BundleError: naming every file that is missing or was altered; or they do not fit into
-            memory.
-    """
-    expected = {name: (record.sha256, record.bytes) for name, record in files.items()}
-    contents, problems = read_all(folder, expected, f"The bundle {folder.path}", BundleError)
-    if problems:
-        raise BundleError(
-            f"The bundle {folder.path} is damaged: {'; '.join(problems)}. Make it again, or copy it"
-            " again."
-        )
-    return contents

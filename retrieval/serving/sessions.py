@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError
 from retrieval.host.cores import default_threads
-from retrieval.serving.files.snapshot import available_memory
 from retrieval.serving.graphs import GraphError, check_graph
 from retrieval.serving.manifest import Input, Manifest
+from retrieval.serving.memory import available_memory
 from retrieval.serving.runtime import (
     FALLBACK,
     Device,
