@@ -155,8 +155,9 @@ class Bundle:
         )
 
     def changed(self) -> str | None:
-        """Return a sentence when the files on the disk are no longer what was opened; costs a few
-        looks at the file system.
+        """Return a sentence when the files on the disk are no longer what was opened.
+
+        Costs a few looks at the file system.
 
         What was opened stays what it was: graphs are in memory.
         """
@@ -214,14 +215,16 @@ class Bundle:
 
     @property
     def backbone_sha256(self) -> str | None:
-        """SHA-256 of a split encoder's backbone (graph, weights, preprocessing): the same one gives
-        the same features. None without a split, and for variants.
+        """SHA-256 of a split encoder's backbone: equal ones give equal features.
+
+        It covers graph, weights and preprocessing. None without a split, and for variants.
         """
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
     def features(self, inputs: NDArray[Any], *, batch: int = 32) -> Floats:
-        """Return what the head takes, features (N, F): the backbone's; of a bundle that takes
-        features the inputs themselves.
+        """Return what the head takes, features (N, F).
+
+        They are the backbone's; a bundle of features gives the inputs themselves.
 
         Args:
             inputs: as `encode` takes them.

@@ -31,8 +31,7 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
 def _silence() -> None:
-    """Ignore Pillow's warnings: metadata that it cannot read changes no pixel, and our own limits
-    are stricter.
+    """Ignore Pillow's warnings: unreadable metadata changes no pixel, and our limits are stricter.
 
     Once for the process: swapping the filters around each image would need a lock around each
     image.
@@ -76,9 +75,7 @@ HEAD_BYTES = 64
 
 
 def format_of(content: bytes) -> str | None:
-    """Return the format that a file's first bytes name, as Pillow calls it; None for one that is
-    not known.
-    """
+    """Return the format that a file's first bytes name, as Pillow calls it, or None."""
     head = content[:HEAD_BYTES]
     return next((name for name, begins in STARTS.items() if begins(head)), None)
 
@@ -108,9 +105,7 @@ class Limits:
 
     @property
     def memory(self) -> int:
-        """Bytes that decoding and preprocessing one image may take: the most that the largest ones
-        were seen to.
-        """
+        """Bytes that decoding and preprocessing one image may take, as the largest ones did."""
         return 64_000_000 + 24 * self.pixels
 
     def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
@@ -139,9 +134,7 @@ class Limits:
 
 @functools.cache
 def can_open(format: str) -> bool:
-    """Return whether a format can be decoded here: AVIF needs a Pillow that has it, HEIF the
-    package pillow-heif.
-    """
+    """Return whether a format can be decoded here: AVIF and HEIF need newer or further packages."""
     if format == "AVIF":
         try:
             from PIL import AvifImagePlugin
@@ -160,8 +153,7 @@ def can_open(format: str) -> bool:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What an image goes through before the encoder: resize the shorter side, crop the centre,
-    normalise.
+    """What an image goes through before the encoder: resize, crop the centre, normalise.
 
     Resizing and cropping happen on uint8 pixels, here; `mean` and `std` are applied inside the
     encoder. Pixels equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image, to the
@@ -255,8 +247,7 @@ def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 
 
 def _centred(length: int, crop: int) -> int:
-    """Return where a centre crop begins, as torchvision's `CenterCrop` has it; below 0 where it
-    pads.
+    """Return where a centre crop begins, as in torchvision's `CenterCrop`; below 0 it pads.
 
     Half a pixel goes to the even neighbour; of an odd number of padded pixels the end has one more.
     """
@@ -326,9 +317,7 @@ def check_range(image: Image.Image, name: str) -> None:
 
 
 def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return a transparent image on white, a band of rows at a time: whole, it would be in memory
-    four times over.
-    """
+    """Return a transparent image on white, a band of rows at a time to save memory."""
     out = Image.new(mode, image.size)
     rows = max(1, _BAND // image.width)
     for top in range(0, image.height, rows):
@@ -342,9 +331,7 @@ def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """Return 8-bit grey of 16-bit grey; the one value that is transparent, if there is one, is
-    white.
-    """
+    """Return 8-bit grey of 16-bit grey; the one transparent value, if any, becomes white."""
     values = np.asarray(image)
     grey = (values >> 8).astype(np.uint8)
     if (transparent := image.info.get("transparency")) is not None:
@@ -507,9 +494,7 @@ def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.
 
 
 def full_size(image: Image.Image) -> tuple[int, int]:
-    """Return width and height of the file that `decode` read, upright: larger than the image's
-    where it was reduced.
-    """
+    """Return width and height of the file that `decode` read, upright and not reduced."""
     size: tuple[int, int] = image.info.get(_FULL_SIZE, image.size)
     return size
 
@@ -525,8 +510,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes:
-    """Return a regular file's content; hardly more than the limit is read of one that grows
-    meanwhile.
+    """Return a regular file's content, hardly more than the limit of one that grows meanwhile.
 
     Raises:
         DataError: it cannot be read, is no regular file, or is too large.

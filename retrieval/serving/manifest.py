@@ -112,7 +112,8 @@ class DistanceEntry(Entry):
 
 
 class SubspaceEntry(Entry):
-    """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own;
+    """Columns `start` to `stop` of the vector, which propose candidates of their own.
+
     `weight` is for merge "score".
     """
 
@@ -150,9 +151,7 @@ class RescorerEntry(Entry):
 
 
 class SplitEntry(Entry):
-    """The encoder as two graphs: `backbone`, "input" → "features" (N, `features`); `head`, those as
-    "input" → what an encoder gives.
-    """
+    """The encoder as two graphs: the backbone gives features (N, `features`), the head takes them."""
 
     backbone: FileName
     head: FileName
@@ -281,9 +280,7 @@ class Manifest(Entry):
         return self
 
     def graphs(self) -> dict[str, str]:
-        """Return what each ONNX file is for: name → "encoder", "backbone", "head", "rescorer" or
-        "variant 'int8'".
-        """
+        """Return the purpose of each ONNX file by its name: "encoder", "rescorer", "variant 'int8'"."""
         graphs = {self.encoder: "encoder"} if self.encoder is not None else {}
         if self.split is not None:
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
@@ -295,9 +292,7 @@ class Manifest(Entry):
 
     @property
     def backbone_sha256(self) -> str | None:
-        """`checksum_of` {"graph": the SHA-256 of the backbone's file, "input": …}; None where the
-        encoder is one graph.
-        """
+        """`checksum_of` the backbone's SHA-256 and the input; None where the encoder is one graph."""
         if self.split is None:
             return None
         graph = self.files[self.split.backbone].sha256
@@ -305,17 +300,14 @@ class Manifest(Entry):
 
 
 def checksum_of(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's parsed JSON, whatever its layout, without its own key
-    "checksum".
-    """
+    """Return the SHA-256 of a manifest's parsed JSON without its own key "checksum"."""
     rest = {key: value for key, value in content.items() if key != "checksum"}
     text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Write `manifest.json`, with SHA-256 and size of every other file in the folder, and return
-    what was written.
+    """Write `manifest.json` with the checksum of every other file, and return what was written.
 
     Args:
         folder: holds the bundle's finished files; hidden files are left out.

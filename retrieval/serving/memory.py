@@ -28,8 +28,7 @@ def available_memory() -> int:
 
 
 def return_large_blocks(size: int = _LARGE) -> None:
-    """Have the C library return blocks, and free ends of its heaps, of some bytes or more, and keep
-    what is smaller.
+    """Have the C library return freed blocks of `size` bytes or more, and keep smaller ones.
 
     Its own thresholds follow the largest block that was freed. They grow to tens of megabytes, and
     `give_back` does not reach the free end of a thread's heap, which they keep; or they stay small,
@@ -44,8 +43,9 @@ def return_large_blocks(size: int = _LARGE) -> None:
 
 
 def keep_large_blocks() -> None:
-    """Have the C library keep blocks of any size that are freed, for as long as the process lives;
-    a user's own settings are left alone.
+    """Have the C library keep freed blocks of any size as long as the process lives.
+
+    A user's own settings are left alone.
 
     torch asks for the same blocks with each batch. Given back and taken again, each page of them is
     cleared by the system first: two thirds of EfficientNet-Lite0's time on a CPU, and two fifths of

@@ -24,9 +24,7 @@ _ZERO = 8 * float(np.finfo(np.float32).eps)
 
 
 class Columns(Protocol):
-    """A sub-space, whoever describes it: columns `start` to `stop` of the vector, and its weight
-    for merge "score".
-    """
+    """Columns `start` to `stop` of the vector, and their weight for merge "score"."""
 
     @property
     def start(self) -> int:
@@ -97,8 +95,7 @@ def spans_of(subspaces: Sequence[Columns]) -> list[slice]:
 def merged(
     query: Floats, vectors: Floats, k: int, subspaces: Sequence[Columns], merge: str
 ) -> Distances:
-    """Return the distances (n,) of one query (P,) to vectors (n, P): Euclidean in each sub-space,
-    then merged as a manifest says.
+    """Return the distances (n,) of one query (P,) to vectors (n, P), merged over sub-spaces.
 
     Args:
         query: what is asked with.
@@ -131,9 +128,7 @@ def of_products(products: Floats) -> Distances:
 
 
 def nearest_of(distances: Floats) -> Distances:
-    """Return each item's smallest distance (n,) of its distances (S, n) in S sub-spaces: merge
-    "min".
-    """
+    """Return each item's smallest distance (n,) in S sub-spaces (S, n): merge "min"."""
     return np.asarray(distances.min(axis=0), dtype=np.float64)
 
 

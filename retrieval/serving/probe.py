@@ -1,6 +1,4 @@
-"""A bundle's probe: a made-up input, where the encoder put it when the bundle was made, and whether
-it still does.
-"""
+"""A bundle's probe: a made-up input, by which a server notices a model that went wrong."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ Coded = Annotated[str, AfterValidator(_coded)]
 
 
 class Probe(BaseModel):
-    """An input that shows nobody's picture, and its vectors as ONNX Runtime gave them; arrays are
-    base64 of little-endian bytes.
+    """An input that shows nobody's picture, and its vectors as ONNX Runtime gave them.
+
+    Arrays are base64 of little-endian bytes.
 
     Attributes:
         pattern: of images uint8 (C, TILES, TILES), each number a tile of the image; of features
@@ -131,9 +130,7 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
 
 
 def probe_fault(bundle: Bundle) -> str | None:
-    """Return why a bundle's encoder is not what it was when the bundle was made; None where it is,
-    or where the bundle has no probe.
-    """
+    """Return why a bundle's encoder is not what it was when it was exported, or None."""
     manifest, variant = bundle.manifest, bundle.variant
     probe, shape = manifest.probe, manifest.input.shape
     if probe is None:

@@ -32,9 +32,7 @@ _DELAY = 0.5  # seconds before a bar appears: an error that comes at once has no
 
 @contextmanager
 def showing(progress: Progress) -> Iterator[None]:
-    """Inside, every `Meter` of this thread shows what `progress` says; one that is off stays off
-    further inside.
-    """
+    """Let every `Meter` of this thread show what `progress` says; False stays off further inside."""
     outer = _shown.get()
     token = _shown.set(progress if outer is True or progress is False else outer)
     try:
@@ -129,9 +127,7 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a line to standard error that stays, above the bar if there is one; it may hold
-        names from outside.
-        """
+        """Write a line to standard error that stays above the bar; it may hold names from outside."""
         line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)

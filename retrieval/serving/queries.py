@@ -1,6 +1,4 @@
-"""What somebody searches for, as an index is asked: images, features or encoded vectors, one or
-several.
-"""
+"""Encode what somebody searches for: images, features or vectors, one or several."""
 
 from __future__ import annotations
 
@@ -63,8 +61,7 @@ def encode_queries(
 
 
 def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[Any]:
-    """Encode features (N, F) where the bundle takes features; other vectors, (N, P), need no
-    encoding.
+    """Encode features (N, F) where the bundle takes features; return vectors (N, P) as they are.
 
     Raises:
         DataError: features of another width, or not finite numbers.
@@ -133,9 +130,7 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
 
 
 def _is_pixels(bundle: Bundle, item: Any) -> bool:
-    """Whether an array is an image's pixels: uint8 of two or three axes, for a bundle that takes
-    images.
-    """
+    """Return whether an array is an image's pixels, for a bundle that takes images."""
     return (
         isinstance(item, np.ndarray)
         and item.dtype == np.uint8

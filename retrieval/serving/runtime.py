@@ -21,8 +21,7 @@ FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu11", "faiss-gp
 
 
 def quiet_threads() -> None:
-    """Let idle OpenMP threads sleep instead of spin; counts only before FAISS, ONNX Runtime or
-    torch are imported.
+    """Let idle OpenMP threads sleep instead of spin; call it before FAISS or torch is imported.
 
     On two busy cores a single search cost 16 ms of CPU time with spinning threads and 0.7 ms
     without. A user's own setting is left alone.

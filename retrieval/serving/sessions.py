@@ -1,6 +1,4 @@
-"""A bundle's graphs in ONNX Runtime: looked at first, loaded within limits, tried once, and run on
-checked batches.
-"""
+"""A bundle's graphs in ONNX Runtime: checked, loaded within limits, tried once, and run."""
 
 from __future__ import annotations
 
@@ -233,9 +231,7 @@ class Sessions:
 
 
 def session_options(runtime: Any, threads: int | None) -> Any:
-    """Return ONNX Runtime's options of a session that says nothing, spins nowhere, and shares this
-    process's bounded memory.
-    """
+    """Return ONNX Runtime's options: silent, without spinning, in one bounded memory."""
     _limit_memory(runtime)
     options = runtime.SessionOptions()
     options.log_severity_level = (
@@ -258,9 +254,7 @@ def session_options(runtime: Any, threads: int | None) -> Any:
 
 @functools.cache
 def _limit_memory(runtime: Any) -> None:
-    """Let all sessions of this process share one bounded memory: a graph that asks for more fails,
-    and not the machine.
-    """
+    """Let all sessions of this process share one bounded memory, so a greedy graph fails alone."""
     info = runtime.OrtMemoryInfo(
         "Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT
     )
@@ -269,16 +263,12 @@ def _limit_memory(runtime: Any) -> None:
 
 
 def _reason(fault: Exception) -> str:
-    """Return the end of ONNX Runtime's message, on one line: what precedes it names its source
-    files.
-    """
+    """Return the end of ONNX Runtime's message: what precedes it names its source files."""
     return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
 
 
 def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Refuse a graph without one of these inputs and outputs, or with an input that nobody would
-    give it.
-    """
+    """Refuse a graph that lacks an input or output, or has an input that nobody feeds."""
     path, session = graph.path, graph.session
     taken = [node.name for node in session.get_inputs()]
     offered = [node.name for node in session.get_outputs()]

@@ -1,5 +1,6 @@
-"""Where a request's time goes: whoever works on it notes a stage, in whatever thread; outside of a
-request that costs nothing.
+"""Where a request's time goes: whoever works on it notes a stage.
+
+Outside of a request that costs nothing.
 """
 
 from __future__ import annotations

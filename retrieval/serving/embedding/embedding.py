@@ -217,9 +217,7 @@ def _plan_of(folder: Path, new: Plan, part: int | None, batch: int | None) -> Pl
 
 
 def _digest(sources: Sources) -> str:
-    """Return what names the items, in order: keys, labels, metadata, and what changes when their
-    files do.
-    """
+    """Return a hash of all items: keys, labels, metadata, and what changes with their files."""
     total = hashlib.sha256()
     for item in sources.items:
         state = [item.key, item.label, dict(item.metadata), item.stamp()]
@@ -303,8 +301,9 @@ def _fill(
 
 
 def _refuse_unseen(items: Sequence[Source], embedded: EmbeddedPart) -> None:
-    """Refuse a part whose files this machine has, and the node that read them has not: its items
-    are not bad.
+    """Refuse a part whose files this machine has, but the node that read them has not.
+
+    Its items are not bad.
 
     Raises:
         DataError: naming the first.

@@ -1,5 +1,6 @@
-"""CSV files that name items, as pandas, Excel and Windows write them: read alike for training and
-for an index.
+"""CSV files that name items, as pandas, Excel and Windows write them.
+
+Training and indexing read them alike.
 
 All values are text in the file; `typed` gives each column its type.
 """
@@ -86,8 +87,7 @@ class CsvTable:
         )
 
     def files(self, root: Path | None) -> None:
-        """Give paths the slashes of this machine, and take out rows whose path is no file of this
-        machine.
+        """Give paths the slashes of this machine, and take out rows whose path is elsewhere.
 
         Addresses and Windows drives are problems, one for all rows.
 
@@ -178,9 +178,7 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
 
 
 def is_missing_text(text: str) -> bool:
-    """Return whether a label's text says that there is none: blank, or as pandas and numpy write a
-    missing value.
-    """
+    """Return whether a label's text says that there is none: blank, or a missing value of pandas."""
     return not text.strip() or text.strip().lower() in _MISSING
 
 

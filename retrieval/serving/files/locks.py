@@ -27,8 +27,7 @@ _PATIENCE = 0.3  # seconds: for the instant in which another process lets go
 def hold(
     target: str | os.PathLike[str], doing: str, error: type[RetrievalError] = RetrievalError
 ) -> Iterator[None]:
-    """Hold a file's or folder's name against every other process (and thread) that asks for it in
-    the same way.
+    """Hold a file's or folder's name against every other process or thread that asks for it.
 
     The lock is a hidden file beside `target`, `.NAME.lock`, which the system lets go when the
     process ends, however it ends; one that was left behind is harmless and is taken over. `target`
@@ -63,9 +62,7 @@ def hold(
 
 
 def _take(place: Path) -> tuple[Path, FileLock | SoftFileLock | None, str]:
-    """Return the lock's path, the lock (None when another has it), and who has it, if that is
-    known.
-    """
+    """Return the lock's path, the lock (None when another has it), and its holder if known."""
     path = place.with_name(f".{place.name}.lock")
     end = time.monotonic() + _PATIENCE
     holder = ""

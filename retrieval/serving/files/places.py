@@ -1,6 +1,4 @@
-"""What a folder is, where another was wanted: a run, a bundle, an index and a demo hold one
-another.
-"""
+"""What kind a folder is (a run, a bundle, an index), where another kind was wanted."""
 
 from __future__ import annotations
 
@@ -44,8 +42,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def instead(path: Path, wanted: Kind) -> str:
-    """Return a sentence, after a space: where what was wanted is to be had, and what the path is
-    instead.
+    """Return a sentence, after a space, on what the path is and where to find what was wanted.
 
     Args:
         path: what the user named.

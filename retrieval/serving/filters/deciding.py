@@ -1,5 +1,4 @@
-"""Which items a filter is true of: decided in Python (`matches`) and in SQLite (`to_sql`), with one
-answer.
+"""Decide which items a filter is true of: in Python (`matches`) and in SQLite (`to_sql`).
 
 Both agree on metadata that `metadata_text` has written.
 """
@@ -213,8 +212,9 @@ def _bound(value: Value) -> tuple[str, Parameter]:
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as the JSON text on which `to_sql` and `matches` agree in every version of
-    SQLite from 3.40.
+    """Return metadata as the JSON text on which `to_sql` and `matches` agree.
+
+    That holds in every version of SQLite from 3.40.
 
     Raises:
         DataError: they are not a JSON object, nest deeper than 64 levels, or hold a number that is

@@ -119,9 +119,7 @@ def _parser() -> Lark:
 
 @v_args(inline=True)
 class _Maker(Transformer[Token, Any]):
-    """Makes the tree while the text is parsed, from the leaves up; so no depth of brackets makes it
-    recurse.
-    """
+    """Makes the tree from the leaves up while the text is parsed, so brackets make nothing recurse."""
 
     def field(self, *names: Token) -> Field:
         return _at(names[0], lambda: field_of(tuple(name.strip('"') for name in names)))
@@ -168,9 +166,7 @@ def _at(token: Any, make: Callable[[], Node]) -> Node:
 
 
 def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
-    """Return where a mistake is; what was expected, what is there instead, and what was perhaps
-    meant.
-    """
+    """Return where a mistake is, and what was expected, is there and was perhaps meant."""
     position = fault.pos_in_stream or 0
     if isinstance(fault, UnexpectedCharacters):
         signs = (sign for sign in ("==", "<>", "&", "|") if text.startswith(sign, position))

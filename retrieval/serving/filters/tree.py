@@ -172,8 +172,9 @@ Filter = Compare | In | Exists | And | Or | Not
 
 
 def fields(filter: Filter) -> frozenset[str]:
-    """Return the metadata entries that a filter uses: the first name of each path; `id` and `label`
-    are none.
+    """Return the metadata entries that a filter uses: the first name of each path.
+
+    `id` and `label` are no entries.
     """
     if isinstance(filter, Not):
         return fields(filter.part)
@@ -197,8 +198,9 @@ def word(value: Value) -> str:
 
 
 def number(value: int | float) -> int | float:
-    """Return a number as SQLite holds it: an integer of 64 bits, or a float64, infinite where none
-    is near.
+    """Return a number as SQLite holds it: an integer of 64 bits, or a float64.
+
+    An integer with no float64 near it becomes infinite.
     """
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         try:

@@ -347,8 +347,9 @@ def embed(
     keep: Keep = "reference",
     strict: bool = False,
 ) -> Iterator[list[tuple[T, Embedded]]]:
-    """Yield items with their arrays, batch by batch in order; threads decode a few batches ahead of
-    the encoder.
+    """Yield items with their arrays, batch by batch in order.
+
+    Threads decode a few batches ahead of the encoder.
 
     Args:
         bundle: encodes.
@@ -435,9 +436,7 @@ def _arrays_of(bundle: Bundle, inputs: NDArray[Any], settings: Settings) -> dict
 
 
 def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:
-    """Return encoded arrays (n, width), and perhaps the features (n, F) behind them, by the store's
-    names.
-    """
+    """Return encoded arrays (n, width), and perhaps features (n, F), by the store's names."""
     arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
     return {name: array for name, array in arrays.items() if array is not None}
 

@@ -30,9 +30,7 @@ lists beyond.
 
 @hookimpl
 def retrieval_indexes() -> Factories:
-    """FAISS: exact, graphs (of a CPU and of a GPU), inverted lists, and lists or tables of vectors
-    in fewer bytes.
-    """
+    """FAISS's exact search, graphs, inverted lists, and tables of smaller vectors."""
     from retrieval.serving.index.faiss_backends import Cagra, Flat, Hnsw, Ivf, IvfPq, Rabitq, Sq8
 
     return {
@@ -53,9 +51,7 @@ def _own() -> dict[str, Factory]:
 
 
 def short_name(name: str) -> str:
-    """Return the name that an index records: a built-in back end's without its plugin, any other as
-    it is.
-    """
+    """Return the name that an index records: without `core.` for a built-in back end."""
     short = name.removeprefix(f"{BUILT_IN}.")
     return short if short in _own() else name
 

@@ -1,6 +1,4 @@
-"""Look through a whole index, page by page or item by item; and make an index of a snapshot, once
-it is found whole.
-"""
+"""Check a whole index against its checksums, and restore one from a snapshot."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def check_store(store: Store) -> list[str]:
-    """Read everything that a store holds, wherever it lies; return what is damaged, a sentence
-    each.
+    """Read everything that a store holds; return what is damaged, a sentence each.
 
     Each bundle is compared with its generation, and every item is read with its arrays. What was
     written meanwhile is no damage.

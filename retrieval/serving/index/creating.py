@@ -174,9 +174,7 @@ def refuse_existing(output: Path, replace: bool) -> None:
 def _free_address(
     address: Address, plugins: Sequence[str], replace: bool, structured: bool
 ) -> StorePlace:
-    """Return the place at an address; without `replace`, no index may be there, and no structure be
-    asked for.
-    """
+    """Return the place at an address, once it is free and no structure is asked for."""
     if structured:
         raise DataError(
             f"A back end and its parameters are of folders. What the store of {address} can be told"
@@ -250,9 +248,7 @@ def _fill_folder(
     adding: Mapping[str, Any],
     device: Device,
 ) -> Summary:
-    """Add what sources name to a folder that nobody sees yet, and build what speeds its searches
-    up.
-    """
+    """Add what sources name to a folder that nobody sees yet, and build its structure."""
     with Index(partial, store, device=device) as index:
         before = len(index)
         added = _added(index, named, {**adding, "sync": True})

@@ -1,5 +1,4 @@
-"""Folders of embeddings, as `retrieval embed` writes them: what their files hold, and how an index
-reads them.
+"""Folders of embeddings, as `retrieval embed` writes them and an index reads them.
 
 A folder has `embedding.json`, which says what was embedded with what, and one Parquet file for each
 part of the items. A part appears whole or not at all, and its name is its number: so no item is
@@ -169,8 +168,7 @@ def _part_table(folder: Path, number: int) -> Table:
 def rows(
     folder: Path, plan: Plan, arrays: Sequence[str]
 ) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
-    """Yield the items of a complete folder, some hundred at a time, and their arrays (n, width) by
-    name.
+    """Yield the items of a complete folder, some hundred at a time, with their arrays by name.
 
     Args:
         folder: what `retrieval embed` wrote.
@@ -354,8 +352,7 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
 
 class VectorRows:
-    """The vectors of a complete folder of embeddings, read as they are needed: the folder may be
-    larger than the memory.
+    """The vectors of a complete folder of embeddings, read as they are needed.
 
     Args:
         folder: what `retrieval embed` wrote.

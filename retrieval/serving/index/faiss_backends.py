@@ -170,9 +170,7 @@ class FaissBackend(IndexBackend):
         self._write(path)
 
     def _write(self, path: Path, flags: int = 0) -> None:
-        """Write the index through Python's file object: FAISS's own writer may miss a full disk on
-        closing.
-        """
+        """Write the index through Python: FAISS's own writer may miss a full disk on closing."""
         faiss = load_faiss()
         failure: list[OSError] = []
         with path.open("xb") as file:
@@ -273,8 +271,7 @@ class Flat(FaissBackend):
 
 
 class Hnsw(FaissBackend):
-    """Approximate search in a graph (Malkov and Yashunin 2018): fast, memory for the vectors and
-    the links.
+    """Approximate search in a graph (Malkov and Yashunin 2018): fast, and large in memory.
 
     Args:
         m: links of a vector; more find better and need more memory (8 × m bytes a vector).
@@ -304,9 +301,7 @@ class Hnsw(FaissBackend):
         self._write(path, load_faiss().IO_FLAG_SKIP_STORAGE)
 
     def load_beside(self, path: Path, vectors: Floats) -> None:
-        """Read the links, and follow them over the vectors where those lie; an older file holds its
-        own.
-        """
+        """Read the links, and follow them over the vectors; an older file holds its own."""
         index = self._read(path)
         if index.storage is None:
             faiss = load_faiss()
@@ -409,9 +404,7 @@ class Cagra(Hnsw):
 
 
 class ListsBackend(FaissBackend):
-    """What back ends of inverted lists have in common: how many lists, and how many of them a
-    search looks at.
-    """
+    """What back ends of inverted lists share: their number, and how many a search looks at."""
 
     def __init__(self, lists: Lists = 0, probes: Lists = 0) -> None:
         super().__init__()
@@ -451,8 +444,7 @@ class ListsBackend(FaissBackend):
 
 
 class Ivf(ListsBackend):
-    """Approximate search in inverted lists: clusters the vectors and searches the lists nearest to
-    the query.
+    """Approximate search in inverted lists: only the lists nearest to the query are searched.
 
     Args:
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at
@@ -470,8 +462,7 @@ class Ivf(ListsBackend):
 
 
 class IvfPq(ListsBackend):
-    """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011): some
-    bytes a vector.
+    """Approximate search in inverted lists of product codes (Jégou et al. 2011): some bytes a vector.
 
     Args:
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at
@@ -517,8 +508,9 @@ class IvfPq(ListsBackend):
 
 
 class Rabitq(ListsBackend):
-    """Approximate search in inverted lists of a bit or a few a number (RaBitQ; Gao and Long, SIGMOD
-    2024), rotated at random first.
+    """Approximate search in inverted lists of few bits a number (RaBitQ; Gao and Long, SIGMOD 2024).
+
+    Vectors are rotated at random first.
 
     Codes are not learned, so building costs little more than the lists. A vector of P numbers takes
     P × bits / 8 bytes and 8 more, 20 more where bits is above 1 (Gao et al., SIGMOD 2025); FAISS

@@ -182,9 +182,7 @@ class Index:
 
     @property
     def bundle(self) -> Bundle:
-        """The served generation's bundle: it encodes queries and, where it has a rescorer, orders
-        candidates.
-        """
+        """The served generation's bundle: it encodes queries, and may rescore candidates."""
         assert self._served is not None
         return self._served[1]
 
@@ -224,9 +222,7 @@ class Index:
             )
 
     def changed(self) -> str | None:
-        """Return a sentence when the folder was replaced or removed; what changes within it is
-        meant to.
-        """
+        """Return a sentence when the folder was replaced or removed."""
         return self.store.changed()
 
     # Searching
@@ -349,8 +345,9 @@ class Index:
     def duplicates(
         self, within: float, *, where: Where = None, progress: Progress = True
     ) -> list[Duplicates]:
-        """Return groups of items within a distance of one another, directly or through others; the
-        largest group first.
+        """Return groups of items within a distance of one another, the largest group first.
+
+        Items may be connected directly or through others.
 
         Args:
             within: the distance, as searches give it.
@@ -407,8 +404,7 @@ class Index:
         )
 
     def upsert(self, items: Sequence[Item]) -> int:
-        """Add items that are embedded already, or put them in the place of others; return how many
-        took another's place.
+        """Add or replace items that are embedded already; return how many were replaced.
 
         Raises:
             DataError: an item that cannot be kept; all are named, and none is kept.
@@ -478,8 +474,9 @@ class Index:
     def migrate(
         self, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
     ) -> Migrated:
-        """Embed all items with another bundle, then serve that; searches and writes go on
-        meanwhile.
+        """Embed all items with another bundle, then serve that.
+
+        Searches and writes go on meanwhile.
 
         Where the index keeps features and the bundle's backbone is theirs
         (`Bundle.backbone_sha256`), its head is applied to them: no original is opened. So is a
@@ -561,8 +558,9 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
 
 
 def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
-    """Return query vectors (Q, P), and codes where the bundle rescores; the store refuses NaN and
-    infinity.
+    """Return query vectors (Q, P), and codes where the bundle rescores.
+
+    The store refuses NaN and infinity.
     """
     rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
     if isinstance(queries, Encoded):

@@ -54,16 +54,15 @@ class IndexBackend(ABC):
 
     @property
     def expand(self) -> int:
-        """How many times as many candidates an index asks for as it wants: coarse vectors come in
-        another order.
+        """How many times as many candidates an index asks for as it wants.
+
+        Coarse vectors come in another order than the vectors themselves.
         """
         return 1
 
     @property
     def selective(self) -> bool:
-        """Whether `search_selected` is there; if not, an index searches exactly among the items
-        that match a filter.
-        """
+        """Whether `search_selected` is there; if not, filtered searches are exact."""
         return False
 
     def search_selected(
@@ -94,8 +93,9 @@ class IndexBackend(ABC):
         """
 
     def save_beside(self, path: Path) -> None:
-        """Write all that `load_beside` needs to one new file, without the vectors, which lie beside
-        it.
+        """Write all that `load_beside` needs to one new file, without the vectors.
+
+        The vectors lie beside it.
 
         By default it holds what `save` writes.
         """
@@ -122,15 +122,12 @@ class IndexBackend(ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether `search` always finds the true nearest; if not, building measures how often it
-        does.
-        """
+        """Whether `search` always finds the true nearest; if not, building measures its recall."""
         return False
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:
-    """Turn whatever a back end raises inside into one sentence that names it and what it was asked
-    to do.
+    """Turn whatever a back end raises into one sentence that names it and its task.
 
     Raises:
         PluginError: the back end raised anything but an error of this package or an OSError.
@@ -150,8 +147,9 @@ def checked_search(
     count: int,
     keep: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Search and refuse an answer that breaks the contract, so that a plugin's fault is named as
-    such.
+    """Search, and refuse an answer that breaks the contract.
+
+    A plugin's fault is named as such.
 
     Args:
         backend: loaded over `count` vectors.
@@ -196,8 +194,9 @@ def checked_search(
 
 
 def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
-    """Return the share of the exact ten nearest that `backend` finds, with items as queries,
-    themselves left out.
+    """Return the share of the exact ten nearest that `backend` finds.
+
+    Queries are items of the index, each left out of its own answer.
 
     Args:
         backend: built over `vectors`.

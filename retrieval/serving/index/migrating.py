@@ -1,5 +1,7 @@
-"""Another bundle for an index, while it is searched: all items are embedded again, or another head
-is applied to the features that are kept of them, beside the old generation; then one switch.
+"""Move an index to another bundle while it is searched.
+
+All items are embedded again, or another head is applied to the features that the index keeps,
+beside the old generation; then one switch serves the new one.
 """
 
 from __future__ import annotations
@@ -80,8 +82,9 @@ def rollback(index: Index, *, progress: Progress = True) -> Migrated:
 
 
 def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
-    """Return the bundle that serves an index with a bundle of features: where the index is of
-    images, behind the backbone of its own.
+    """Return the bundle that serves an index with a bundle of features.
+
+    For an index of images that is the bundle behind the index's own backbone.
 
     Raises:
         BundleError: the index keeps no features, or of another width.
@@ -185,8 +188,7 @@ def _by_originals(
 def _originals(
     index: Index, items: Sequence[Item], most: int
 ) -> Iterator[tuple[Item, str, Original]]:
-    """Yield items with their ids and originals, of `most` bytes: kept bytes, a file, an address, or
-    why there is none.
+    """Yield items with their ids and originals: kept bytes, a file, an address, or a fault.
 
     What is neither kept nor a file of its own is read where it was found, if that has not changed
     since.
@@ -245,8 +247,9 @@ def gives_features(bundle: Bundle) -> bool:
 
 
 def applies(head: Bundle, kept: Bundle) -> bool:
-    """Return whether a bundle's head may be applied to features that were kept under another: their
-    backbone is one, or both take features.
+    """Return whether a head may be applied to features that were kept under another bundle.
+
+    Both have one backbone, or both take features.
     """
     if kept.manifest.input.kind == "features":
         return head.manifest.input == kept.manifest.input
@@ -254,8 +257,9 @@ def applies(head: Bundle, kept: Bundle) -> bool:
 
 
 def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
-    """Write a bundle that is the backbone of one and, as its head, a bundle of features as a whole;
-    return its folder.
+    """Write a bundle of one bundle's backbone and a whole bundle of features as its head.
+
+    Returns its folder.
 
     What it is depends on the two alone: the same two give the same bundle. Its manifest is the
     head's but for the input and the split; `verified` is the head's comparison with torch.

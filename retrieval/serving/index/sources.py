@@ -392,8 +392,9 @@ class Readers:
 def contents(
     items: Iterable[tuple[T, Origin | None]], most: int
 ) -> Iterator[tuple[T, bytes | DataError | None]]:
-    """Yield items with their originals, or why there is none; None for what is a file of its own,
-    which others read.
+    """Yield items with their originals, or why there is none.
+
+    None stands for a file of its own, which others read.
 
     Args:
         items: each with its origin; those of one file one after another.
@@ -413,8 +414,7 @@ def contents(
 def originals(
     items: Iterable[Source], features: Floats | None, most: int
 ) -> Iterator[tuple[Source, str, Original]]:
-    """Yield items with their names and originals, as `retrieval.serving.index.adding.embed` takes
-    them.
+    """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
     Args:
         items: in the order of the files that hold them, which is the fastest.
