@@ -259,18 +259,18 @@ class Bundle:
         if self.manifest.input.kind == "features":
             return self.encode(features, batch=batch)
         _, width, head = self._split()
-        taken = Input(kind="features", dtype="float32", shape=(width,))
-        kept = checked_inputs(features, taken, self.path)
-        return self._encode(parts_of(kept, at_least_one("batch", batch)), len(kept), head)
+        input = Input(kind="features", dtype="float32", shape=(width,))
+        inputs = checked_inputs(features, input, self.path)
+        return self._encode(parts_of(inputs, at_least_one("batch", batch)), len(inputs), head)
 
     def _split(self) -> tuple[Runs, int, Runs]:
         """Return the backbone, the width of its features, and the head."""
-        split, said = self._sessions.split, self.manifest.split
-        if split is None or said is None:
-            why = f"runs its variant '{self.variant}'" if said else "has an encoder of one graph"
-            advice = "Open it without a variant." if said else "Export it with --split."
+        split, entry = self._sessions.split, self.manifest.split
+        if split is None or entry is None:
+            why = f"runs its variant '{self.variant}'" if entry else "has an encoder of one graph"
+            advice = "Open it without a variant." if entry else "Export it with --split."
             raise BundleError(f"The bundle {self.path} {why}: features are not to be had. {advice}")
-        return split.backbone, said.features, split.head
+        return split.backbone, entry.features, split.head
 
     def encode_image(self, image: ImageLike) -> Encoded:
         """Decode, preprocess and encode one image.
@@ -310,8 +310,8 @@ class Bundle:
         """
         if isinstance(images, np.ndarray) and images.ndim > 3:
             images = list(images)
-        given = [images] if is_image(images) else list(cast(Sequence[ImageLike], images))
-        return self.encode_each(given, batch=batch, threads=threads, progress=progress).vector
+        items = [images] if is_image(images) else list(cast(Sequence[ImageLike], images))
+        return self.encode_each(items, batch=batch, threads=threads, progress=progress).vector
 
     def encode_each(
         self,

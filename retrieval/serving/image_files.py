@@ -51,10 +51,10 @@ class ImageFiles:
         """Return a sentence on the links that lead nowhere; "" for none."""
         if not self.nowhere:
             return ""
-        several = len(self.nowhere) > 1
+        plural = len(self.nowhere) > 1
         return (
-            f"{folder}: {len(self.nowhere):,} link{'s lead' if several else ' leads'} nowhere: "
-            f"{_some(self.nowhere, folder)}. Mend or remove {'them' if several else 'it'}."
+            f"{folder}: {len(self.nowhere):,} link{'s lead' if plural else ' leads'} nowhere: "
+            f"{_some(self.nowhere, folder)}. Mend or remove {'them' if plural else 'it'}."
         )
 
 

@@ -191,12 +191,12 @@ class Preprocessing:
         for name in ("mean", "std"):
             numbers = tuple(getattr(self, name))
             if len(numbers) not in (1, self.channels):
-                wanted = (
+                count = (
                     "1 number"
                     if self.channels == 1
                     else f"{self.channels} numbers, or 1 for all of them"
                 )
-                raise ValueError(f"{name} must be {wanted}, not {len(numbers)}: {numbers}")
+                raise ValueError(f"{name} must be {count}, not {len(numbers)}: {numbers}")
             object.__setattr__(self, name, numbers * (self.channels // len(numbers)))
         if self.resize is not None and self.resize < 1:
             raise ValueError(f"resize must be at least 1 pixel, not {self.resize}")
@@ -485,7 +485,7 @@ def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.
         if key is not None and image.mode == "L" and bits & {2, 4}:
             image.info["transparency"] = key * (85 if bits == {2} else 17)
         elif key is not None and image.mode == "RGB" and bits == {16}:
-            image.info["transparency"] = tuple(each >> 8 for each in key)
+            image.info["transparency"] = tuple(value >> 8 for value in key)
     else:
         return image
     if bits == {16} and image.mode not in _SIXTEEN_BITS:
@@ -516,12 +516,12 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
         DataError: it cannot be read, is no regular file, or is too large.
     """
     try:
-        there = Path(path).stat()
-        if stat.S_ISDIR(there.st_mode):
+        status = Path(path).stat()
+        if stat.S_ISDIR(status.st_mode):
             raise DataError(f"{name} is a folder, not an image.")
-        if not stat.S_ISREG(there.st_mode):  # a pipe or a device could go on for ever
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device could go on for ever
             raise DataError(f"{name} is not a regular file.")
-        if (size := there.st_size) > limits.bytes:
+        if (size := status.st_size) > limits.bytes:
             raise _too_many_bytes(name, size, limits)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of a Path's, with a buffer
             content = file.read(

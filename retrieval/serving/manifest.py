@@ -45,7 +45,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Entry(BaseModel):
-    """Base of every part of the manifest: unknown keys and numbers that are not finite are refused."""
+    """Base of every part of the manifest: refuses unknown keys and numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -151,7 +151,7 @@ class RescorerEntry(Entry):
 
 
 class SplitEntry(Entry):
-    """The encoder as two graphs: the backbone gives features (N, `features`), the head takes them."""
+    """The encoder as two graphs: the head takes the backbone's features (N, `features`)."""
 
     backbone: FileName
     head: FileName
@@ -280,7 +280,7 @@ class Manifest(Entry):
         return self
 
     def graphs(self) -> dict[str, str]:
-        """Return the purpose of each ONNX file by its name: "encoder", "rescorer", "variant 'int8'"."""
+        """Return the purpose of each ONNX file by its name, such as "encoder" or "rescorer"."""
         graphs = {self.encoder: "encoder"} if self.encoder is not None else {}
         if self.split is not None:
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
@@ -292,7 +292,7 @@ class Manifest(Entry):
 
     @property
     def backbone_sha256(self) -> str | None:
-        """`checksum_of` the backbone's SHA-256 and the input; None where the encoder is one graph."""
+        """`checksum_of` the backbone's SHA-256 and the input; None without a split."""
         if self.split is None:
             return None
         graph = self.files[self.split.backbone].sha256

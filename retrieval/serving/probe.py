@@ -107,8 +107,10 @@ def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
             if len(content) == 4 * TILES * TILES
             else None
         )
-    found = np.frombuffer(content, np.uint8)
-    return found.reshape(shape[0], TILES, TILES) if found.size == shape[0] * TILES * TILES else None
+    pixels = np.frombuffer(content, np.uint8)
+    return (
+        pixels.reshape(shape[0], TILES, TILES) if pixels.size == shape[0] * TILES * TILES else None
+    )
 
 
 def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> Probe:
@@ -118,9 +120,9 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
         bundles: the bundle opened with each variant, and, under None, without.
         spread: mean and standard deviation of features.
     """
-    taken = bundles[None].manifest.input
-    pattern = made_up(taken.kind, taken.shape, spread)
-    inputs = input_of(pattern, taken.shape)
+    input = bundles[None].manifest.input
+    pattern = made_up(input.kind, input.shape, spread)
+    inputs = input_of(pattern, input.shape)
     vectors = {name: coded(bundle.encode(inputs).vector[0]) for name, bundle in bundles.items()}
     return Probe(
         pattern=coded(pattern),

@@ -1,4 +1,4 @@
-"""FAISS and ONNX Runtime: found, checked and imported when they are needed, on the CPU or on CUDA."""
+"""Find, check and import FAISS and ONNX Runtime when they are needed, on the CPU or on CUDA."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
     present = installed_packages(family)
     if len(present) > 1:
         raise MissingDependency(
-            f"{' and '.join(present)} are both installed, and overwrite each other's files. Keep one:"
-            f" pip uninstall -y {' '.join(present)} && pip install {present[-1]}"
+            f"{' and '.join(present)} are both installed, and overwrite each other's files. Keep"
+            f" one: pip uninstall -y {' '.join(present)} && pip install {present[-1]}"
         )
     try:
         return importlib.import_module(module)

@@ -206,14 +206,14 @@ class Sessions:
             widths["query"] = manifest.vector
         if manifest.rescorer is not None:
             widths["code"] = manifest.code or 0
-        taken, split = manifest.input, manifest.split
+        input, split = manifest.input, manifest.split
         file = manifest.encoder if variant is None else manifest.variants[variant].file
         encoder: Graph | Split
         if file is not None:
-            first = encoder = tried(file, taken.dtype, taken.shape, widths)
+            first = encoder = tried(file, input.dtype, input.shape, widths)
         else:
             assert split is not None
-            first = tried(split.backbone, taken.dtype, taken.shape, {"features": split.features})
+            first = tried(split.backbone, input.dtype, input.shape, {"features": split.features})
             encoder = Split(first, tried(split.head, "float32", (split.features,), widths))
         rescorer = None
         if manifest.rescorer is not None:
@@ -270,13 +270,13 @@ def _reason(fault: Exception) -> str:
 def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Refuse a graph that lacks an input or output, or has an input that nobody feeds."""
     path, session = graph.path, graph.session
-    taken = [node.name for node in session.get_inputs()]
+    given_names = [node.name for node in session.get_inputs()]
     offered = [node.name for node in session.get_outputs()]
-    for kind, wanted, there in (("input", inputs, taken), ("output", outputs, offered)):
-        for name in wanted:
-            if name not in there:
-                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(there)}).")
-    if extra := [name for name in taken if name not in inputs]:
+    for kind, names, present in (("input", inputs, given_names), ("output", outputs, offered)):
+        for name in names:
+            if name not in present:
+                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(present)}).")
+    if extra := [name for name in given_names if name not in inputs]:
         raise BundleError(f"{path} needs an input '{extra[0]}' that bundles do not have.")
 
 
@@ -294,9 +294,9 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
     if not isinstance(inputs, np.ndarray):
         raise DataError("encode takes an array of all inputs; images go to encode_images.")
     if inputs.ndim != len(input.shape) + 1 or inputs.shape[1:] != input.shape:
-        wanted = ", ".join(map(str, input.shape))
+        shape = ", ".join(map(str, input.shape))
         raise DataError(
-            f"The bundle {path} takes inputs of shape (N, {wanted}), not {inputs.shape}."
+            f"The bundle {path} takes inputs of shape (N, {shape}), not {inputs.shape}."
         )
     if input.dtype == "uint8":
         if inputs.dtype != np.uint8:

@@ -72,10 +72,10 @@ class Trail:
 
     def seconds(self) -> dict[str, float]:
         """Return the time of each stage that there was."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for span in self.spans:
-            found[span.stage] = found.get(span.stage, 0.0) + span.own
-        return found
+            seconds[span.stage] = seconds.get(span.stage, 0.0) + span.own
+        return seconds
 
 
 _TRAIL: ContextVar[Trail | None] = ContextVar("trail", default=None)

@@ -447,7 +447,7 @@ def embedder(
 
 
 def look(item: Source) -> str:
-    """Return what changes when the item's file does, as this machine sees it now; "" of an address."""
+    """Return what changes with the item's file, as this machine sees it; "" of an address."""
     if item.path is not None:
         return item.stamp()
     return (

@@ -57,7 +57,8 @@ def hold(
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()  # while it is held: whoever has opened the file already notices that it lost its name
+            # while it is held: whoever has opened the file already notices that it lost its name
+            path.unlink()
         lock.release()
 
 
@@ -85,8 +86,10 @@ def _take(place: Path) -> tuple[Path, FileLock | SoftFileLock | None, str]:
             if isinstance(lock, SoftFileLock) or _named(path) == before:
                 _sign(path, lock)
                 return path, lock, holder
-            lock.release()  # the file was removed between opening and locking: it guards no name any more
-            continue  # even now: a file that was made meanwhile is nobody's, and would stay
+            # the file was removed between opening and locking, so it guards no name any more; go on
+            # even now: a file that was made meanwhile is nobody's, and would stay
+            lock.release()
+            continue
         if time.monotonic() > end:
             return path, None, holder
         time.sleep(0.05)

@@ -70,9 +70,9 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
     with suppress(
         json.JSONDecodeError
     ):  # nothing but JSON, as we write it: no need to look for spaces around it
-        found, end = decoder.raw_decode(text)
+        content, end = decoder.raw_decode(text)
         if end == len(text):
-            return found
+            return content
     return decoder.decode(text)
 
 
@@ -88,10 +88,10 @@ def _plain(text: bytes) -> dict[str, Any] | None:
     if text.count(b"[") >= _DEPTH or b"\\u" in text:
         return None
     try:
-        found = from_json(text)
+        content = from_json(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and text.count(b":") == len(found) else None
+    return content if isinstance(content, dict) and text.count(b":") == len(content) else None
 
 
 def _deep(text: str) -> bool:
@@ -99,8 +99,8 @@ def _deep(text: str) -> bool:
     if text.count("[") + text.count("{") <= _DEPTH:
         return False
     depth = 0
-    for found in _BRACKETS.finditer(text):
-        bracket = text[found.start()]
+    for match in _BRACKETS.finditer(text):
+        bracket = text[match.start()]
         if bracket in "[{":
             depth += 1
             if depth > _DEPTH:

@@ -146,16 +146,16 @@ def _column(filter: Compare | In | Exists) -> Sql:
     Only text is compared: SQLite would turn a number into text before.
     """
     column = f"items.{filter.field}"
-    there = f"{column} is not null"
+    exists = f"{column} is not null"
     if isinstance(filter, Exists):
-        return there, ()
+        return exists, ()
     operands = filter.values if isinstance(filter, In) else (filter.value,)
     texts = tuple(value for value in operands if isinstance(value, str))
     if not texts:
-        return (there if isinstance(filter, Compare) and filter.op == "!=" else "0"), ()
+        return (exists if isinstance(filter, Compare) and filter.op == "!=" else "0"), ()
     if isinstance(filter, In):
-        return f"{there} and {column} in ({', '.join('?' * len(texts))})", texts
-    return f"{there} and {column} {filter.op} ?", texts
+        return f"{exists} and {column} in ({', '.join('?' * len(texts))})", texts
+    return f"{exists} and {column} {filter.op} ?", texts
 
 
 def _entry(filter: Compare | In | Exists) -> Sql:

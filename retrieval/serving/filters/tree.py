@@ -1,4 +1,4 @@
-"""The tree of conditions that a filter is: immutable, hashable, and within bounds once it exists."""
+"""The tree of conditions that a filter is: immutable, hashable and bounded."""
 
 from __future__ import annotations
 
@@ -234,14 +234,14 @@ def field_of(names: tuple[str, ...]) -> Field:
 
 
 def names_of(field: Field) -> tuple[str, ...]:
-    """Return a field's names, with `metadata` in front where the first would mean something else."""
+    """Return a field's names, with `metadata` in front where the first is ambiguous."""
     if isinstance(field, str):
         return (field,)
     return ("metadata", *field) if field[0] in ("id", "label", "metadata") else field
 
 
 def filter_to_text(filter: Filter) -> str:
-    """Return a filter as text; `parse_filter` makes an equal filter of it, up to 10,000 characters."""
+    """Return a filter as text; `parse_filter` reads it back, up to 10,000 characters."""
     if isinstance(filter, Not):
         return f"not {_bracketed(filter.part, And | Or)}"
     if isinstance(filter, And):

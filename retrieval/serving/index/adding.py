@@ -100,18 +100,18 @@ def add_sources(
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress):
         vectors = Vectors(named, index, keep) if any(map(is_embedding, named)) else None
-        found = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
-        refuse_twice(found)
+        collected = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
+        refuse_twice(collected)
         writer = _Writer(index, keep)
         for attempt in range(_TRIES):
-            new, relabelled, unchanged = _changes(index, found.items)
+            new, relabelled, unchanged = _changes(index, collected.items)
             writer.faults = []
             try:
                 if vectors:
                     results = vectors.embedded(new)
                 else:
                     keeps = replace(settings, features=FEATURES in index.generation.widths)
-                    contents = originals(new, found.features, settings.limits.bytes)
+                    contents = originals(new, collected.features, settings.limits.bytes)
                     results = embed(
                         index.bundle, contents, keeps, stamp=Source.stamp, keep=keep, strict=strict
                     )
@@ -125,17 +125,19 @@ def add_sources(
                 index.follow()
                 vectors = vectors and Vectors(named, index, keep)
         faults = writer.faults
-        if whole and faults and len(faults) == len(found.items):
+        if whole and faults and len(faults) == len(collected.items):
             raise DataError(
                 f"None of the {len(faults):,} items can be used. The first: {faults[0]}"
             )
         _relabel(index, relabelled)
         removed = (
-            _remove_others(index, {item.key for item in found.items}) if sync and not faults else 0
+            _remove_others(index, {item.key for item in collected.items})
+            if sync and not faults
+            else 0
         )
     if faults and not skip_bad:
         raise _unusable(
-            faults, len(found.items), _REST_IS_THERE + (" Nothing was removed." if sync else "")
+            faults, len(collected.items), _REST_IS_THERE + (" Nothing was removed." if sync else "")
         )
     return Added(
         added=writer.added,
@@ -143,8 +145,8 @@ def add_sources(
         unchanged=unchanged,
         removed=removed,
         skipped=tuple(faults),
-        repeated=found.repeated,
-        left_out=found.left_out,
+        repeated=collected.repeated,
+        left_out=collected.left_out,
         seconds=time.monotonic() - began,
     )
 
@@ -159,13 +161,13 @@ def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
     return DataError("\n".join([*lines, advice]))
 
 
-def refuse_twice(found: Sources) -> None:
+def refuse_twice(sources: Sources) -> None:
     """Refuse two items of one id.
 
     Raises:
         DataError: naming every such id.
     """
-    counts = Counter(item.key for item in found.items)
+    counts = Counter(item.key for item in sources.items)
     if twice := [
         f"{key!r} is the id of {count} items." for key, count in counts.items() if count > 1
     ]:
@@ -191,9 +193,9 @@ def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[
     relabelled: list[Source] = []
     for start in range(0, len(items), _PAGE):
         page = items[start : start + _PAGE]
-        there = index.store.get([item.key for item in page], arrays=arrays)
+        stored = index.store.get([item.key for item in page], arrays=arrays)
         for item in page:
-            known = there.get(item.key)
+            known = stored.get(item.key)
             if known is None or (arrays and not known.arrays) or known.stamp != item.stamp():
                 new.append(item)
             elif (known.label, dict(known.metadata)) != (
@@ -226,12 +228,12 @@ def _relabel(index: Index, sources: Sequence[Source]) -> None:
         index.store.upsert(items, index.bundle.sha256)
 
 
-def _remove_others(index: Index, wanted: set[str]) -> int:
+def _remove_others(index: Index, ids: set[str]) -> int:
     """Delete items that are not wanted."""
     removed, after = 0, None
     while page := index.store.scan(after=after, limit=_PAGE):
         after = page[-1].id
-        if other := [item.id for item in page if item.id not in wanted]:
+        if other := [item.id for item in page if item.id not in ids]:
             removed += index.store.delete(other)
     return removed
 

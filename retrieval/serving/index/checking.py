@@ -55,7 +55,7 @@ def check_store(store: Store) -> list[str]:
                 )
         except RetrievalError as fault:
             damaged.append(str(fault))
-    (served,) = (one for one in store.generations() if one.state == "served")
+    (served,) = (generation for generation in store.generations() if generation.state == "served")
     before, read = store.count(), 0
     after: str | None = None
     with Meter("checking", before, "items") as meter:
@@ -114,20 +114,22 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
     return []
 
 
-def _fill(snapshot: Path, at: StorePlace) -> list[str]:
-    """Create an index at an address with what a snapshot serves; where that fails, nothing is left."""
-    if at.exists():
-        raise StoreError(f"{at.address} exists already. Choose another name.")
+def _fill(snapshot: Path, place: StorePlace) -> list[str]:
+    """Create an index at an address with what a snapshot serves, or leave nothing."""
+    if place.exists():
+        raise StoreError(f"{place.address} exists already. Choose another name.")
     behind: list[Item] = []
     with LocalStore(snapshot, upkeep=False) as source:
-        served = next(one for one in source.generations() if one.state == "served")
+        served = next(
+            generation for generation in source.generations() if generation.state == "served"
+        )
         bundle = Bundle.open(source.bundle(served), variant=served.variant, device="cpu")
-        store = at.create(bundle, served.widths, identity=source.identity())
+        store = place.create(bundle, served.widths, identity=source.identity())
         try:
             with store, Meter("restoring", source.count(), "items") as meter:
                 copy_items(source, store, bundle.sha256, bare=behind.extend, report=meter.update)
         except Exception:
-            at.drop()
+            place.drop()
             raise
     if not behind:
         return []

@@ -111,12 +111,14 @@ def build_index(
         return whole, widths_of(whole, features=features_of(whole) if keep_features else None)
 
     if isinstance(place, Address):
-        at = _free_address(place, plugins, replace, backend != "auto" or bool(options))
+        address_place = _free_address(place, plugins, replace, backend != "auto" or bool(options))
         whole, widths = opened()
         if replace:
-            at.drop()
+            address_place.drop()
         with showing(progress):
-            summary = _fill_address(at, at.create(whole, widths), named, adding, device)
+            summary = _fill_address(
+                address_place, address_place.create(whole, widths), named, adding, device
+            )
     else:
         target = place.absolute()
         refuse_existing(target, replace)
@@ -207,16 +209,16 @@ def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequenc
 
 
 def _fill_address(
-    at: StorePlace,
+    place: StorePlace,
     store: Store,
     named: Sequence[StrPath],
     adding: Mapping[str, Any],
     device: Device,
 ) -> Summary:
-    """Add what sources name to a new index at an address; where that fails, nothing is left of it."""
+    """Add what sources name to a new index at an address, or leave nothing of it."""
     try:
         try:
-            index = Index(at.address, store, device=device)
+            index = Index(place.address, store, device=device)
         except BaseException:
             store.close()
             raise
@@ -226,15 +228,15 @@ def _fill_address(
     except StoreUnavailable:
         raise  # nothing can be deleted now either
     except Exception:
-        at.drop()
+        place.drop()
         raise
     return Summary(
-        at.address,
+        place.address,
         count,
         added.skipped,
         added.repeated,
         0,
-        at.address.scheme,
+        place.address.scheme,
         None,
         0.0,
         added.left_out,

@@ -286,15 +286,15 @@ class Vectors:
         Raises:
             DataError: a folder was changed meanwhile, or is damaged.
         """
-        wanted = deque(items)
+        missing = deque(items)
         for batch, arrays in self._rows(self._arrays):
-            taken = []
-            for row, (item, known) in enumerate(batch):
-                if wanted and item.key == wanted[0].key:
-                    known.arrays = {name: values[row] for name, values in arrays.items()}
-                    taken.append((wanted.popleft(), known))
-            yield taken
-        if wanted:
+            part = []
+            for row, (item, entry) in enumerate(batch):
+                if missing and item.key == missing[0].key:
+                    entry.arrays = {name: values[row] for name, values in arrays.items()}
+                    part.append((missing.popleft(), entry))
+            yield part
+        if missing:
             raise DataError(
                 f"{next(iter(self._plans))} was changed while it was read. Run the command again."
             )
@@ -400,16 +400,16 @@ class VectorRows:
     def read(self, start: int, stop: int) -> Floats:
         """Return some vectors (stop − start, P)."""
         out = np.empty((stop - start, self.width), np.float32)
-        at = bisect.bisect_right(self._starts, start) - 1
-        while at < len(self._groups) and self._starts[at] < stop:
-            number, group = self._groups[at]
-            first = self._starts[at]
+        position = bisect.bisect_right(self._starts, start) - 1
+        while position < len(self._groups) and self._starts[position] < stop:
+            number, group = self._groups[position]
+            row = self._starts[position]
             with _part_table(self._folder, number) as table:
                 for batch in table.batches(["vector"], ROWS, group):
-                    low, high = max(first, start), min(first + batch.num_rows, stop)
+                    low, high = max(row, start), min(row + batch.num_rows, stop)
                     if low < high:
-                        values = _numbers(table, batch, "vector", self._plan, first)
-                        out[low - start : high - start] = values[low - first : high - first]
-                    first += batch.num_rows
-            at += 1
+                        values = _numbers(table, batch, "vector", self._plan, row)
+                        out[low - start : high - start] = values[low - row : high - row]
+                    row += batch.num_rows
+            position += 1
         return out

@@ -158,11 +158,11 @@ class FaissBackend(IndexBackend):
         return np.sqrt(np.maximum(squared, 0)), rows
 
     def _searched_on_gpu(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        found: tuple[Floats, Rows] = self._gpu_index.search(queries, k)
-        return found
+        hits: tuple[Floats, Rows] = self._gpu_index.search(queries, k)
+        return hits
 
     def _parameters(self, k: int) -> Any:
-        """Return FAISS's search parameters for this call; set on the index, they would be others'."""
+        """Return FAISS's search parameters for this call; other calls have their own."""
         return None
 
     def save(self, path: Path) -> None:
@@ -392,15 +392,15 @@ class Cagra(Hnsw):
         return config
 
     def _fits_gpu(self, index: Any) -> bool:
-        """One that a CPU has built has gaps among its links, which CAGRA's kernels do not expect."""
+        """Return whether a GPU built it: a CPU leaves gaps among the links, which CAGRA refuses."""
         return bool(index.base_level_only)
 
     def _searched_on_gpu(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         parameters = load_faiss().SearchParametersCagra()
         width = max(k, min(self.ef_search, self.most_on_gpu))
         parameters.itopk_size = -(-width // 32) * 32  # counted by 32
-        found: tuple[Floats, Rows] = self._gpu_index.search(queries, k, params=parameters)
-        return found
+        hits: tuple[Floats, Rows] = self._gpu_index.search(queries, k, params=parameters)
+        return hits
 
 
 class ListsBackend(FaissBackend):
@@ -462,7 +462,7 @@ class Ivf(ListsBackend):
 
 
 class IvfPq(ListsBackend):
-    """Approximate search in inverted lists of product codes (Jégou et al. 2011): some bytes a vector.
+    """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011).
 
     Args:
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at
@@ -508,7 +508,7 @@ class IvfPq(ListsBackend):
 
 
 class Rabitq(ListsBackend):
-    """Approximate search in inverted lists of few bits a number (RaBitQ; Gao and Long, SIGMOD 2024).
+    """Approximate search in lists of few bits a number (RaBitQ; Gao and Long, SIGMOD 2024).
 
     Vectors are rotated at random first.
 

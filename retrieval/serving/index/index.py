@@ -164,7 +164,11 @@ class Index:
     def follow(self) -> Bundle:
         """Open the bundle of the generation that is served now, and return it."""
         with self._lock:
-            served = next(one for one in self.store.generations() if one.state == "served")
+            served = next(
+                generation
+                for generation in self.store.generations()
+                if generation.state == "served"
+            )
             if self._served is None or self._served[0].number != served.number:
                 bundle = Bundle.open(
                     self.store.bundle(served),
@@ -506,10 +510,12 @@ class Index:
 
     def drop_old(self) -> int:
         """Delete every generation that is not served; return how many."""
-        others = [one for one in self.store.generations() if one.state != "served"]
-        for generation in others:
+        superseded = [
+            generation for generation in self.store.generations() if generation.state != "served"
+        ]
+        for generation in superseded:
             self.store.drop(generation)
-        return len(others)
+        return len(superseded)
 
     def snapshot(self, target: StrPath) -> Path:
         """Write a copy of one moment to a new folder, which opens as an index.

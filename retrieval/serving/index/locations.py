@@ -1,4 +1,4 @@
-"""Items to index, and where their content lies: in a file, a table, or at an address of fsspec's."""
+"""Items to index, and where their content lies: in a file, in a table, or at an address."""
 
 from __future__ import annotations
 

@@ -223,22 +223,24 @@ def features_of(bundle: Bundle) -> int:
     Raises:
         BundleError: there are none to be had.
     """
-    said = bundle.manifest
-    if said.input.kind == "features":
-        return said.input.shape[0]
-    if bundle.backbone_sha256 is None or said.split is None:
+    manifest = bundle.manifest
+    if manifest.input.kind == "features":
+        return manifest.input.shape[0]
+    if bundle.backbone_sha256 is None or manifest.split is None:
         why = (
-            f"runs its variant '{bundle.variant}'" if said.split else "has an encoder of one graph"
+            f"runs its variant '{bundle.variant}'"
+            if manifest.split
+            else "has an encoder of one graph"
         )
         advice = (
             "Leave the variant out."
-            if said.split
+            if manifest.split
             else "Export it with its backbone apart: retrieval export … --split"
         )
         raise BundleError(
             f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"
         )
-    return said.split.features
+    return manifest.split.features
 
 
 def gives_features(bundle: Bundle) -> bool:
@@ -272,7 +274,7 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     Raises:
         BundleError: the widths differ, or a bundle was changed since it was opened.
     """
-    split, said = backbone.manifest.split, head.manifest
+    split, manifest = backbone.manifest.split, head.manifest
     width = features_of(backbone)
     assert split is not None
     backbone.copy(folder / "backbone")
@@ -280,22 +282,22 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     target = folder / "bundle"
     target.mkdir()
     (folder / "backbone" / split.backbone).rename(target / _BACKBONE)
-    encoder = said.variants[head.variant].file if head.variant else said.encoder
+    encoder = manifest.variants[head.variant].file if head.variant else manifest.encoder
     assert encoder is not None  # a split is of images
     (folder / "head" / encoder).rename(target / _HEAD)
-    rescorer = said.rescorer
+    rescorer = manifest.rescorer
     if rescorer is not None:
         (folder / "head" / rescorer.file).rename(target / _RESCORER)
         rescorer = rescorer.model_copy(update={"file": _RESCORER})
     write_manifest(
         target,
-        said.model_copy(
+        manifest.model_copy(
             update={
                 "input": backbone.manifest.input,
                 "encoder": None,
                 "split": SplitEntry(backbone=_BACKBONE, head=_HEAD, features=width),
                 "rescorer": rescorer,
-                "opset": max(said.opset, backbone.manifest.opset),
+                "opset": max(manifest.opset, backbone.manifest.opset),
                 "variants": {},
                 "probe": None,
             }
