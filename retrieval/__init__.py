@@ -69,9 +69,9 @@ if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle, open_bundle
     from retrieval.serving.http.server import serve
     from retrieval.serving.images import Preprocessing
-    from retrieval.serving.index.contract import IndexBackend
     from retrieval.serving.index.creating import build_index
     from retrieval.serving.index.index import Index, open_index
+    from retrieval.serving.index.index_backend import IndexBackend
     from retrieval.serving.store.contract import Item, Store
     from retrieval.training.comparison.compare import compare
     from retrieval.training.train import train
@@ -190,7 +190,7 @@ _load, _ = lazy(
         "retrieval.serving.bundle": ["Bundle", "open_bundle"],
         "retrieval.serving.http.server": ["serve"],
         "retrieval.serving.images": ["Preprocessing"],
-        "retrieval.serving.index.contract": ["IndexBackend"],
+        "retrieval.serving.index.index_backend": ["IndexBackend"],
         "retrieval.serving.index.creating": ["build_index"],
         "retrieval.serving.index.index": ["Index", "open_index"],
         "retrieval.serving.store.contract": ["Item", "Store"],

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from retrieval_core.lfw import lfw_people as lfw_people
     from retrieval_core.matryoshka_loss import matryoshka as matryoshka
     from retrieval_core.other_libraries import huggingface as huggingface
-    from retrieval_core.other_libraries import shards as shards
     from retrieval_core.other_libraries import torchvision_dataset as torchvision_dataset
     from retrieval_core.partial_fc import PartialFC as PartialFC
     from retrieval_core.pretrained import efficientnet_lite0 as efficientnet_lite0
@@ -41,7 +40,7 @@ __getattr__, __dir__ = lazy(
         "retrieval_core.learners": ["LDA", "NCA", "PCA"],
         "retrieval_core.lfw": ["lfw_people"],
         "retrieval_core.matryoshka_loss": ["matryoshka"],
-        "retrieval_core.other_libraries": ["huggingface", "shards", "torchvision_dataset"],
+        "retrieval_core.other_libraries": ["huggingface", "torchvision_dataset"],
         "retrieval_core.partial_fc": ["PartialFC"],
         "retrieval_core.pretrained": ["efficientnet_lite0", "timm_model", "torchvision_model"],
         "retrieval_core.small_images": ["cifar10", "digits", "emnist", "fashion_mnist"],
@@ -68,7 +67,7 @@ def retrieval_backbones() -> Factories:
 @hookimpl
 def retrieval_datasets() -> Factories:
     """Digits, Fashion-MNIST, EMNIST, CIFAR-10, what other libraries read, and the user's own
-    folders, manifests, shards, faces and vectors.
+    folders, manifests, faces and vectors.
     """
     return {
         "cifar10": "retrieval_core.small_images:cifar10",
@@ -81,7 +80,6 @@ def retrieval_datasets() -> Factories:
         "image_folder": "retrieval_core.folders:image_folder",
         "lfw": "retrieval_core.lfw:lfw_people",
         "parquet": "retrieval_core.vectors:parquet",
-        "shards": "retrieval_core.other_libraries:shards",
         "torchvision": "retrieval_core.other_libraries:torchvision_dataset",
     }
 

@@ -1,12 +1,10 @@
-"""Data sets that other libraries read: torchvision's, Hugging Face's, and tar shards as WebDataset
-writes them."""
+"""Data sets that other libraries read: torchvision's and Hugging Face's."""
 
 from __future__ import annotations
 
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ import numpy as np
 from PIL import Image
 from retrieval import DataError, Dataset, MissingDependency
 from retrieval.errors import did_you_mean
-from retrieval.plugin_tools import ArrayDataset, decode, is_missing, refuse, sides, some, usable
-from retrieval.serving.index.sources import Readers, collect
+from retrieval.plugin_tools import ArrayDataset, is_missing, refuse, usable
 
 _FOLDERS = "Export its images into one folder a class, and use core.folder"
 _PICKLED = {
@@ -24,7 +21,6 @@ _PICKLED = {
     "LSUN": _FOLDERS,
     "LSUNClass": _FOLDERS,
 }
-_MOST_BYTES = 64 << 20  # of one image
 _TARGETS = ("targets", "labels", "_labels", "y")
 
 
@@ -277,79 +273,6 @@ class _Column:
 
     def __getitem__(self, index: int) -> tuple[Any]:
         return (self._table[index][self._name],)
-
-
-class _Shards(Dataset):
-    """Images of tar shards, each read where it lies in its archive."""
-
-    kind = "image"
-
-    def __init__(self, items: Sequence[Any], column: Mapping[str, list[str] | None]) -> None:
-        self._items, self._local = items, threading.local()
-        self.labels = [item.label or "" for item in items]
-        self.keys = [item.key for item in items]
-        self.splits, self.roles = sides(column["split"]), column["role"]
-        rows = [
-            {k: v for k, v in item.metadata.items() if k not in column or column[k] is None}
-            for item in items
-        ]
-        self.metadata = rows if any(rows) else None
-
-    def __getitem__(self, index: int) -> Image.Image:
-        item = self._items[index]
-        assert item.origin is not None
-        if not hasattr(self._local, "readers"):
-            self._local.readers = Readers()  # one archive stays open for each thread
-        return decode(self._local.readers.read(item.origin, _MOST_BYTES), name=item.key)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_local"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=threading.local())
-
-
-def shards(path: Path) -> Dataset:
-    """Read images from tar shards in the layout of WebDataset: `a.jpg`, `a.cls` or `a.txt` (the
-    label), `a.json` (metadata).
-
-    Images are read where they lie in the archive: nothing is unpacked. `split` ("train",
-    "validation", "test") and `role` ("query", "gallery", "") are taken from the metadata, where all
-    items have them; without a `.cls` or `.txt`, the label is the metadata's `label`.
-
-    Args:
-        path: a `.tar` file, or a folder of them; a relative path starts where the command runs.
-
-    Raises:
-        DataError: there is no shard, one is compressed or damaged, or an item has no label.
-    """
-    if not path.exists():
-        raise DataError(
-            f"[data] path: {path} does not exist. Relative paths start at {Path.cwd()}."
-        )
-    files = sorted(path.glob("*.tar*")) + sorted(path.glob("*.tgz")) if path.is_dir() else [path]
-    if not files:
-        raise DataError(f"{path} holds no .tar file.")
-    if packed := [file.name for file in files if file.suffix.lower() != ".tar"]:
-        raise DataError(
-            f"{some(packed)} is no .tar file: training reads items in any order, which needs shards"
-            " that are not compressed. Unpack it."
-        )
-    items = [
-        replace(item, label=str(item.metadata["label"]))
-        if item.label is None and item.metadata.get("label") is not None
-        else item
-        for item in collect(files, "image").items
-    ]
-    column = {
-        name: (
-            [str(item.metadata[name] or "") for item in items]
-            if all(name in item.metadata for item in items)
-            else None
-        )
-        for name in ("split", "role")
-    }
-    return usable(_Shards(items, column), str(path))
 
 
 def _reason(error: Exception) -> str:

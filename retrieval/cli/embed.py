@@ -24,7 +24,7 @@ from retrieval.cli.types import Place
 @command(
     "embed",
     "retrieval embed demo/bundle photos/ --output vectors/",
-    "retrieval embed demo/bundle shards/*.tar --output vectors/ --ray 10.0.0.1:6379",
+    "retrieval embed demo/bundle tables/*.parquet --output vectors/ --ray 10.0.0.1:6379",
     "retrieval index create photos.index vectors/ --bundle demo/bundle",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
@@ -47,7 +47,7 @@ from retrieval.cli.types import Place
     is_flag=True,
     help="Keep the backbone's features too, for bundles of export --split.",
 )
-@click.option("--batch", type=click.IntRange(1), help="Items encoded at once. Measured by default.")
+@click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
 @click.option(
     "--part",
     type=click.IntRange(1),

@@ -15,7 +15,6 @@ from retrieval.cli.types import Bytes, Choice, IndexArgument, Pixels
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
-    from retrieval.serving.index.tuning import Tuned
     from retrieval.serving.store.address import IndexPlace
     from retrieval.serving.store.contract import Store
 
@@ -41,7 +40,7 @@ DEVICE = click.option(
     "--device",
     default="auto",
     show_default=True,
-    type=Choice(["auto", "cpu", "cuda", "tensorrt"]),
+    type=Choice(["auto", "cpu", "cuda"]),
     help="Where the encoder runs.",
 )
 
@@ -111,20 +110,6 @@ def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
         say_json({"index": str(path), **facts})
     else:
         say(sentence)
-
-
-def say_tuned(tuned: Tuned) -> None:
-    """Print what tuning measured, as a table; a star marks the structure that was chosen."""
-    say(f"{'':2}{'structure':46}{'recall@10':>10}{'ms a query':>12}{'MB':>10}{'built in s':>12}")
-    for trial in tuned.trials:
-        name = " ".join(
-            [trial.backend, *(f"{key}={value}" for key, value in trial.options.items())]
-        )
-        mark = "* " if trial is tuned.chosen else "  "
-        say(
-            f"{mark}{name:46}{trial.recall:10.3f}{trial.milliseconds:12.3f}{trial.bytes / 1e6:10.1f}"
-            f"{trial.seconds:12.1f}"
-        )
 
 
 def opened_index(path: IndexPlace) -> Index:

@@ -22,7 +22,6 @@ from retrieval.cli.index_common import (
     embedding,
     opened_index,
     quiet_threads,
-    say_tuned,
     tell,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION
@@ -107,7 +106,7 @@ def create(
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
     'label', 'key', and any others, kept as metadata), Parquet tables with a column 'path' or
-    'image' (likewise), or tar shards (a.jpg, a.json, a.cls make one item), or addresses of these
+    'image' (likewise), or addresses of these
     (s3://…, hf://…), with fsspec. For a bundle of features they are .npz files or Parquet tables
     with 'features'. Without any, the index is empty. An interrupted run goes on where it stopped
     when the command is repeated; at an address 'retrieval index add' goes on.
@@ -156,14 +155,10 @@ def _exported(
     if target.is_dir():
         return target
     from retrieval.export.export_backbone import export_backbone
-    from retrieval.serving.index.locations import is_shard, is_table
+    from retrieval.serving.index.locations import is_table
 
     # others are verified, and whitened, on no photos: the backbone's export reads files only
-    photos = [
-        image
-        for image in images
-        if isinstance(image, Path) and not (is_table(image.name) or is_shard(image.name))
-    ]
+    photos = [image for image in images if isinstance(image, Path) and not is_table(image.name)]
     if whiten and not photos:
         raise click.UsageError(
             "Whitening takes image files and folders: name some, or leave out --whiten."
@@ -360,7 +355,6 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     if as_json:
         say_json({"index": str(path), **found})
         return
-    measured = found.pop("tuned", None)
     for name, value in found.items():
         if name == "bytes" and value is None:  # only the store's engine knows
             continue
@@ -372,16 +366,6 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
         else:
             text = f"{len(value)} numbers" if name == "vector" and value is not None else value
             say(f"{name}: {_shown(text)}")
-    if measured is not None:
-        from retrieval.serving.index.tuning import Tuned
-
-        tuned = Tuned.of(measured)
-        memory = "" if tuned.memory is None else f" and {tuned.memory / 1e6:,.1f} MB at most"
-        say(
-            f"tuned {tuned.when} over {tuned.count:,} vectors, for a recall of"
-            f" {tuned.recall}{memory}:"
-        )
-        say_tuned(tuned)
 
 
 def _shown(value: Any) -> str:

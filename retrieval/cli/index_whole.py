@@ -1,10 +1,9 @@
-"""Commands on an index as a whole: `check`, `compact`, `tune`, `duplicates`, `clusters`, `migrate`,
+"""Commands on an index as a whole: `check`, `compact`, `duplicates`, `migrate`,
 `rollback`, `snapshot`, `restore`.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,9 @@ from retrieval.cli.index_common import (
     opened_index,
     opened_store,
     plugins_given,
-    say_tuned,
     tell,
 )
-from retrieval.cli.types import Bytes
-from retrieval.errors import DataError, StoreError, listed
+from retrieval.errors import StoreError, listed
 
 if TYPE_CHECKING:
     from retrieval.serving.index.migrating import Migrated
@@ -84,58 +81,6 @@ def compact(path: IndexPlace, as_json: bool) -> None:
 
 
 @command(
-    "tune",
-    "retrieval index tune photos.index --recall 0.95 --memory 2GB",
-)
-@INDEX
-@click.option(
-    "--recall",
-    default=0.95,
-    show_default=True,
-    type=float,
-    help="Share of the ten nearest that must be found.",
-)
-@click.option(
-    "--memory", type=Bytes(), help="Of the vectors and the structure together, such as 2GB."
-)
-@click.option(
-    "--most",
-    default=200_000,
-    show_default=True,
-    type=click.IntRange(2000),
-    help="Vectors that are tried.",
-)
-@click.option("--dry-run", is_flag=True, help="Measure only; leave the index as it is.")
-@JSON
-def tune(
-    path: IndexPlace, recall: float, memory: int | None, most: int, dry_run: bool, as_json: bool
-) -> None:
-    """Measure which structure finds fastest what it must, on the vectors of INDEX itself, and take
-    it.
-
-    Flat, HNSW, inverted lists, product codes and one byte a number are built and searched with 200
-    held-out vectors. The index keeps the table: 'retrieval index show INDEX' shows it again.
-    """
-    with opened_index(path) as opened:
-        tuned = opened.tune(recall=recall, memory=memory, most=most, apply=not dry_run)
-    if as_json:
-        say_json({"index": str(path), **tuned.as_dict()})
-        return
-    say_tuned(tuned)
-    if tuned.chosen is None:
-        raise DataError(
-            "No structure meets both limits; the one that the index has stays. Ask for less recall,"
-            " or allow more memory."
-        )
-    options = f" {json.dumps(dict(tuned.chosen.options))}" if tuned.chosen.options else ""
-    done = "would be taken" if dry_run else "is taken"
-    say(
-        f"Measured over {tuned.count:,} vectors. The fastest that meets what was asked {done}:"
-        f" {tuned.chosen.backend}{options}."
-    )
-
-
-@command(
     "duplicates",
     "retrieval index duplicates photos.index --within 0.05",
 )
@@ -157,37 +102,6 @@ def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool
         say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")
     extra = sum(len(group.ids) - 1 for group in groups)
     say(f"{len(groups):,} groups; {extra:,} items would go if one of each stayed.", err=True)
-
-
-@command(
-    "clusters",
-    "retrieval index clusters photos.index --count 20",
-)
-@INDEX
-@click.option("--count", default=20, show_default=True, type=click.IntRange(1), help="How many.")
-@WHERE
-@JSON
-def clusters(path: IndexPlace, count: int, where: str | None, as_json: bool) -> None:
-    """Group the items of INDEX by their vectors, and show what each group holds."""
-    with opened_index(path) as opened:
-        found = opened.clusters(count, where=where)
-    if as_json:
-        plain = [
-            {
-                "count": cluster.count,
-                "typical": list(cluster.typical),
-                "labels": [{"label": label, "count": number} for label, number in cluster.labels],
-            }
-            for cluster in found
-        ]
-        say_json({"index": str(path), "clusters": plain})
-        return
-    for cluster in found:
-        labels = ", ".join(
-            f"{'no label' if label is None else label} {number:,}"
-            for label, number in cluster.labels
-        )
-        say(f"{cluster.count:,} items ({labels}): {'  '.join(cluster.typical)}")
 
 
 @command(

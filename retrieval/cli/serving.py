@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from retrieval.serving.store.address import IndexPlace
 
 _DAY = 86_400.0  # seconds: no time-out is longer
-_DEVICE = Choice(["auto", "cpu", "cuda", "tensorrt"])
+_DEVICE = Choice(["auto", "cpu", "cuda"])
 
 
 @click.command(

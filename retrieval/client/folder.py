@@ -16,15 +16,7 @@ from urllib.parse import quote
 from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
 from retrieval.client.images import NewItem, file_bytes
 from retrieval.errors import DataError, ServerError, at_least_one
-from retrieval.host.walk import files_below, leads_nowhere, own_name
-
-EXTENSIONS = frozenset(
-    {
-        *(".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"),
-        *(".avif", ".heic", ".heif", ".hif"),
-    }
-)
-"""Of files that are taken for images, in small letters: those that `retrieval index` takes."""
+from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere, own_name
 
 HASH = "sha256"
 """Where an item's metadata have the hash of its file."""
@@ -98,7 +90,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
         DataError: it is not a folder, or a folder below it cannot be read.
     """
     for path in files_below(folder):
-        yield path, path.suffix.lower() in EXTENSIONS or leads_nowhere(path)
+        yield path, path.suffix.lower() in IMAGE_EXTENSIONS or leads_nowhere(path)
 
 
 class _Push:
@@ -132,7 +124,7 @@ class _Push:
         await asyncio.to_thread(self._count)
         if not counts["total"]:
             raise DataError(
-                f"{self._folder} holds no image (looked for {', '.join(sorted(EXTENSIONS))})."
+                f"{self._folder} holds no image (looked for {', '.join(sorted(IMAGE_EXTENSIONS))})."
             )
         self._batches = self._batched()
         fault: BaseException | None = None

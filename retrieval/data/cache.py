@@ -31,7 +31,7 @@ from retrieval.data.loading import RawInputs, inputs
 from retrieval.errors import BundleError, DataError, MissingDependency
 from retrieval.host.files import cache_folder
 from retrieval.serving.progress import Meter
-from retrieval.serving.threads import ahead
+from retrieval.serving.sessions import ahead
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset

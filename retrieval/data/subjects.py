@@ -96,7 +96,7 @@ class OfSources(Subjects):
             content = read_image(item.path, limits, item.name)
         elif content is None:
             assert item.origin is not None
-            content = item.origin.read(limits.bytes)
+            content = item.origin.location.read(limits.bytes)
         return digest(content), decode(content, limits, item.name)
 
 

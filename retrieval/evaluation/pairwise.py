@@ -26,7 +26,7 @@ from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, roun
 from retrieval.evaluation.relevance import depth_of
 from retrieval.host.cores import cores
 from retrieval.model.metrics import metric
-from retrieval.serving.embedding.runners import Cluster, Runner, here
+from retrieval.serving.embedding.runners import Cluster, Runner, in_threads
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
@@ -145,7 +145,7 @@ def pairwise(
     blocks = list(_blocks(len(codes), searched, relevant, chosen, block))
     waiting = Counter(queries for queries, _, _ in blocks)
     nearest: dict[Span, Ints] = {}
-    work = runner or partial(here, workers=cores())
+    work = runner or partial(in_threads, workers=cores())
     with _threads_kept(), Meter("searching", len(blocks), "blocks") as meter:
         for (queries, _, k), keys in work(_searcher, (codes, searched, itself), blocks):
             if queries in nearest:

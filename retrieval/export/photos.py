@@ -17,7 +17,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.image_files import find_images
 from retrieval.serving.images import Preprocessing, decode, from_array
 from retrieval.serving.progress import Meter
-from retrieval.serving.threads import ahead
+from retrieval.serving.sessions import ahead
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,13 @@ from pathlib import Path
 
 from retrieval.errors import DataError
 
+IMAGE_EXTENSIONS = frozenset(
+    {
+        *(".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"),
+        *(".avif", ".heic", ".heif", ".hif"),
+    }
+)
+"""Of files that are taken for images, in small letters."""
 MAX_VISITS = 100
 """How often links may lead to one folder: folders that all link to one another make factorially
 many paths.

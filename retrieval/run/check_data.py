@@ -29,11 +29,11 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
 from retrieval.serving.index.embedded import in_memory
 from retrieval.serving.index.locations import Location, Sources, is_address, is_embedding, is_table
-from retrieval.serving.index.measuring import measured
+from retrieval.serving.index.parquet import holds_vectors
 from retrieval.serving.index.sources import collect
-from retrieval.serving.index.tables import holds_vectors
+from retrieval.serving.merging import measured
 from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.serving.threads import ahead
+from retrieval.serving.sessions import ahead
 
 PICTURES = 0.08
 """The largest distance of two pictures that are taken for the same."""
@@ -64,7 +64,7 @@ def check_data(
 
     Args:
         data: a recipe, or its `.toml` file, whose `[split]` says the sides; or what an index is
-            built of: folders, CSV files, Parquet tables, tar shards, `.npz` features. Several are
+            built of: folders, CSV files, Parquet tables, `.npz` features. Several are
             sides of one split. One folder of `train`, `test` and so on has sides too, as has a
             table with a column `split`.
         model: a bundle, or its folder.

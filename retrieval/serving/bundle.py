@@ -20,22 +20,27 @@ from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.host.cores import cores
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.files.snapshot import Snapshot, Watch
-from retrieval.serving.images import decode, from_array
-from retrieval.serving.manifest import (
+from retrieval.serving.bundle_folder import (
     FILE,
-    Input,
-    Manifest,
+    BundleFolder,
     manifest_text,
     opened_whole,
-    parse_manifest,
     read_files,
 )
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import decode, from_array
+from retrieval.serving.manifest import Input, Manifest, parse_manifest
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.providers import Device
-from retrieval.serving.sessions import Floats, Runs, Sessions, checked_inputs, parts_of, run_batches
-from retrieval.serving.threads import ahead
+from retrieval.serving.runtime import Device
+from retrieval.serving.sessions import (
+    Floats,
+    Runs,
+    Sessions,
+    ahead,
+    checked_inputs,
+    parts_of,
+    run_batches,
+)
 
 ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
 
@@ -79,8 +84,8 @@ class Bundle:
         path: the folder.
         manifest: what it says of itself.
         variant: which of `manifest.variants` runs, or None for the encoder itself.
-        device, fallback: "cpu", "cuda" or "tensorrt"; why that is the CPU though ONNX Runtime was
-            built for a GPU, else None.
+        device, fallback: "cpu" or "cuda"; why that is the CPU though ONNX Runtime was built for a
+            GPU, else None.
         sha256: of the manifest's text, which holds those of all files: names exactly this bundle.
     """
 
@@ -91,14 +96,14 @@ class Bundle:
         text: bytes,
         variant: str | None,
         sessions: Sessions,
-        watch: Watch,
+        folder: BundleFolder,
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.variant = variant
         self.device, self.fallback = sessions.device, sessions.fallback
         self.sha256 = hashlib.sha256(text).hexdigest()
-        self._text, self._sessions, self._watch = text, sessions, watch
+        self._text, self._sessions, self._folder = text, sessions, folder
 
     @classmethod
     def open(
@@ -115,8 +120,7 @@ class Bundle:
             path: the folder that `retrieval export` wrote.
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
             threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
-            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU;
-                "tensorrt" builds an engine first, which takes minutes.
+            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU.
 
         Raises:
             BundleError: missing, altered, incomplete, of another format, or not what its manifest
@@ -125,7 +129,7 @@ class Bundle:
         """
         folder = Path(path)
 
-        def load(opened: Snapshot) -> Bundle:
+        def load(opened: BundleFolder) -> Bundle:
             text = manifest_text(opened)
             manifest = parse_manifest(folder / FILE, text)
             graphs = read_files(opened, manifest.files)
@@ -136,7 +140,7 @@ class Bundle:
                     + did_you_mean(variant, manifest.variants)
                 )
             sessions = Sessions.open(folder, graphs, manifest, variant, threads, device)
-            return cls(folder, manifest, text, variant, sessions, Watch(opened))
+            return cls(folder, manifest, text, variant, sessions, opened)
 
         return opened_whole(folder, load)
 
@@ -151,12 +155,13 @@ class Bundle:
         )
 
     def changed(self) -> str | None:
-        """Return a sentence when the files on the disk are no longer what was opened; costs a few
-        looks at the file system.
+        """Return a sentence when the files on the disk are no longer what was opened.
+
+        Costs a few looks at the file system.
 
         What was opened stays what it was: graphs are in memory.
         """
-        return self._watch.changed()
+        return self._folder.changed()
 
     def copy(self, target: Path) -> None:
         """Write this bundle, as it was opened, to a new folder.
@@ -166,7 +171,7 @@ class Bundle:
             OSError: the disk refuses.
         """
 
-        def write(folder: Snapshot) -> None:
+        def write(folder: BundleFolder) -> None:
             if manifest_text(folder) != self._text:
                 raise BundleError(
                     f"The bundle {self.path} was changed while it was in use. Run the command"
@@ -210,14 +215,16 @@ class Bundle:
 
     @property
     def backbone_sha256(self) -> str | None:
-        """SHA-256 of a split encoder's backbone (graph, weights, preprocessing): the same one gives
-        the same features. None without a split, and for variants.
+        """SHA-256 of a split encoder's backbone: equal ones give equal features.
+
+        It covers graph, weights and preprocessing. None without a split, and for variants.
         """
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
     def features(self, inputs: NDArray[Any], *, batch: int = 32) -> Floats:
-        """Return what the head takes, features (N, F): the backbone's; of a bundle that takes
-        features the inputs themselves.
+        """Return what the head takes, features (N, F).
+
+        They are the backbone's; a bundle of features gives the inputs themselves.
 
         Args:
             inputs: as `encode` takes them.
@@ -252,18 +259,18 @@ class Bundle:
         if self.manifest.input.kind == "features":
             return self.encode(features, batch=batch)
         _, width, head = self._split()
-        taken = Input(kind="features", dtype="float32", shape=(width,))
-        kept = checked_inputs(features, taken, self.path)
-        return self._encode(parts_of(kept, at_least_one("batch", batch)), len(kept), head)
+        input = Input(kind="features", dtype="float32", shape=(width,))
+        inputs = checked_inputs(features, input, self.path)
+        return self._encode(parts_of(inputs, at_least_one("batch", batch)), len(inputs), head)
 
     def _split(self) -> tuple[Runs, int, Runs]:
         """Return the backbone, the width of its features, and the head."""
-        split, said = self._sessions.split, self.manifest.split
-        if split is None or said is None:
-            why = f"runs its variant '{self.variant}'" if said else "has an encoder of one graph"
-            advice = "Open it without a variant." if said else "Export it with --split."
+        split, entry = self._sessions.split, self.manifest.split
+        if split is None or entry is None:
+            why = f"runs its variant '{self.variant}'" if entry else "has an encoder of one graph"
+            advice = "Open it without a variant." if entry else "Export it with --split."
             raise BundleError(f"The bundle {self.path} {why}: features are not to be had. {advice}")
-        return split.backbone, said.features, split.head
+        return split.backbone, entry.features, split.head
 
     def encode_image(self, image: ImageLike) -> Encoded:
         """Decode, preprocess and encode one image.
@@ -303,8 +310,8 @@ class Bundle:
         """
         if isinstance(images, np.ndarray) and images.ndim > 3:
             images = list(images)
-        given = [images] if is_image(images) else list(cast(Sequence[ImageLike], images))
-        return self.encode_each(given, batch=batch, threads=threads, progress=progress).vector
+        items = [images] if is_image(images) else list(cast(Sequence[ImageLike], images))
+        return self.encode_each(items, batch=batch, threads=threads, progress=progress).vector
 
     def encode_each(
         self,

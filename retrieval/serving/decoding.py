@@ -1,5 +1,4 @@
-"""Images of strangers, decoded in processes of their own: each has a deadline and a memory limit,
-and is replaced.
+"""Decode images of strangers in processes with a deadline and a memory limit.
 
 An image may hang its decoder, crash it or take all memory. Here that costs one process, and the
 sender gets a sentence. An image may even take its decoder over: so the server believes no answer,
@@ -28,8 +27,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.serving.image_files import can_open
-from retrieval.serving.images import Limits, Preprocessing, decode, full_size, thumbnail, to_png
+from retrieval.serving.images import (
+    Limits,
+    Preprocessing,
+    can_open,
+    decode,
+    full_size,
+    thumbnail,
+    to_png,
+)
 from retrieval.serving.memory import return_large_blocks
 
 SECONDS = 5.0
@@ -226,8 +232,7 @@ def _start_without_main(process: Any) -> None:
 
 
 def _read_answer(answer: bytes, preprocessing: Preprocessing | None) -> Decoded | bytes | str:
-    """Return the pixels or file in a decoder's answer, or the sentence that says what is wrong with
-    its image.
+    """Return the pixels or file in a decoder's answer, or the sentence about a bad image.
 
     Raises:
         struct.error: it is no answer.

@@ -1,5 +1,6 @@
-"""What an ONNX file asks for, read before anything runs it: without the package `onnx`, which a
-server does not have.
+"""Read what an ONNX file asks for before anything runs it.
+
+A server does not have the package `onnx`.
 """
 
 from __future__ import annotations
@@ -91,8 +92,7 @@ def _check_tensor(tensor: memoryview) -> None:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
-    """Give the fields of a protobuf message: numbers as they are, texts and messages as a view,
-    others as None.
+    """Yield the fields of a protobuf message: numbers, views of texts and messages, or None.
 
     Raises:
         IndexError: the message is cut off, or none.

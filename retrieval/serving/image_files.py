@@ -1,143 +1,14 @@
-"""Formats of images: how their files begin, how large they may be, and which files below a folder
-are images.
-"""
+"""Which files below a folder are images."""
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrieval.errors import DataError
-from retrieval.host.walk import files_below, leads_nowhere
-
-# Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all
-# that we ask it for.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-EXTENSIONS = frozenset(
-    {
-        *(".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"),
-        *(".avif", ".heic", ".heif", ".hif"),
-    }
-)
-
-
-HOW = {
-    "AVIF": "is AVIF, which needs a newer Pillow: pip install 'pillow>=11.3'.",
-    "HEIF": "is HEIC, which needs pillow-heif: pip install 'embedding-retrieval[heif]'.",
-}
-
-
-def _start(*starts: bytes) -> Callable[[bytes], bool]:
-    return lambda head: head.startswith(starts)
-
-
-def _brand(*brands: bytes) -> Callable[[bytes], bool]:
-    """Test the brands that an ISO base media file (AVIF, HEIC) names in its first box."""
-    return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
-
-
-STARTS: dict[str, Callable[[bytes], bool]] = {
-    "JPEG": _start(b"\xff\xd8\xff"),
-    "PNG": _start(b"\x89PNG\r\n\x1a\n"),
-    "GIF": _start(b"GIF87a", b"GIF89a"),
-    "WEBP": lambda head: head[:4] == b"RIFF" and head[8:12] == b"WEBP",
-    "TIFF": _start(b"II*\0", b"MM\0*", b"MM*\0", b"II\0*", b"MM\0+", b"II+\0"),
-    "BMP": lambda head: head[:2] == b"BM" and head[6:10] == b"\0\0\0\0",
-    "PPM": lambda head: re.match(rb"P[1-6]\s+[0-9#]", head) is not None,
-    "AVIF": _brand(b"avif", b"avis"),
-    "HEIF": _brand(b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
-}
-"""How a file's first bytes tell its format, by Pillow's name."""
-
-HEAD_BYTES = 64
-"""Bytes that tell a format."""
-
-
-def format_of(content: bytes) -> str | None:
-    """Return the format that a file's first bytes name, as Pillow calls it; None for one that is
-    not known.
-    """
-    head = content[:HEAD_BYTES]
-    return next((name for name, begins in STARTS.items() if begins(head)), None)
-
-
-REDUCIBLE = 4
-"""How many times `Limits.pixels` a JPEG may have, which is decoded at a half or a quarter of its
-size.
-"""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest images that are decoded.
-
-    Attributes:
-        pixels: width × height. A JPEG with up to four times as many is decoded at a half of its
-            size, as phones' photos of 48 megapixels are.
-        bytes: of the file.
-        side: width and height, in pixels.
-        aspect: how many times longer one side may be than the other.
-    """
-
-    pixels: int = 25_000_000
-    bytes: int = 20_000_000
-    side: int = 20_000
-    aspect: int = 1_000
-
-    @property
-    def memory(self) -> int:
-        """Bytes that decoding and preprocessing one image may take: the most that the largest ones
-        were seen to.
-        """
-        return 64_000_000 + 24 * self.pixels
-
-    def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
-        """Refuse an image by its size.
-
-        Args:
-            name: of the image, for errors.
-            width: in pixels.
-            height: in pixels.
-            times: how many times `pixels` it may have.
-
-        Raises:
-            DataError: too many pixels, or a side that is too long.
-        """
-        longer, shorter = max(width, height), max(1, min(width, height))
-        beyond = f"{name} has {width} × {height} pixels; the limit is"
-        if width * height > times * self.pixels:
-            raise DataError(
-                f"{beyond} {self.pixels:,}. Save it smaller, or raise the limit (--max-pixels)."
-            )
-        if longer > self.side:
-            raise DataError(f"{beyond} {self.side:,} on each side. Save it smaller.")
-        if longer > self.aspect * shorter:
-            raise DataError(f"{beyond} one side of {self.aspect:,} times the other. Cut it.")
-
-
-@functools.cache
-def can_open(format: str) -> bool:
-    """Return whether a format can be decoded here: AVIF needs a Pillow that has it, HEIF the
-    package pillow-heif.
-    """
-    if format == "AVIF":
-        try:
-            from PIL import AvifImagePlugin
-        except ImportError:
-            return False
-        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # several images are decoded at a time
-        return bool(AvifImagePlugin.SUPPORTED)
-    if format == "HEIF":
-        try:
-            from pillow_heif import register_heif_opener
-        except ImportError:
-            return False
-        register_heif_opener(thumbnails=False, decode_threads=1)
-    return format in (*FORMATS, "HEIF")
-
+from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
+from retrieval.serving.images import FORMATS, HEAD_BYTES, STARTS
 
 NO_IMAGE = "no image"
 """Why most files are left out."""
@@ -180,10 +51,10 @@ class ImageFiles:
         """Return a sentence on the links that lead nowhere; "" for none."""
         if not self.nowhere:
             return ""
-        several = len(self.nowhere) > 1
+        plural = len(self.nowhere) > 1
         return (
-            f"{folder}: {len(self.nowhere):,} link{'s lead' if several else ' leads'} nowhere: "
-            f"{_some(self.nowhere, folder)}. Mend or remove {'them' if several else 'it'}."
+            f"{folder}: {len(self.nowhere):,} link{'s lead' if plural else ' leads'} nowhere: "
+            f"{_some(self.nowhere, folder)}. Mend or remove {'them' if plural else 'it'}."
         )
 
 
@@ -222,7 +93,7 @@ def _reason(path: Path) -> str | None:
     """Return why a file is left out; None for an image."""
     if not path.is_file():
         return "no regular file"
-    if path.suffix.lower() in EXTENSIONS:
+    if path.suffix.lower() in IMAGE_EXTENSIONS:
         return None
     try:
         with path.open("rb") as file:

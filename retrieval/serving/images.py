@@ -1,17 +1,18 @@
-"""Bytes to pixels: limits, decoding, resizing.
-
-The one decoder that training, indexing and serving share.
+"""Bytes to pixels: formats, limits, decoding, resizing.
 
 Training, indexing and serving must see the same pixels: nobody else decodes.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
+import re
 import stat
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -22,17 +23,15 @@ from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
 from retrieval.host.walk import leads_nowhere
-from retrieval.serving.image_files import EXTENSIONS as EXTENSIONS
-from retrieval.serving.image_files import FORMATS as FORMATS
-from retrieval.serving.image_files import HOW, REDUCIBLE, can_open, format_of
-from retrieval.serving.image_files import Limits as Limits
 
+# Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all
+# that we ask it for.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
 def _silence() -> None:
-    """Ignore Pillow's warnings: metadata that it cannot read changes no pixel, and our own limits
-    are stricter.
+    """Ignore Pillow's warnings: unreadable metadata changes no pixel, and our limits are stricter.
 
     Once for the process: swapping the filters around each image would need a lock around each
     image.
@@ -43,10 +42,118 @@ def _silence() -> None:
 _silence()
 
 
+HOW = {
+    "AVIF": "is AVIF, which needs a newer Pillow: pip install 'pillow>=11.3'.",
+    "HEIF": "is HEIC, which needs pillow-heif: pip install 'embedding-retrieval[heif]'.",
+}
+
+
+def _start(*starts: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(starts)
+
+
+def _brand(*brands: bytes) -> Callable[[bytes], bool]:
+    """Test the brands that an ISO base media file (AVIF, HEIC) names in its first box."""
+    return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
+
+
+STARTS: dict[str, Callable[[bytes], bool]] = {
+    "JPEG": _start(b"\xff\xd8\xff"),
+    "PNG": _start(b"\x89PNG\r\n\x1a\n"),
+    "GIF": _start(b"GIF87a", b"GIF89a"),
+    "WEBP": lambda head: head[:4] == b"RIFF" and head[8:12] == b"WEBP",
+    "TIFF": _start(b"II*\0", b"MM\0*", b"MM*\0", b"II\0*", b"MM\0+", b"II+\0"),
+    "BMP": lambda head: head[:2] == b"BM" and head[6:10] == b"\0\0\0\0",
+    "PPM": lambda head: re.match(rb"P[1-6]\s+[0-9#]", head) is not None,
+    "AVIF": _brand(b"avif", b"avis"),
+    "HEIF": _brand(b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
+}
+"""How a file's first bytes tell its format, by Pillow's name."""
+
+HEAD_BYTES = 64
+"""Bytes that tell a format."""
+
+
+def format_of(content: bytes) -> str | None:
+    """Return the format that a file's first bytes name, as Pillow calls it, or None."""
+    head = content[:HEAD_BYTES]
+    return next((name for name, begins in STARTS.items() if begins(head)), None)
+
+
+REDUCIBLE = 4
+"""How many times `Limits.pixels` a JPEG may have, which is decoded at a half or a quarter of its
+size.
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest images that are decoded.
+
+    Attributes:
+        pixels: width × height. A JPEG with up to four times as many is decoded at a half of its
+            size, as phones' photos of 48 megapixels are.
+        bytes: of the file.
+        side: width and height, in pixels.
+        aspect: how many times longer one side may be than the other.
+    """
+
+    pixels: int = 25_000_000
+    bytes: int = 20_000_000
+    side: int = 20_000
+    aspect: int = 1_000
+
+    @property
+    def memory(self) -> int:
+        """Bytes that decoding and preprocessing one image may take, as the largest ones did."""
+        return 64_000_000 + 24 * self.pixels
+
+    def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
+        """Refuse an image by its size.
+
+        Args:
+            name: of the image, for errors.
+            width: in pixels.
+            height: in pixels.
+            times: how many times `pixels` it may have.
+
+        Raises:
+            DataError: too many pixels, or a side that is too long.
+        """
+        longer, shorter = max(width, height), max(1, min(width, height))
+        beyond = f"{name} has {width} × {height} pixels; the limit is"
+        if width * height > times * self.pixels:
+            raise DataError(
+                f"{beyond} {self.pixels:,}. Save it smaller, or raise the limit (--max-pixels)."
+            )
+        if longer > self.side:
+            raise DataError(f"{beyond} {self.side:,} on each side. Save it smaller.")
+        if longer > self.aspect * shorter:
+            raise DataError(f"{beyond} one side of {self.aspect:,} times the other. Cut it.")
+
+
+@functools.cache
+def can_open(format: str) -> bool:
+    """Return whether a format can be decoded here: AVIF and HEIF need newer or further packages."""
+    if format == "AVIF":
+        try:
+            from PIL import AvifImagePlugin
+        except ImportError:
+            return False
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # several images are decoded at a time
+        return bool(AvifImagePlugin.SUPPORTED)
+    if format == "HEIF":
+        try:
+            from pillow_heif import register_heif_opener
+        except ImportError:
+            return False
+        register_heif_opener(thumbnails=False, decode_threads=1)
+    return format in (*FORMATS, "HEIF")
+
+
 @dataclass(frozen=True)
 class Preprocessing:
-    """What an image goes through before the encoder: resize the shorter side, crop the centre,
-    normalise.
+    """What an image goes through before the encoder: resize, crop the centre, normalise.
 
     Resizing and cropping happen on uint8 pixels, here; `mean` and `std` are applied inside the
     encoder. Pixels equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image, to the
@@ -84,12 +191,12 @@ class Preprocessing:
         for name in ("mean", "std"):
             numbers = tuple(getattr(self, name))
             if len(numbers) not in (1, self.channels):
-                wanted = (
+                count = (
                     "1 number"
                     if self.channels == 1
                     else f"{self.channels} numbers, or 1 for all of them"
                 )
-                raise ValueError(f"{name} must be {wanted}, not {len(numbers)}: {numbers}")
+                raise ValueError(f"{name} must be {count}, not {len(numbers)}: {numbers}")
             object.__setattr__(self, name, numbers * (self.channels // len(numbers)))
         if self.resize is not None and self.resize < 1:
             raise ValueError(f"resize must be at least 1 pixel, not {self.resize}")
@@ -140,8 +247,7 @@ def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 
 
 def _centred(length: int, crop: int) -> int:
-    """Return where a centre crop begins, as torchvision's `CenterCrop` has it; below 0 where it
-    pads.
+    """Return where a centre crop begins, as in torchvision's `CenterCrop`; below 0 it pads.
 
     Half a pixel goes to the even neighbour; of an odd number of padded pixels the end has one more.
     """
@@ -211,9 +317,7 @@ def check_range(image: Image.Image, name: str) -> None:
 
 
 def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return a transparent image on white, a band of rows at a time: whole, it would be in memory
-    four times over.
-    """
+    """Return a transparent image on white, a band of rows at a time to save memory."""
     out = Image.new(mode, image.size)
     rows = max(1, _BAND // image.width)
     for top in range(0, image.height, rows):
@@ -227,9 +331,7 @@ def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """Return 8-bit grey of 16-bit grey; the one value that is transparent, if there is one, is
-    white.
-    """
+    """Return 8-bit grey of 16-bit grey; the one transparent value, if any, becomes white."""
     values = np.asarray(image)
     grey = (values >> 8).astype(np.uint8)
     if (transparent := image.info.get("transparency")) is not None:
@@ -383,7 +485,7 @@ def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.
         if key is not None and image.mode == "L" and bits & {2, 4}:
             image.info["transparency"] = key * (85 if bits == {2} else 17)
         elif key is not None and image.mode == "RGB" and bits == {16}:
-            image.info["transparency"] = tuple(each >> 8 for each in key)
+            image.info["transparency"] = tuple(value >> 8 for value in key)
     else:
         return image
     if bits == {16} and image.mode not in _SIXTEEN_BITS:
@@ -392,9 +494,7 @@ def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.
 
 
 def full_size(image: Image.Image) -> tuple[int, int]:
-    """Return width and height of the file that `decode` read, upright: larger than the image's
-    where it was reduced.
-    """
+    """Return width and height of the file that `decode` read, upright and not reduced."""
     size: tuple[int, int] = image.info.get(_FULL_SIZE, image.size)
     return size
 
@@ -410,19 +510,18 @@ def _orientation(image: Image.Image) -> int:
 
 
 def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes:
-    """Return a regular file's content; hardly more than the limit is read of one that grows
-    meanwhile.
+    """Return a regular file's content, hardly more than the limit of one that grows meanwhile.
 
     Raises:
         DataError: it cannot be read, is no regular file, or is too large.
     """
     try:
-        there = Path(path).stat()
-        if stat.S_ISDIR(there.st_mode):
+        status = Path(path).stat()
+        if stat.S_ISDIR(status.st_mode):
             raise DataError(f"{name} is a folder, not an image.")
-        if not stat.S_ISREG(there.st_mode):  # a pipe or a device could go on for ever
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device could go on for ever
             raise DataError(f"{name} is not a regular file.")
-        if (size := there.st_size) > limits.bytes:
+        if (size := status.st_size) > limits.bytes:
             raise _too_many_bytes(name, size, limits)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of a Path's, with a buffer
             content = file.read(

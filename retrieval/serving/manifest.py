@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,23 +21,13 @@ from pydantic import (
 
 from retrieval.errors import BundleError
 from retrieval.host.files import write_text
-from retrieval.serving.files.places import instead
-from retrieval.serving.files.snapshot import (
-    Snapshot,
-    Unusable,
-    at_one_moment,
-    is_plain,
-    read_all,
-)
+from retrieval.serving.bundle_folder import FILE as FILE
+from retrieval.serving.bundle_folder import is_plain, manifest_text, opened_whole
 from retrieval.serving.files.strict_json import parse_json, problems_of
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.probe import Probe
 
-T = TypeVar("T")
 FORMAT = 1
-FILE = "manifest.json"
-MANIFEST_BYTES = 4_000_000
-"""The longest manifest that is read."""
 _NUMBERS = 1 << 26  # the largest input of one item, and the widest vector: 67 million
 _RESIZE = 8192
 
@@ -56,7 +45,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Entry(BaseModel):
-    """Base of every part of the manifest: unknown keys and numbers that are not finite are refused."""
+    """Base of every part of the manifest: refuses unknown keys and numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -123,7 +112,8 @@ class DistanceEntry(Entry):
 
 
 class SubspaceEntry(Entry):
-    """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own;
+    """Columns `start` to `stop` of the vector, which propose candidates of their own.
+
     `weight` is for merge "score".
     """
 
@@ -161,9 +151,7 @@ class RescorerEntry(Entry):
 
 
 class SplitEntry(Entry):
-    """The encoder as two graphs: `backbone`, "input" → "features" (N, `features`); `head`, those as
-    "input" → what an encoder gives.
-    """
+    """The encoder as two graphs: the head takes the backbone's features (N, `features`)."""
 
     backbone: FileName
     head: FileName
@@ -292,9 +280,7 @@ class Manifest(Entry):
         return self
 
     def graphs(self) -> dict[str, str]:
-        """Return what each ONNX file is for: name → "encoder", "backbone", "head", "rescorer" or
-        "variant 'int8'".
-        """
+        """Return the purpose of each ONNX file by its name, such as "encoder" or "rescorer"."""
         graphs = {self.encoder: "encoder"} if self.encoder is not None else {}
         if self.split is not None:
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
@@ -306,33 +292,22 @@ class Manifest(Entry):
 
     @property
     def backbone_sha256(self) -> str | None:
-        """`checksum_of` {"graph": the SHA-256 of the backbone's file, "input": …}; None where the
-        encoder is one graph.
-        """
+        """`checksum_of` the backbone's SHA-256 and the input; None without a split."""
         if self.split is None:
             return None
         graph = self.files[self.split.backbone].sha256
         return checksum_of({"graph": graph, "input": self.input.model_dump(mode="json")})
 
 
-def sha256_of(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def checksum_of(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's parsed JSON, whatever its layout, without its own key
-    "checksum".
-    """
+    """Return the SHA-256 of a manifest's parsed JSON without its own key "checksum"."""
     rest = {key: value for key, value in content.items() if key != "checksum"}
     text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Write `manifest.json`, with SHA-256 and size of every other file in the folder, and return
-    what was written.
+    """Write `manifest.json` with the checksum of every other file, and return what was written.
 
     Args:
         folder: holds the bundle's finished files; hidden files are left out.
@@ -341,14 +316,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     Raises:
         BundleError: a graph that the manifest names is not there.
     """
-    paths = sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and path.name != FILE and not path.name.startswith(".")
-    )
-    files = {
-        path.name: FileRecord(sha256=sha256_of(path), bytes=path.stat().st_size) for path in paths
-    }
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name != FILE and not path.name.startswith("."):
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            files[path.name] = FileRecord(sha256=sha256, bytes=path.stat().st_size)
     for name, purpose in manifest.graphs().items():
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
@@ -372,34 +345,6 @@ def read_manifest(folder: Path) -> Manifest:
     return opened_whole(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
 
 
-def opened_whole(folder: Path, load: Callable[[Snapshot], T]) -> T:
-    """Load a bundle from one generation of its folder.
-
-    Raises:
-        BundleError: there is no such folder, or what `load` raises.
-    """
-    try:
-        return at_one_moment(folder, load, BundleError)
-    except Unusable as fault:
-        raise BundleError(
-            f"{folder} is not a bundle: {fault}.{instead(folder, 'bundle')}"
-        ) from None
-
-
-def manifest_text(folder: Snapshot) -> bytes:
-    """Return the text of an opened bundle's manifest.
-
-    Raises:
-        BundleError: there is none, or it cannot be read.
-    """
-    try:
-        return folder.read(FILE, MANIFEST_BYTES)
-    except Unusable as fault:
-        raise BundleError(
-            f"{folder.path} is not a bundle: {FILE} {fault}.{instead(folder.path, 'bundle')}"
-        ) from None
-
-
 def parse_manifest(path: Path, text: bytes) -> Manifest:
     """Return what a manifest says, checked.
 
@@ -419,20 +364,3 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     if missing := [name for name in manifest.graphs() if name not in manifest.files]:
         raise BundleError(f"{path} cannot be used: it gives no SHA-256 for {', '.join(missing)}.")
     return manifest
-
-
-def read_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, bytes]:
-    """Read every recorded file of an opened bundle, compared with its size and SHA-256.
-
-    Raises:
-        BundleError: naming every file that is missing or was altered; or they do not fit into
-            memory.
-    """
-    expected = {name: (record.sha256, record.bytes) for name, record in files.items()}
-    contents, problems = read_all(folder, expected, f"The bundle {folder.path}", BundleError)
-    if problems:
-        raise BundleError(
-            f"The bundle {folder.path} is damaged: {'; '.join(problems)}. Make it again, or copy it"
-            " again."
-        )
-    return contents

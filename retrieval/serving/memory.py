@@ -1,4 +1,4 @@
-"""Free memory that the C library keeps for itself, given back to the system."""
+"""Memory: how much is available, and what the C library keeps of it for itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGE = 1_000_000  # bytes
@@ -13,9 +14,21 @@ _ANY = 1 << 30  # bytes
 _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
+def available_memory() -> int:
+    """Return how many bytes this process may still take, of the machine or of its container."""
+    room = []
+    with suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text()
+        room.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
+    with suppress(OSError, ValueError):
+        room.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    with suppress(OSError, ValueError, AttributeError):
+        room.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(room, default=1 << 40)
+
+
 def return_large_blocks(size: int = _LARGE) -> None:
-    """Have the C library return blocks, and free ends of its heaps, of some bytes or more, and keep
-    what is smaller.
+    """Have the C library return freed blocks of `size` bytes or more, and keep smaller ones.
 
     Its own thresholds follow the largest block that was freed. They grow to tens of megabytes, and
     `give_back` does not reach the free end of a thread's heap, which they keep; or they stay small,
@@ -30,8 +43,9 @@ def return_large_blocks(size: int = _LARGE) -> None:
 
 
 def keep_large_blocks() -> None:
-    """Have the C library keep blocks of any size that are freed, for as long as the process lives;
-    a user's own settings are left alone.
+    """Have the C library keep freed blocks of any size as long as the process lives.
+
+    A user's own settings are left alone.
 
     torch asks for the same blocks with each batch. Given back and taken again, each page of them is
     cleared by the system first: two thirds of EfficientNet-Lite0's time on a CPU, and two fifths of

@@ -1,6 +1,4 @@
-"""A bundle's probe: a made-up input, where the encoder put it when the bundle was made, and whether
-it still does.
-"""
+"""A bundle's probe: a made-up input, by which a server notices a model that went wrong."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ Coded = Annotated[str, AfterValidator(_coded)]
 
 
 class Probe(BaseModel):
-    """An input that shows nobody's picture, and its vectors as ONNX Runtime gave them; arrays are
-    base64 of little-endian bytes.
+    """An input that shows nobody's picture, and its vectors as ONNX Runtime gave them.
+
+    Arrays are base64 of little-endian bytes.
 
     Attributes:
         pattern: of images uint8 (C, TILES, TILES), each number a tile of the image; of features
@@ -108,8 +107,10 @@ def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
             if len(content) == 4 * TILES * TILES
             else None
         )
-    found = np.frombuffer(content, np.uint8)
-    return found.reshape(shape[0], TILES, TILES) if found.size == shape[0] * TILES * TILES else None
+    pixels = np.frombuffer(content, np.uint8)
+    return (
+        pixels.reshape(shape[0], TILES, TILES) if pixels.size == shape[0] * TILES * TILES else None
+    )
 
 
 def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> Probe:
@@ -119,9 +120,9 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
         bundles: the bundle opened with each variant, and, under None, without.
         spread: mean and standard deviation of features.
     """
-    taken = bundles[None].manifest.input
-    pattern = made_up(taken.kind, taken.shape, spread)
-    inputs = input_of(pattern, taken.shape)
+    input = bundles[None].manifest.input
+    pattern = made_up(input.kind, input.shape, spread)
+    inputs = input_of(pattern, input.shape)
     vectors = {name: coded(bundle.encode(inputs).vector[0]) for name, bundle in bundles.items()}
     return Probe(
         pattern=coded(pattern),
@@ -131,9 +132,7 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
 
 
 def probe_fault(bundle: Bundle) -> str | None:
-    """Return why a bundle's encoder is not what it was when the bundle was made; None where it is,
-    or where the bundle has no probe.
-    """
+    """Return why a bundle's encoder is not what it was when it was exported, or None."""
     manifest, variant = bundle.manifest, bundle.variant
     probe, shape = manifest.probe, manifest.input.shape
     if probe is None:

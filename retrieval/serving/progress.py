@@ -32,9 +32,7 @@ _DELAY = 0.5  # seconds before a bar appears: an error that comes at once has no
 
 @contextmanager
 def showing(progress: Progress) -> Iterator[None]:
-    """Inside, every `Meter` of this thread shows what `progress` says; one that is off stays off
-    further inside.
-    """
+    """Let every `Meter` inside show what `progress` says; False stays off further inside."""
     outer = _shown.get()
     token = _shown.set(progress if outer is True or progress is False else outer)
     try:
@@ -71,11 +69,11 @@ class Meter:
     ) -> None:
         self._what, self._total, self._unit = what, total, unit
         self._before = self._done = done
-        self._began = self._said = time.monotonic()
+        self._began = self._last_line = time.monotonic()
         self._bar: Any = None
-        wanted = _shown.get() if show else False
-        self._tell = wanted if callable(wanted) else None
-        show = wanted is True
+        shows = _shown.get() if show else False
+        self._tell = shows if callable(shows) else None
+        show = shows is True
         self._lines = show and not _is_terminal()
         if show and not self._lines:
             from tqdm import tqdm
@@ -102,23 +100,23 @@ class Meter:
         if self._bar is not None:
             self._bar.close()
 
-    def update(self, count: int = 1, **figures: str) -> None:
+    def update(self, count: int = 1, **metrics: str) -> None:
         """Count what was done.
 
         Args:
             count: how many more.
-            figures: what else to show, by name.
+            metrics: what else to show, by name.
         """
         self._done += count
         if self._tell is not None:
             self._tell(self._what, self._done, self._total)
         elif self._bar is not None:
-            if figures:
-                self._bar.set_postfix(figures, refresh=False)
+            if metrics:
+                self._bar.set_postfix(metrics, refresh=False)
             self._bar.update(count)
-        elif self._lines and time.monotonic() - self._said >= EVERY:
-            self._said = time.monotonic()
-            print(self._line(figures), file=sys.stderr, flush=True)
+        elif self._lines and time.monotonic() - self._last_line >= EVERY:
+            self._last_line = time.monotonic()
+            print(self._line(metrics), file=sys.stderr, flush=True)
 
     def reach(self, done: int, total: int, what: str) -> None:
         """Say that `done` of `total` are done, and what comes now."""
@@ -129,23 +127,21 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a line to standard error that stays, above the bar if there is one; it may hold
-        names from outside.
-        """
+        """Write a line that stays, above the bar if there is one; it may hold names from outside."""
         line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def _line(self, figures: dict[str, str]) -> str:
+    def _line(self, metrics: dict[str, str]) -> str:
         share = f" ({100 * self._done / self._total:.0f} %)" if self._total else ""
         parts = [f"{self._what}: {self._done:,} of {self._total:,} {self._unit}{share}"]
         rate = (self._done - self._before) / max(time.monotonic() - self._began, 1e-9)
         if rate > 0:
             parts.append(f"{rate:,.0f} a second" if rate >= 10 else f"{rate:.2g} a second")
             parts.append(f"{_duration((self._total - self._done) / rate)} left")
-        return ", ".join([*parts, *(f"{name} {value}" for name, value in figures.items())])
+        return ", ".join([*parts, *(f"{name} {value}" for name, value in metrics.items())])
 
 
 def _is_terminal() -> bool:

@@ -1,6 +1,4 @@
-"""What somebody searches for, as an index is asked: images, features or encoded vectors, one or
-several.
-"""
+"""Encode what somebody searches for: images, features or vectors, one or several."""
 
 from __future__ import annotations
 
@@ -63,18 +61,17 @@ def encode_queries(
 
 
 def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[Any]:
-    """Encode features (N, F) where the bundle takes features; other vectors, (N, P), need no
-    encoding.
+    """Encode features (N, F) where the bundle takes features; return vectors (N, P) as they are.
 
     Raises:
         DataError: features of another width, or not finite numbers.
     """
-    given = bundle.manifest.input
-    if given.kind != "features":
+    input = bundle.manifest.input
+    if input.kind != "features":
         return vectors
-    if vectors.ndim == 2 and vectors.shape[1] != given.shape[0]:
+    if vectors.ndim == 2 and vectors.shape[1] != input.shape[0]:
         raise DataError(
-            f"A vector for this index has {given.shape[0]} features, not {vectors.shape[1]}."
+            f"A vector for this index has {input.shape[0]} features, not {vectors.shape[1]}."
         )
     return bundle.encode(vectors)
 
@@ -90,9 +87,9 @@ def encode_files(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], Enco
         DataError: a file cannot be used.
     """
     if bundle.manifest.input.kind == "features":
-        found = collect(paths, "features")
-        assert found.features is not None
-        return [item.key for item in found.items], bundle.encode(found.features)
+        collected = collect(paths, "features")
+        assert collected.features is not None
+        return [item.key for item in collected.items], bundle.encode(collected.features)
     for path in paths:
         if path.is_dir():
             raise DataError(f"{path} is a folder; name the query images, such as {path}/*.png.")
@@ -108,10 +105,10 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
         if image and not is_image(item):
             raise DataError(f"queries[{number}]: a query is {_TAKEN}, not {_kind(item)}.")
         if image != images[0]:
-            one, other = ("an image", "a vector") if image else ("a vector", "an image")
+            kind, first_kind = ("an image", "a vector") if image else ("a vector", "an image")
             raise DataError(
-                f"queries[{number}] is {one}, and queries[0] is {other}. Search for images and"
-                " vectors separately."
+                f"queries[{number}] is {kind}, and queries[0] is {first_kind}. Search for images"
+                " and vectors separately."
             )
     if images[0]:
         return bundle.encode_each(items, progress=False, name="queries")
@@ -133,9 +130,7 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
 
 
 def _is_pixels(bundle: Bundle, item: Any) -> bool:
-    """Whether an array is an image's pixels: uint8 of two or three axes, for a bundle that takes
-    images.
-    """
+    """Return whether an array is an image's pixels, for a bundle that takes images."""
     return (
         isinstance(item, np.ndarray)
         and item.dtype == np.uint8

@@ -1,6 +1,4 @@
-"""FAISS and ONNX Runtime: found, checked, imported and tuned in one place, and only when they are
-needed.
-"""
+"""Find, check and import FAISS and ONNX Runtime when they are needed, on the CPU or on CUDA."""
 
 from __future__ import annotations
 
@@ -11,10 +9,11 @@ import io
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal, get_args
 
-from retrieval.errors import MissingDependency
+from retrieval.errors import BundleError, MissingDependency
 
 # Each family installs one and the same module: two of them overwrite each other's files.
 ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
@@ -22,8 +21,7 @@ FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu11", "faiss-gp
 
 
 def quiet_threads() -> None:
-    """Let idle OpenMP threads sleep instead of spin; counts only before FAISS, ONNX Runtime or
-    torch are imported.
+    """Let idle OpenMP threads sleep instead of spin; call it before FAISS or torch is imported.
 
     On two busy cores a single search cost 16 ms of CPU time with spinning threads and 0.7 ms
     without. A user's own setting is left alone.
@@ -33,14 +31,12 @@ def quiet_threads() -> None:
 
 def installed_packages(names: tuple[str, ...]) -> list[str]:
     """Return those of the distributions that are installed."""
-    found = []
+    present = []
     for name in names:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             version(name)
-        except PackageNotFoundError:
-            continue
-        found.append(name)
-    return found
+            present.append(name)
+    return present
 
 
 def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
@@ -49,20 +45,19 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
     Raises:
         MissingDependency: none is installed, or two are, or the one that is cannot be imported.
     """
-    found = installed_packages(family)
-    if len(found) > 1:
-        keep = found[-1]
+    present = installed_packages(family)
+    if len(present) > 1:
         raise MissingDependency(
-            f"{' and '.join(found)} are both installed, and overwrite each other's files. Keep one:"
-            f" pip uninstall -y {' '.join(found)} && pip install {keep}"
+            f"{' and '.join(present)} are both installed, and overwrite each other's files. Keep"
+            f" one: pip uninstall -y {' '.join(present)} && pip install {present[-1]}"
         )
     try:
         return importlib.import_module(module)
     except ImportError as fault:
-        if found:
+        if present:
             raise MissingDependency(
-                f"{found[0]} is installed but cannot be imported ({fault}). Install it again: "
-                f"pip install --force-reinstall {found[0]}"
+                f"{present[0]} is installed but cannot be imported ({fault}). Install it again: "
+                f"pip install --force-reinstall {present[0]}"
             ) from fault
         raise MissingDependency(
             f"{module} is not installed. Install it with: pip install"
@@ -94,30 +89,95 @@ def load_onnxruntime() -> Any:
 
 
 @functools.cache
-def load_libraries(runtime: Any, *, tensorrt: bool = False) -> str:
-    """Load CUDA's libraries out of their Python packages, where a machine has no torch that does;
-    return what could not be.
+def load_libraries(runtime: Any) -> str:
+    """Load CUDA's libraries out of their Python packages; return what could not be.
 
     Args:
         runtime: the module `onnxruntime`.
-        tensorrt: TensorRT's too.
     """
     runtime.set_default_logger_severity(4)  # what does not start is said as a sentence
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):  # it prints what it does not find
         if preload := getattr(runtime, "preload_dlls", None):
             preload()
-        if tensorrt:
-            with contextlib.suppress(ImportError):
-                importlib.import_module("tensorrt_libs")
     return " ".join(printed.getvalue().split())
 
 
 @functools.cache
 def load_faiss() -> Any:
-    """Return the module `faiss`, tuned.
+    """Return the module `faiss`.
 
     Raises:
         MissingDependency: not installed, or installed twice.
     """
     return require("faiss", FAISS)
+
+
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES: tuple[str, ...] = get_args(Device)
+_PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
+_CUDA_OPTIONS = {
+    # batches are of any size, and none must be tuned for anew
+    "cudnn_conv_algo_search": "HEURISTIC",
+    "arena_extend_strategy": "kSameAsRequested",
+}
+FALLBACK = (
+    "ONNX Runtime was built for a GPU and could not start there, so the encoder runs on the CPU. "
+    "`retrieval doctor` says what is missing; --device cpu says that it is meant."
+)
+
+
+def checked_device(runtime: Any, device: Device) -> list[str]:
+    """Return the devices to try, the wanted one first; the next stands in for what it cannot run.
+
+    Args:
+        runtime: the module `onnxruntime`.
+        device: "auto" is CUDA where ONNX Runtime was built for it.
+
+    Raises:
+        BundleError: there is no such device, or ONNX Runtime was not built for it.
+    """
+    if device not in DEVICES:
+        raise BundleError(f"Device '{device}' is not known; it is 'auto', 'cpu' or 'cuda'.")
+    has_cuda = _PROVIDERS["cuda"] in runtime.get_available_providers()
+    if device == "cuda" and not has_cuda:
+        raise BundleError(
+            "This ONNX Runtime has no CUDA. Install the other one: pip uninstall -y onnxruntime &&"
+            " pip install 'embedding-retrieval[gpu]'"
+        )
+    return ["cuda", "cpu"] if has_cuda and device != "cpu" else ["cpu"]
+
+
+def start_session(
+    runtime: Any, content: bytes, options: Any, devices: Sequence[str]
+) -> tuple[Any, str]:
+    """Load a graph on the first of these devices that it starts on.
+
+    Args:
+        runtime: the module `onnxruntime`.
+        content: the graph.
+        options: ONNX Runtime's, of the session.
+        devices: from `checked_device`.
+
+    Returns:
+        ONNX Runtime's session and the device.
+
+    Raises:
+        Exception: ONNX Runtime's own, of several kinds: the CPU cannot load it either.
+    """
+    if devices[0] == "cuda":
+        load_libraries(runtime)
+        cuda = _PROVIDERS["cuda"]
+        with contextlib.suppress(Exception):
+            # without its own way of falling back, which prints
+            session = runtime.InferenceSession(
+                content,
+                options,
+                providers=[(cuda, _CUDA_OPTIONS), (_PROVIDERS["cpu"], {})],
+                enable_fallback=0,
+            )
+            return session, "cuda" if cuda in session.get_providers() else "cpu"
+    session = runtime.InferenceSession(
+        content, options, providers=[(_PROVIDERS["cpu"], {})], enable_fallback=0
+    )
+    return session, "cpu"

@@ -1,27 +1,34 @@
-"""A bundle's graphs in ONNX Runtime: looked at first, loaded within limits, tried once, and run on
-checked batches.
-"""
+"""A bundle's graphs in ONNX Runtime: checked, loaded within limits, tried once, and run."""
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError
 from retrieval.host.cores import default_threads
-from retrieval.serving.files.snapshot import available_memory
 from retrieval.serving.graphs import GraphError, check_graph
 from retrieval.serving.manifest import Input, Manifest
-from retrieval.serving.providers import FALLBACK, ROWS, Device, checked_device, refuse_other, start
-from retrieval.serving.runtime import load_onnxruntime
+from retrieval.serving.memory import available_memory
+from retrieval.serving.runtime import (
+    FALLBACK,
+    Device,
+    checked_device,
+    load_onnxruntime,
+    start_session,
+)
 
+T = TypeVar("T")
+R = TypeVar("R")
 Floats = NDArray[np.float32]
 Runs = Callable[[Sequence[str], Mapping[str, NDArray[Any]]], list[Any]]
 """What a graph is called with: the names of its outputs, its inputs by name."""
@@ -39,7 +46,7 @@ class Graph:
     Args:
         path: for errors.
         session: ONNX Runtime's.
-        device: where it runs: "cpu", "cuda" or "tensorrt".
+        device: where it runs: "cpu" or "cuda".
     """
 
     def __init__(self, path: Path, session: Any, device: str = "cpu") -> None:
@@ -55,10 +62,6 @@ class Graph:
         Raises:
             BundleError: ONNX Runtime refuses, for want of memory for example.
         """
-        if self.device == "tensorrt" and len(feeds["input"]) > ROWS:
-            rows = feeds["input"]
-            parts = [self(outputs, {"input": part}, options) for part in parts_of(rows, ROWS)]
-            return [np.concatenate(values) for values in zip(*parts, strict=True)]
         try:
             return list(self.session.run(list(outputs), dict(feeds), options))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
@@ -135,7 +138,7 @@ class Sessions:
     Attributes:
         encoder: "input" → "vector" and what else the manifest says.
         rescorer: "query", "items" → "distance"; None without one.
-        device: "cpu", "cuda" or "tensorrt".
+        device: "cpu" or "cuda".
         fallback: why it is the CPU though ONNX Runtime was built for a GPU; None otherwise.
     """
 
@@ -176,12 +179,10 @@ class Sessions:
         devices = checked_device(runtime, device)
         options = session_options(runtime, threads)
 
-        def load(
-            name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices
-        ) -> Graph:
+        def load(name: str) -> Graph:
             try:
                 check_graph(files[name])
-                session, running_on = start(runtime, files[name], options, on, shapes)
+                session, running_on = start_session(runtime, files[name], options, devices)
             except Exception as fault:  # ONNX Runtime's errors share no public base class
                 reason = fault if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(
@@ -192,7 +193,7 @@ class Sessions:
         def tried(
             name: str, dtype: str, shape: tuple[int, ...], widths: Mapping[str, int]
         ) -> Graph:
-            graph = load(name, {"input": shape})
+            graph = load(name)
             _check_names(graph, ["input"], list(widths))
             item = np.zeros((1, *shape), dtype)
             graph.try_once(
@@ -205,33 +206,32 @@ class Sessions:
             widths["query"] = manifest.vector
         if manifest.rescorer is not None:
             widths["code"] = manifest.code or 0
-        taken, split = manifest.input, manifest.split
+        input, split = manifest.input, manifest.split
         file = manifest.encoder if variant is None else manifest.variants[variant].file
         encoder: Graph | Split
         if file is not None:
-            first = encoder = tried(file, taken.dtype, taken.shape, widths)
+            first = encoder = tried(file, input.dtype, input.shape, widths)
         else:
             assert split is not None
-            first = tried(split.backbone, taken.dtype, taken.shape, {"features": split.features})
+            first = tried(split.backbone, input.dtype, input.shape, {"features": split.features})
             encoder = Split(first, tried(split.head, "float32", (split.features,), widths))
         rescorer = None
         if manifest.rescorer is not None:
-            # its items are of any number, which an engine of TensorRT's is not
-            rescorer = load(
-                manifest.rescorer.file, {}, [name for name in devices if name != "tensorrt"]
-            )
+            rescorer = load(manifest.rescorer.file)
             _check_names(rescorer, ["query", "items"], ["distance"])
             codes = np.zeros((2, manifest.code or 0), np.float32)
             rescorer.try_once({"query": codes[:1], "items": codes}, {"distance": (1, 2)})
-        refuse_other(device, first.device)
+        if device not in ("auto", first.device):
+            raise BundleError(
+                "ONNX Runtime could not start on the CUDA device. Use the CPU, or let `retrieval"
+                " doctor` say what is missing."
+            )
         fell_back = first.device == "cpu" and devices[0] != "cpu"
         return cls(encoder, rescorer, first.device, FALLBACK if fell_back else None)
 
 
 def session_options(runtime: Any, threads: int | None) -> Any:
-    """Return ONNX Runtime's options of a session that says nothing, spins nowhere, and shares this
-    process's bounded memory.
-    """
+    """Return ONNX Runtime's options: silent, without spinning, in one bounded memory."""
     _limit_memory(runtime)
     options = runtime.SessionOptions()
     options.log_severity_level = (
@@ -254,9 +254,7 @@ def session_options(runtime: Any, threads: int | None) -> Any:
 
 @functools.cache
 def _limit_memory(runtime: Any) -> None:
-    """Let all sessions of this process share one bounded memory: a graph that asks for more fails,
-    and not the machine.
-    """
+    """Let all sessions of this process share one bounded memory, so a greedy graph fails alone."""
     info = runtime.OrtMemoryInfo(
         "Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT
     )
@@ -265,24 +263,20 @@ def _limit_memory(runtime: Any) -> None:
 
 
 def _reason(fault: Exception) -> str:
-    """Return the end of ONNX Runtime's message, on one line: what precedes it names its source
-    files.
-    """
+    """Return the end of ONNX Runtime's message: what precedes it names its source files."""
     return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
 
 
 def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Refuse a graph without one of these inputs and outputs, or with an input that nobody would
-    give it.
-    """
+    """Refuse a graph that lacks an input or output, or has an input that nobody feeds."""
     path, session = graph.path, graph.session
-    taken = [node.name for node in session.get_inputs()]
+    given_names = [node.name for node in session.get_inputs()]
     offered = [node.name for node in session.get_outputs()]
-    for kind, wanted, there in (("input", inputs, taken), ("output", outputs, offered)):
-        for name in wanted:
-            if name not in there:
-                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(there)}).")
-    if extra := [name for name in taken if name not in inputs]:
+    for kind, names, present in (("input", inputs, given_names), ("output", outputs, offered)):
+        for name in names:
+            if name not in present:
+                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(present)}).")
+    if extra := [name for name in given_names if name not in inputs]:
         raise BundleError(f"{path} needs an input '{extra[0]}' that bundles do not have.")
 
 
@@ -300,9 +294,9 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
     if not isinstance(inputs, np.ndarray):
         raise DataError("encode takes an array of all inputs; images go to encode_images.")
     if inputs.ndim != len(input.shape) + 1 or inputs.shape[1:] != input.shape:
-        wanted = ", ".join(map(str, input.shape))
+        shape = ", ".join(map(str, input.shape))
         raise DataError(
-            f"The bundle {path} takes inputs of shape (N, {wanted}), not {inputs.shape}."
+            f"The bundle {path} takes inputs of shape (N, {shape}), not {inputs.shape}."
         )
     if input.dtype == "uint8":
         if inputs.dtype != np.uint8:
@@ -321,6 +315,28 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
 def parts_of(inputs: NDArray[Any], batch: int) -> Iterator[NDArray[Any]]:
     """Yield the rows, `batch` at a time."""
     return (inputs[start : start + batch] for start in range(0, len(inputs), batch))
+
+
+def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int) -> Iterator[R]:
+    """Yield `work(item)` of each item, in order.
+
+    Args:
+        work: runs in a thread; what it raises is raised where its result would be yielded.
+        items: what to work on.
+        workers: number of threads.
+        most: how many results exist at a time, finished or under way: this bounds the memory.
+    """
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+    try:
+        waiting: deque[Future[R]] = deque()
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) >= most:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def run_batches(

@@ -1,5 +1,6 @@
-"""Where a request's time goes: whoever works on it notes a stage, in whatever thread; outside of a
-request that costs nothing.
+"""Where a request's time goes: whoever works on it notes a stage.
+
+Outside of a request that costs nothing.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class Trail:
 
     def seconds(self) -> dict[str, float]:
         """Return the time of each stage that there was."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for span in self.spans:
-            found[span.stage] = found.get(span.stage, 0.0) + span.own
-        return found
+            seconds[span.stage] = seconds.get(span.stage, 0.0) + span.own
+        return seconds
 
 
 _TRAIL: ContextVar[Trail | None] = ContextVar("trail", default=None)

@@ -1,14 +1,12 @@
-"""Data sets that other libraries read: torchvision's, Hugging Face's, and tar shards."""
+"""Data sets that other libraries read: torchvision's and Hugging Face's."""
 
 from __future__ import annotations
 
 import inspect
 import io
-import json
 import pickle
 import re
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, MissingDependency
 from retrieval.recipe.tables import Split
 
-from retrieval_core import huggingface, shards, torchvision_dataset
+from retrieval_core import huggingface, torchvision_dataset
 
 
 def pixels(number: int) -> Any:
@@ -137,67 +135,6 @@ def test_what_torchvision_unpickles_is_refused() -> None:
             DataError, match=f"unpickles a file for {name}, which may run any code. "
         ):
             torchvision_dataset(name, Path("/nowhere"))
-
-
-def shard(path: Path, members: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as file:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            file.addfile(info, io.BytesIO(content))
-    return path
-
-
-def test_shards_are_read_where_they_lie_in_any_order(tmp_path: Path) -> None:
-    for part in range(2):
-        members: dict[str, bytes] = {}
-        for i in range(3):
-            number = 3 * part + i
-            members[f"{number}.png"] = encoded(number)
-            members[f"{number}.cls"] = str(number % 2).encode()
-            members[f"{number}.json"] = json.dumps(
-                {"split": "test" if part else "train", "vendor": f"v{i}"}
-            ).encode()
-        shard(tmp_path / f"part-{part}.tar", members)
-    data = shards(tmp_path)
-    assert (
-        data.labels == list("010101")
-        and data.splits == ["train"] * 3 + ["test"] * 3
-        and data.roles is None
-    )
-    assert (
-        data.keys[4] == "part-1/4"
-        and data.metadata is not None
-        and data.metadata[4] == {"vendor": "v1"}
-    )
-    again = pickle.loads(pickle.dumps(data))
-    for i in (5, 0, 3, 1, 4, 2, 0):
-        assert np.array_equal(np.asarray(data[i]), pixels(i)) and np.array_equal(
-            np.asarray(again[i]), pixels(i)
-        )
-
-
-def test_shards_that_cannot_serve(tmp_path: Path) -> None:
-    def refused(path: Path) -> str:
-        with pytest.raises(DataError) as error:
-            shards(path)
-        return str(error.value)
-
-    assert "does not exist" in refused(tmp_path / "none") and "holds no .tar file" in refused(
-        tmp_path
-    )
-    packed = shard(tmp_path / "a.tar.gz", {"0.png": encoded(0), "0.cls": b"a"})
-    assert "a.tar.gz is no .tar file" in refused(packed)
-    bare = shard(tmp_path / "b.tar", {"0.png": encoded(0), "1.png": encoded(1), "1.cls": b"a"})
-    assert "1 of 2 items has no label: b/0." in refused(bare)
-    damaged = shard(tmp_path / "c.tar", {"0.png": b"no image", "0.json": b'{"label": "x"}'})
-    data = shards(damaged)
-    assert data.labels == ["x"]
-    with pytest.raises(DataError, match="c/0"):
-        data[0]
-    damaged.write_bytes(damaged.read_bytes() + b"more")
-    with pytest.raises(DataError, match="changed since"):
-        pickle.loads(pickle.dumps(data))[0]
 
 
 def test_hugging_face_is_asked_for_only_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,22 +109,6 @@ def test_an_index_takes_a_nan_label_for_none(tmp_path: Path) -> None:
         None,
         "0.0",
     ]
-
-
-def test_shards_pass_the_gate(tmp_path: Path) -> None:
-    out = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(out, "PNG")
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, content in (
-            ("a.png", out.getvalue()),
-            ("a.cls", b"cat"),
-            ("b.png", out.getvalue()),
-        ):
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    with pytest.raises(DataError, match=r"a\.tar: 1 of 2 items has no label: a/b\. Give it one"):
-        retrieval.create("dataset", "core.shards", path=str(tmp_path / "a.tar"))
 
 
 def test_hugging_face_labels_pass_the_gate(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from retrieval.evaluation.pairwise import pairwise
-from retrieval.serving.embedding.runners import here
+from retrieval.serving.embedding.runners import in_threads
 from retrieval.serving.index.embedded import VectorRows
 
 
@@ -31,7 +31,7 @@ for gallery in sys.argv[2:]:
         gallery=items,
         gallery_labels=items.labels(),
         metrics=["recall_at_1"],
-        runner=partial(here, workers=1),
+        runner=partial(in_threads, workers=1),
     )
     grown.append(peak() - before)
 print(json.dumps({"recall": found.values["recall_at_1"], "gallery": found.gallery, "grown": grown}))

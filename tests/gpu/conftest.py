@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from retrieval.recipe.read import Recipe, check_recipe
-from retrieval.serving.index.on_gpu import gpus_found
+from retrieval.serving.index.faiss_backends import gpus_found
 from retrieval.serving.runtime import load_faiss, load_libraries, load_onnxruntime
 
 
@@ -41,19 +41,16 @@ def index_gpus() -> int:
     return gpus_found()
 
 
-@pytest.fixture(params=["cuda", "tensorrt"])
-def encoder_device(request: pytest.FixtureRequest) -> str:
+@pytest.fixture
+def encoder_device() -> str:
     """Where ONNX Runtime runs a bundle."""
     runtime = load_onnxruntime()
-    name = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}[request.param]
-    if name not in runtime.get_available_providers():
-        pytest.skip(f"this ONNX Runtime has no {name}: pip install 'onnxruntime-gpu[cuda,cudnn]'")
+    if "CUDAExecutionProvider" not in runtime.get_available_providers():
+        pytest.skip("this ONNX Runtime has no CUDA: pip install 'onnxruntime-gpu[cuda,cudnn]'")
     if shutil.which("nvidia-smi") is None:
         pytest.skip("no CUDA device: nvidia-smi is not there")
-    load_libraries(runtime, tensorrt=request.param == "tensorrt")
-    if request.param == "tensorrt":
-        pytest.importorskip("tensorrt_libs", reason="TensorRT's libraries are the extra tensorrt")
-    return str(request.param)
+    load_libraries(runtime)
+    return "cuda"
 
 
 @pytest.fixture(scope="session")

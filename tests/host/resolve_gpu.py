@@ -26,10 +26,7 @@ RUNTIME = ("nvidia-cuda-runtime", "cuda-toolkit")
 
 
 def wanted() -> list[str]:
-    """What a machine with a GPU asks for: the extra gpu, and torch beside it, of which the metadata
-    alone is looked at. TensorRT's package is a placeholder that downloads another: its name says
-    its CUDA.
-    """
+    """What a machine with a GPU asks for: the extra gpu, and torch beside it."""
     config = ConfigParser()
     config.read(HERE.parents[1] / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]

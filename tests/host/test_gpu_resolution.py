@@ -8,12 +8,10 @@ import copy
 import importlib.util
 import json
 from collections.abc import Callable
-from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +45,6 @@ def test_the_extras_resolve_to_one_cuda_and_one_package_a_module(
     kept: dict[str, Any], resolve: Any
 ) -> None:
     assert resolve.faults(kept) == []
-
-
-def test_tensorrt_is_of_the_same_cuda(kept: dict[str, Any], resolve: Any) -> None:
-    config = ConfigParser()
-    config.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
-    names = [
-        Requirement(line).name for line in config["options.extras_require"]["tensorrt"].split()
-    ]
-    of = {major for name in names for major in resolve.majors({"name": name, "requires": []})}
-    assert of == {major for each in kept["packages"] for major in resolve.majors(each)}
 
 
 def test_it_is_of_the_extras_as_they_are(kept: dict[str, Any], resolve: Any) -> None:

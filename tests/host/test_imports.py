@@ -48,7 +48,7 @@ INNER = {
     "retrieval.model.shards": {"Shard", "world_of"},
     "retrieval.serving.index.backends": {"retrieval_indexes"},
     "retrieval.serving.index.embedded": {"in_memory"},
-    "retrieval.serving.index.sources": {"Readers", "collect"},
+    "retrieval.serving.index.sources": {"collect"},
     "retrieval.serving.store.built_in": {"retrieval_stores"},
 }
 

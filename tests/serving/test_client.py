@@ -18,9 +18,7 @@ import pytest
 import retrieval
 from PIL import Image
 from retrieval.client import AsyncClient, Client, Hit, NewItem
-from retrieval.client.folder import EXTENSIONS
 from retrieval.errors import DataError, ServerError
-from retrieval.serving.images import EXTENSIONS as TAKEN
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import open_index
 
@@ -271,7 +269,6 @@ def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path):
 
 def test_the_names_are_of_the_face_and_light():
     assert retrieval.Client is Client and retrieval.client.AsyncClient is AsyncClient
-    assert EXTENSIONS == TAKEN
     code = "import sys, retrieval; retrieval.Client('http://a').close(); print(sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.files.locks import hold
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.embedded import Plan
 from retrieval.serving.index.index import open_index
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
@@ -39,21 +37,18 @@ def whole(folder: Path) -> dict[str, list]:
     return pa.concat_tables([one.replace_schema_metadata() for one in tables]).to_pydict()
 
 
-def test_folders_tables_manifests_and_shards_are_embedded_alike(photos, bundle_path, tmp_path):
+def test_tables_and_manifests_are_embedded_alike(photos, bundle_path, tmp_path):
     paths = sorted(photos.rglob("*.png"))[:40]
-    table, shard, manifest = tmp_path / "t.parquet", tmp_path / "s.tar", tmp_path / "m.csv"
+    table, manifest = tmp_path / "t.parquet", tmp_path / "m.csv"
     pq.write_table(
         pa.table(
             {"image": [path.read_bytes() for path in paths], "id": [path.name for path in paths]}
         ),
         table,
     )
-    with tarfile.open(shard, "w") as archive:
-        for path in paths:
-            archive.add(path, path.name)
     manifest.write_text("path,price\n" + "".join(f"{path},{at}\n" for at, path in enumerate(paths)))
     wanted = Bundle.open(bundle_path, threads=1).encode_images(paths, progress=False)
-    for number, source in enumerate((table, shard, manifest)):
+    for number, source in enumerate((table, manifest)):
         done = embedded(bundle_path, [source], tmp_path / str(number))
         found = whole(tmp_path / str(number))
         assert (done.items, done.bad, done.parts, len(found["key"])) == (40, 0, 2, 40)
@@ -188,13 +183,6 @@ def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, t
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-def test_the_batch_is_measured_and_kept(photos, bundle_path, tmp_path):
-    first = embedded(bundle_path, [photos / "1"], tmp_path / "v", batch=None)
-    assert first.batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    assert Plan.read(tmp_path / "v").batch == first.batch
-    assert embedded(bundle_path, [photos / "1"], tmp_path / "v", batch=None).batch == first.batch
-
-
 def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(
     photos, bundle_path, tmp_path
 ):
@@ -306,7 +294,7 @@ def test_parts_that_mean_harm_are_sentences(photos, bundle_path, tmp_path, monke
                 index.add(tmp_path / "v", progress=False)
         pq.write_table(honest, part)
         with monkeypatch.context() as patch:
-            patch.setattr("retrieval.serving.index.tables._GROUP_BYTES", 100)
+            patch.setattr("retrieval.serving.index.parquet._GROUP_BYTES", 100)
             with pytest.raises(DataError, match="Write it with smaller row groups"):
                 index.add(tmp_path / "v", progress=False)
         part.unlink()

@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.errors import StoreError
 from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.contract import IndexBackend
+from retrieval.serving.index.index_backend import IndexBackend
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -91,7 +91,7 @@ SPOILED = textwrap.dedent("""
     import numpy as np
     from retrieval.errors import StoreError
     from retrieval.serving.index.backends import make_backend
-    from retrieval.serving.index.contract import checked_search
+    from retrieval.serving.index.index_backend import checked_search
     path, backend = Path(sys.argv[1]), sys.argv[2]
     vectors = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
     made = make_backend(backend, {})

@@ -77,8 +77,6 @@ def test_a_life(say, makers, bundle_path, cli):
     left = say("show", "d.index", f"4/{first.name}")
     assert left["id"] == f"4/{first.name}" and left["vector"] is None
     assert say("duplicates", "d.index", "--within", "0") == {"groups": []}
-    clusters = say("clusters", "d.index", "--count", "3")["clusters"]
-    assert sum(cluster["count"] for cluster in clusters) == 29 - count
     assert "vector: none" in cli("index", "show", "d.index", f"4/{first.name}").out
 
 

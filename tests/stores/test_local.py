@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.contract import IndexBackend, checked_search
+from retrieval.serving.index.index_backend import IndexBackend, checked_search
 from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store.contract import Item, widths_of

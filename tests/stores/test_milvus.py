@@ -174,9 +174,7 @@ def test_structures_are_built_and_searched(index: stores.RemoteStore) -> None:
 def test_the_parameters_of_a_structure_are_those_of_its_search(
     index: stores.RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One list of many finds less than all of them, and nothing is built for those; what `tune` has
-    chosen finds what was asked for.
-    """
+    """One list of many finds less than all of them, and nothing is built for those."""
     index.upsert(some(1500), opened().sha256)
     queries = normal(20, 12, 3)
 
@@ -193,11 +191,6 @@ def test_the_parameters_of_a_structure_are_those_of_its_search(
         patch.setattr(index._client, "release_collection", None)  # as would be needed to build
         index.take_structure("ivf", {"lists": 32, "probes": 32})
     assert few < 0.8 and recall() == 1
-    with retrieval.open_index(index.address) as opened_:
-        tuned = opened_.tune(recall=0.9, progress=False)
-    assert tuned.chosen is not None
-    assert {one.backend for one in tuned.trials} == set(index.structures)
-    assert index.stats().details["backend"] == tuned.chosen.backend and recall() >= 0.85
 
 
 def test_a_field_that_comes_to_hold_lists(index: stores.RemoteStore) -> None:
@@ -274,7 +267,6 @@ def test_the_verbs_of_the_command_line(
     verb("snapshot", tmp_path / "s.index")
     assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
     for name, words, said in [
-        ("tune", (), "1,200"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:

@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import PluginError, StoreError
-from retrieval.serving.index import on_gpu
-from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.faiss_backends import Cagra, FaissBackend, Flat, Ivf, IvfPq
-from retrieval.serving.index.on_gpu import MOST, OnGpu, gpus_found, refused
+from retrieval.errors import StoreError
+from retrieval.serving.index.faiss_backends import (
+    Cagra,
+    FaissBackend,
+    Flat,
+    Ivf,
+    IvfPq,
+    gpus_found,
+    on_the_gpu,
+)
 from retrieval.serving.runtime import load_faiss
 
 VECTORS = np.random.default_rng(0).normal(size=(1500, 16)).astype(np.float32)
@@ -30,26 +35,25 @@ def built(backend: FaissBackend) -> FaissBackend:
     return backend
 
 
-def test_threads_take_turns_on_a_gpu_and_each_has_its_own(monkeypatch: Any) -> None:
+def test_threads_take_turns_on_a_gpu_and_each_has_its_own() -> None:
     flat = built(Flat())
-    monkeypatch.setattr(on_gpu, "device", lambda number: on_gpu._Device(number, None))
-    monkeypatch.setattr(on_gpu, "_cloned", lambda *_: flat._index)
     inside: list[int] = []
     crowd: list[int] = []
 
-    def search(index: Any, queries: Any, k: int) -> Any:
-        inside.append(k)
-        crowd.append(len(inside))
-        found = index.search(queries, k)
-        inside.pop()
-        return found
+    class Gpu:
+        def search(self, queries: Any, k: int) -> Any:
+            inside.append(k)
+            crowd.append(len(inside))
+            found = flat._index.search(queries, k)
+            inside.pop()
+            return found
 
-    gpu = OnGpu(flat._index, "one", False, {}, search)
+    flat._gpu_index = Gpu()
     wrong: list[int] = []
 
     def ask(first: int) -> None:
         for row in range(first, first + 50):
-            if gpu.search(VECTORS[row : row + 1], 1)[1][0, 0] != row:
+            if flat.search(VECTORS[row : row + 1], 1)[1][0, 0] != row:
                 wrong.append(row)
 
     threads = [threading.Thread(target=ask, args=(50 * number,)) for number in range(8)]
@@ -79,7 +83,7 @@ def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(
         else:
             again.load_beside(path, VECTORS)
         again.check(*VECTORS.shape)
-        assert again._gpu is None or gpus_found()
+        assert again._gpu_index is None or gpus_found()
         assert again._index.base_level_only == by_gpu and again._fits_gpu(again._index) == by_gpu
         _, rows = again.search(VECTORS[:100], 10)
         assert np.mean([len(set(a) & set(b)) for a, b in zip(rows, exact, strict=True)]) > 9.5
@@ -88,13 +92,6 @@ def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(
         _, rows = again.search_selected(VECTORS[:5], 4, keep)
         assert keep[rows[rows >= 0]].all() and (rows[:, 0] >= 0).all()
     assert faiss.downcast_index(again._index.storage).ntotal == len(VECTORS)
-
-
-def test_cagra_has_one_graph_over_all() -> None:
-    with pytest.raises((StoreError, PluginError), match="gpus is one or replicas"):
-        make_backend("cagra", {"gpus": "shards"})
-    with pytest.raises(PluginError, match="gpus"):
-        make_backend("flat", {"gpus": "two"})
 
 
 def test_which_codes_a_gpu_takes() -> None:
@@ -107,13 +104,6 @@ def test_which_codes_a_gpu_takes() -> None:
         assert IvfPq()._fits_gpu(index) == fits
 
 
-def test_what_is_set_on_an_index_where_a_call_takes_no_parameters(monkeypatch: Any) -> None:
-    ivf = built(Ivf(lists=20, probes=7))
-    assert ivf._set_parameters() == {"nprobe": 7}
-    monkeypatch.setattr(ivf, "_probed", lambda: 10**6)
-    assert ivf._set_parameters() == {"nprobe": MOST}
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -123,7 +113,7 @@ def test_what_is_set_on_an_index_where_a_call_takes_no_parameters(monkeypatch: A
                 " cudaSuccess' failed: alloc fail type FlatData dev 0 space Device (cudaMalloc"
                 " error out of memory [2])"
             ),
-            "too little memory for 1,500 vectors of 16 numbers. Use the back end's option float16",
+            "too little memory for 1,500 vectors of 16 numbers.",
         ),
         (
             (
@@ -145,31 +135,33 @@ def test_what_is_set_on_an_index_where_a_call_takes_no_parameters(monkeypatch: A
     ],
 )
 def test_what_a_gpu_refuses_is_a_sentence(text: str, words: str) -> None:
-    said = refused(1500, 16, RuntimeError(text))
+    with pytest.raises(StoreError) as refused, on_the_gpu(1500, 16):
+        raise RuntimeError(text)
+    said = str(refused.value)
     assert words in said and "project" not in said and ".cpp" not in said
 
 
-def test_memory_that_cuvs_lacks_is_a_sentence(monkeypatch: Any) -> None:
-    flat = built(Flat())
-    monkeypatch.setattr(on_gpu, "device", lambda number: on_gpu._Device(number, None))
-    monkeypatch.setattr(on_gpu, "_cloned", lambda *_: flat._index)
-
-    def search(index: Any, queries: Any, k: int) -> Any:
-        raise MemoryError("std::bad_alloc")
-
-    with pytest.raises(StoreError, match="too little memory for 1,500 vectors"):
-        OnGpu(flat._index, "one", False, {}, search).search(VECTORS[:1], 1)
-
-
-def test_a_search_for_more_than_a_gpu_selects_is_the_cpus(monkeypatch: Any) -> None:
+def test_memory_that_cuvs_lacks_is_a_sentence() -> None:
     flat = built(Flat())
 
     class Gpu:
         def search(self, queries: Any, k: int) -> Any:
-            assert k <= MOST
+            raise MemoryError("std::bad_alloc")
+
+    flat._gpu_index = Gpu()
+    with pytest.raises(StoreError, match="too little memory for 1,500 vectors"):
+        flat.search(VECTORS[:1], 1)
+
+
+def test_a_search_for_more_than_a_gpu_selects_is_the_cpus() -> None:
+    flat = built(Flat())
+
+    class Gpu:
+        def search(self, queries: Any, k: int) -> Any:
+            assert k <= 5
             return np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64)
 
-    flat._gpu = Gpu()  # type: ignore[assignment]
+    flat._gpu_index = Gpu()
     flat.most_on_gpu = 5
     assert (flat.search(VECTORS[:1], 5)[1] == 0).all()
     assert sorted(flat.search(VECTORS[:1], 6)[1][0])[-1] > 0
@@ -186,31 +178,22 @@ class TestTheRealOne:
     """Against faiss-gpu-cuvs itself, without a device: every call up to the one that needs it."""
 
     @pytest.mark.skipif(gpus_found() > 0, reason="there is a GPU: tests/gpu has the rest")
-    @pytest.mark.parametrize("float16", [False, True])
     @pytest.mark.parametrize("make", [Flat, Ivf])
-    def test_an_index_reaches_the_device(
-        self, make: Callable[[], FaissBackend], float16: bool
-    ) -> None:
-        backend = built(make())
+    def test_an_index_reaches_the_device(self, make: Callable[[], FaissBackend]) -> None:
         with pytest.raises(StoreError, match="Invalid GPU device 0"):
-            OnGpu(backend._index, "one", float16, backend._set_parameters())
+            built(make()).placed()
 
     @pytest.mark.skipif(gpus_found() > 0, reason="there is a GPU: tests/gpu has the rest")
     def test_a_graph_is_built_up_to_the_device(self) -> None:
         with pytest.raises(
             StoreError, match=r"cagra cannot build it: FAISS cannot use the GPU: .*Invalid GPU"
         ):
-            Cagra()._built(VECTORS)
+            Cagra().built_on_gpu(VECTORS)
 
     def test_names_that_are_set_are_there(self) -> None:
         faiss = load_faiss()
         config, parameters = Cagra(degree=32).config(), faiss.SearchParametersCagra()
         assert (config.graph_degree, config.intermediate_graph_degree) == (32, 64)
         assert hasattr(parameters, "itopk_size")
-        for options in (faiss.GpuClonerOptions(), faiss.GpuMultipleClonerOptions()):
-            assert hasattr(options, "useFloat16") and hasattr(options, "use_cuvs")
-        assert hasattr(faiss.GpuMultipleClonerOptions(), "shard")
-        assert hasattr(faiss.GpuParameterSpace(), "set_index_parameter")
-        assert hasattr(faiss.GpuIndexCagra, "copyTo") and hasattr(
-            faiss, "index_cpu_to_gpu_multiple_py"
-        )
+        assert hasattr(faiss.GpuIndexCagra, "copyTo") and hasattr(faiss, "index_cpu_to_gpu")
+        assert hasattr(faiss.GpuIndexIVF, "nprobe")

@@ -1,3 +1,1 @@
-"""Embed what sources name into a folder of Parquet files: on this machine's cores, or on a Ray
-cluster.
-"""
+"""Embed sources into a folder of Parquet files, on this machine or on a Ray cluster."""

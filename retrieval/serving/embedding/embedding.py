@@ -1,15 +1,18 @@
-"""Embed what sources name into a folder: plan, hand out what is not there yet, write what comes."""
+"""Embed what sources name into a folder of Parquet files: plan, hand out what is missing, write."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import socket
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,32 +20,26 @@ from retrieval.errors import DataError, at_least_one
 from retrieval.host.cores import cores
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.embedding.parts import (
-    EmbeddedPart,
-    Part,
-    ShippedBundle,
-    embedder,
-    finished_part,
-    look,
-    measurer,
-    write_part,
-)
-from retrieval.serving.embedding.runners import Cluster, Runner, here
+from retrieval.serving.embedding.runners import Cluster, Runner, in_threads
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
+from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import refuse_twice
-from retrieval.serving.index.embedded import BAD, Plan
+from retrieval.serving.index.adding import Settings, embed, refuse_twice
+from retrieval.serving.index.embedded import BAD, Embedded, Plan, part_file
 from retrieval.serving.index.locations import PLAN, Source, Sources, shown
 from retrieval.serving.index.migrating import features_of
-from retrieval.serving.index.sources import collect
-from retrieval.serving.index.tables import pyarrow
+from retrieval.serving.index.parquet import pyarrow
+from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.providers import Device
-from retrieval.serving.store.contract import widths_of
+from retrieval.serving.runtime import Device
+from retrieval.serving.store.contract import Floats, widths_of
 
 _SMALLEST_PART, _LARGEST_PART, _PARTS = 256, 8192, 1000
 _FAULTS_ON_STANDARD_ERROR = 10
+_GROUP_ROWS = 1024
+_FAULT_CHARACTERS = 500
+_NOTE = b"retrieval"
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def embed_sources(
         ray: the address of a Ray cluster; None works on this machine's own cores, without Ray.
         variant: encode with this variant of the encoder.
         features: keep the backbone's features too, of a bundle that is split or takes features.
-        batch: items that go through the encoder at once; measured by default.
+        batch: items that go through the encoder at once; 32 by default.
         part: items of a file; by default so that there are some thousand files, of 256 to 8,192
             items.
         most_bad: so many items may be unusable before the work stops.
@@ -133,20 +130,33 @@ def embed_sources(
     with showing(progress), ExitStack() as stack:
         items = collect(names, opened.manifest.input.kind)
         refuse_twice(items)
-        wanted = _wanted(opened, items, part, batch, widths, limits)
-        _plan_of(folder, wanted, part, batch)
-        runner: Runner = here
+        count = len(items.items)
+        new = Plan(
+            bundle=opened.sha256,
+            variant=opened.variant,
+            sources=_digest(items),
+            items=count,
+            part=part or max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS)),
+            batch=batch or 32,
+            widths=dict(widths),
+            limits=[limits.pixels, limits.bytes],
+        )
+        _plan_of(folder, new, part, batch)
+        runner: Runner = in_threads
         carried: Bundle | ShippedBundle = opened
         threads = max(1, cores() // 2)  # two parts are under way at a time
         if ray is not None:
             runner = cluster = stack.enter_context(Cluster.joined(ray, device, cpus))
             threads = cluster.cpus
             carried = ShippedBundle.of(opened, device, threads)
-        _make(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as fault:
+            raise DataError(f"{folder} cannot be made: {fault.strerror or fault}.") from None
         stack.enter_context(hold(folder, "embedding into this folder", DataError))
-        plan = _plan_of(folder, wanted, part, batch)
+        plan = _plan_of(folder, new, part, batch)
         if plan is None:
-            plan = replace(wanted, batch=batch or next(iter(runner(measurer, (carried,), [None]))))
+            plan = new
             write_text(folder / PLAN, plan.text(), DataError)
         arguments = (carried, plan.batch, threads, limits, features)
         bad, resumed = _fill(folder, plan, items, runner, arguments, most_bad, retry_bad)
@@ -163,36 +173,7 @@ def embed_sources(
     )
 
 
-def _wanted(
-    bundle: Bundle,
-    sources: Sources,
-    part: int | None,
-    batch: int | None,
-    widths: Mapping[str, int],
-    limits: Limits,
-) -> Plan:
-    count = len(sources.items)
-    size = part or max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS))
-    return Plan(
-        bundle=bundle.sha256,
-        variant=bundle.variant,
-        sources=_digest(sources),
-        items=count,
-        part=size,
-        batch=batch or 1,
-        widths=dict(widths),
-        limits=[limits.pixels, limits.bytes],
-    )
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise DataError(f"{folder} cannot be made: {fault.strerror or fault}.") from None
-
-
-def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) -> Plan | None:
+def _plan_of(folder: Path, new: Plan, part: int | None, batch: int | None) -> Plan | None:
     """Return the plan of a folder in which the same work was begun; None where none was.
 
     Raises:
@@ -204,22 +185,20 @@ def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) ->
         ):
             raise DataError(f"{folder} is not empty, and holds no embedding. Name another folder.")
         return None
-    before = Plan.read(folder)
-    other = "Name another folder, or delete this one."
-    if (before.bundle, before.variant) != (wanted.bundle, wanted.variant):
-        variant = (
-            f", variant {before.variant or 'none'}" if before.variant != wanted.variant else ""
-        )
+    begun = Plan.read(folder)
+    advice = "Name another folder, or delete this one."
+    if (begun.bundle, begun.variant) != (new.bundle, new.variant):
+        variant = f", variant {begun.variant or 'none'}" if begun.variant != new.variant else ""
         raise DataError(
-            f"{folder} holds vectors of another bundle ({before.bundle[:12]}…{variant}). {other}"
+            f"{folder} holds vectors of another bundle ({begun.bundle[:12]}…{variant}). {advice}"
         )
-    if (before.sources, before.items) != (wanted.sources, wanted.items):
+    if (begun.sources, begun.items) != (new.sources, new.items):
         raise DataError(
-            f"{folder} holds the embedding of other sources ({before.items:,} items; now there are"
-            f" {wanted.items:,}), or their files, labels or metadata have changed since it was"
-            f" begun. {other}"
+            f"{folder} holds the embedding of other sources ({begun.items:,} items; now there are"
+            f" {new.items:,}), or their files, labels or metadata have changed since it was"
+            f" begun. {advice}"
         )
-    wanted = replace(wanted, part=part or before.part, batch=batch or before.batch)
+    new = replace(new, part=part or begun.part, batch=batch or begun.batch)
     options = {
         "part": "--part",
         "batch": "--batch",
@@ -227,20 +206,18 @@ def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) ->
         "limits": "--max-pixels or --max-bytes",
     }
     differing = [
-        option for name, option in options.items() if getattr(before, name) != getattr(wanted, name)
+        option for name, option in options.items() if getattr(begun, name) != getattr(new, name)
     ]
     if differing:
         raise DataError(
             f"{folder} was begun with other values of {', '.join(differing)}: leave them as they"
-            f" were. {other}"
+            f" were. {advice}"
         )
-    return replace(before, complete=False, bad=None)
+    return replace(begun, complete=False, bad=None)
 
 
 def _digest(sources: Sources) -> str:
-    """Return what names the items, in order: keys, labels, metadata, and what changes when their
-    files do.
-    """
+    """Return a hash of all items: keys, labels, metadata, and what changes with their files."""
     total = hashlib.sha256()
     for item in sources.items:
         state = [item.key, item.label, dict(item.metadata), item.stamp()]
@@ -262,7 +239,7 @@ def _part(sources: Sources, plan: Plan, number: int) -> Part:
         return Part(number, items)
     rows = np.array([item.row for item in items], np.int64)
     return Part(
-        number, [replace(item, row=at) for at, item in enumerate(items)], sources.features[rows]
+        number, [replace(item, row=row) for row, item in enumerate(items)], sources.features[rows]
     )
 
 
@@ -324,16 +301,17 @@ def _fill(
 
 
 def _refuse_unseen(items: Sequence[Source], embedded: EmbeddedPart) -> None:
-    """Refuse a part whose files this machine has, and the node that read them has not: its items
-    are not bad.
+    """Refuse a part whose files this machine has, but the node that read them has not.
+
+    Its items are not bad.
 
     Raises:
         DataError: naming the first.
     """
-    for at, seen in embedded.seen.items():
-        if seen.endswith("missing") and not look(items[at]).endswith("missing"):
+    for row, seen in embedded.seen.items():
+        if seen.endswith("missing") and not look(items[row]).endswith("missing"):
             raise DataError(
-                f"{items[at].name} is on this machine, but not on node {embedded.node} of the"
+                f"{items[row].name} is on this machine, but not on node {embedded.node} of the"
                 " cluster: every node must have the sources at the same path, on a shared file"
                 " system for example, or they must be at an address (s3://…)."
             )
@@ -346,3 +324,218 @@ def _write_bad(folder: Path, plan: Plan, numbers: Sequence[int]) -> None:
             for bad in finished_part(folder, plan, number) or ():
                 printable = {name: shown(value) for name, value in bad.items()}
                 file.write(json.dumps(printable, ensure_ascii=False) + "\n")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Items that are embedded together, and are finished together.
+
+    Attributes:
+        number: from 0.
+        items: in order.
+        features: (n, F) of a bundle that takes features, else None; `Source.row` counts in it.
+    """
+
+    number: int
+    items: Sequence[Source]
+    features: Floats | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddedPart:
+    """What an encoder makes of a part.
+
+    Attributes:
+        number: of the part.
+        entries: one an item, in order, without its arrays: what is known of its original, or why it
+            cannot be used.
+        arrays: of the usable items, in order (n, width): "vector", perhaps "code" and "features".
+        seen: what an unusable item's file looked like where it was read, by the item's place in the
+            part.
+        node: the machine that embedded it.
+    """
+
+    number: int
+    entries: Sequence[Embedded]
+    arrays: Mapping[str, Floats]
+    seen: Mapping[int, str] = field(default_factory=dict)
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class ShippedBundle:
+    """A bundle on its way to another machine.
+
+    Attributes:
+        files: their content, by name.
+        variant: of its encoder.
+        device: see `Bundle.open`.
+        threads: of one call of the encoder; None leaves it to ONNX Runtime.
+    """
+
+    files: Mapping[str, bytes]
+    variant: str | None
+    device: Device
+    threads: int | None = None
+
+    @classmethod
+    def of(cls, bundle: Bundle, device: Device, threads: int | None = None) -> ShippedBundle:
+        """Return an opened bundle, as it was opened."""
+        with tempfile.TemporaryDirectory() as folder:
+            bundle.copy(copy := Path(folder) / "bundle")
+            files = {path.name: path.read_bytes() for path in copy.iterdir()}
+        return cls(files, bundle.variant, device, threads)
+
+    def open(self) -> Bundle:
+        """Open it here."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in self.files.items():
+                (Path(folder) / name).write_bytes(content)
+            return Bundle.open(
+                folder, variant=self.variant, device=self.device, threads=self.threads
+            )
+
+
+def embedder(
+    bundle: Bundle | ShippedBundle, batch: int, workers: int, limits: Limits, features: bool
+) -> Callable[[Part], EmbeddedPart]:
+    """Return what embeds parts. An item that cannot be used costs no other item.
+
+    Args:
+        bundle: encodes.
+        batch: items that go through the encoder at once.
+        workers: threads that decode.
+        limits: the largest images that are decoded.
+        features: whether the backbone's features are wanted too.
+    """
+    encoder = bundle.open() if isinstance(bundle, ShippedBundle) else bundle
+    settings = Settings(batch, workers, limits, features)
+
+    def results(part: Part, items: Sequence[Source]) -> list[Embedded]:
+        named = originals(items, part.features, limits.bytes)
+        batches = embed(encoder, named, settings, stamp=Source.stamp)
+        return [result for batch in batches for _, result in batch]
+
+    def alone(part: Part, item: Source) -> Embedded:
+        try:
+            return results(part, [item])[0]
+        except DataError as fault:
+            return Embedded(f"{item.name}: {fault}", item.stamp())
+
+    def embed_part(part: Part) -> EmbeddedPart:
+        try:
+            entries = results(part, part.items)
+        except DataError:  # the encoder gives NaN for an item: encoding each alone shows for which
+            entries = [alone(part, item) for item in part.items]
+        usable = [entry.arrays for entry in entries if entry.fault is None]
+        return EmbeddedPart(
+            part.number,
+            [replace(entry, arrays={}) for entry in entries],
+            {
+                name: np.stack([arrays[name] for arrays in usable])
+                for name in (usable[0] if usable else ())
+            },
+            {
+                row: look(part.items[row])
+                for row, entry in enumerate(entries)
+                if entry.fault is not None
+            },
+            socket.gethostname(),
+        )
+
+    return embed_part
+
+
+def look(item: Source) -> str:
+    """Return what changes with the item's file, as this machine sees it; "" of an address."""
+    if item.path is not None:
+        return item.stamp()
+    return (
+        "" if item.origin is None or item.origin.location.remote else item.origin.location.stamp()
+    )
+
+
+def _identity(plan: Plan) -> str:
+    """Return what names a plan, whether it is complete or not."""
+    content = json.loads(replace(plan, complete=False, bad=None).text())
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_part(folder: Path, plan: Plan, items: Sequence[Source], embedded: EmbeddedPart) -> int:
+    """Write a part, whole or not at all; return how many of its items are bad.
+
+    Raises:
+        DataError: the disk refuses.
+    """
+    pairs = list(zip(items, embedded.entries, strict=True))
+    bad = [
+        {"key": item.key, "source": item.name[:2000], "fault": entry.fault[:_FAULT_CHARACTERS]}
+        for item, entry in pairs
+        if entry.fault is not None
+    ]
+    pa = pyarrow()
+    table = _table(pa, plan, [pair for pair in pairs if pair[1].fault is None], embedded.arrays)
+    note = {"plan": _identity(plan), "part": embedded.number, "bad": bad}
+    table = table.replace_schema_metadata({_NOTE: json.dumps(note).encode()})
+    # numbers that look random do not compress; texts do
+    texts = [name for name in table.schema.names if name not in plan.widths]
+    with whole_file(part_file(folder, embedded.number), DataError) as path:
+        pa.parquet.write_table(
+            table,
+            path,
+            row_group_size=_GROUP_ROWS,
+            compression=dict.fromkeys(texts, "zstd"),
+            use_dictionary=["label", "bundle"],
+            write_page_checksum=True,
+            write_statistics=["key", "label"],
+        )
+    return len(bad)
+
+
+def _table(
+    pa: Any, plan: Plan, usable: Sequence[tuple[Source, Embedded]], arrays: Mapping[str, Floats]
+) -> Any:
+    """Return the usable items of a part; those of a table of features have no file of their own."""
+
+    def column(kind: Any, value: Callable[[Source, Embedded], Any]) -> Any:
+        return pa.array([value(item, entry) for item, entry in usable], kind)
+
+    def address(text: str | Path | None, item: Source) -> bytes | None:
+        return os.fsencode(text) if text and item.row is None else None
+
+    columns: dict[str, Any] = {
+        "key": column(pa.string(), lambda item, _: item.key),
+        "label": column(pa.string(), lambda item, _: item.label),
+        "metadata": column(pa.string(), lambda item, _: metadata_text(item.metadata)),
+        "path": column(pa.binary(), lambda item, _: address(item.path, item)),
+        "source": column(
+            pa.binary(), lambda item, _: address(item.origin.address if item.origin else None, item)
+        ),
+        "stamp": column(
+            pa.string(), lambda item, entry: entry.stamp if item.row is None else item.stamp()
+        ),
+        "bytes": column(pa.int64(), lambda _, entry: entry.bytes),
+        "width": column(pa.int64(), lambda _, entry: entry.width),
+        "height": column(pa.int64(), lambda _, entry: entry.height),
+    }
+    for name, width in plan.widths.items():
+        values = arrays.get(name)
+        flat = pa.array([] if values is None else values.reshape(-1), pa.float32())
+        columns[name] = pa.FixedSizeListArray.from_arrays(flat, width)
+    columns["bundle"] = pa.array([plan.bundle] * len(usable), pa.string()).dictionary_encode()
+    return pa.table(columns)
+
+
+def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]] | None:
+    """Return the bad items of a part; None where it is missing, damaged, or of another plan."""
+    pa = pyarrow()
+    try:
+        with pa.parquet.ParquetFile(part_file(folder, number)) as file:
+            note = json.loads((file.schema_arrow.metadata or {})[_NOTE])
+            bad: list[dict[str, str]] = note["bad"]
+            whole = file.metadata.num_rows + len(bad) == len(plan.rows(number))
+            return (
+                bad if whole and (note["plan"], note["part"]) == (_identity(plan), number) else None
+            )
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
+        return None

@@ -1,4 +1,4 @@
-"""Where tasks are done: `here` in threads of this process, or on all nodes of a Ray `Cluster`."""
+"""Where tasks are done: `in_threads` of this process, or on all nodes of a Ray `Cluster`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from retrieval.errors import DataError, MissingDependency, RetrievalError
 from retrieval.host.version import installed_version
-from retrieval.serving.providers import Device
-from retrieval.serving.threads import ahead
+from retrieval.serving.runtime import Device
+from retrieval.serving.sessions import ahead
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,7 +35,7 @@ _FETCH_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 
 
-def here(
+def in_threads(
     setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T], workers: int = 2
 ) -> Iterator[R]:
     """Do tasks in threads of this process; see `Runner`.

@@ -1,3 +1,1 @@
-"""Files that stay whole: one writer at a time, written whole or not at all, read as they were at
-one moment.
-"""
+"""Files that stay whole: locked, read without links, strict JSON and CSV."""

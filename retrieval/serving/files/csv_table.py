@@ -1,5 +1,6 @@
-"""CSV files that name items, as pandas, Excel and Windows write them: read alike for training and
-for an index.
+"""CSV files that name items, as pandas, Excel and Windows write them.
+
+Training and indexing read them alike.
 
 All values are text in the file; `typed` gives each column its type.
 """
@@ -86,8 +87,7 @@ class CsvTable:
         )
 
     def files(self, root: Path | None) -> None:
-        """Give paths the slashes of this machine, and take out rows whose path is no file of this
-        machine.
+        """Give paths the slashes of this machine, and take out rows whose path is elsewhere.
 
         Addresses and Windows drives are problems, one for all rows.
 
@@ -145,15 +145,15 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
         for text in written
     ]
     problems = []
-    there = ", ".join(text for text in written if text) or "none"
-    for each in required:
-        if each not in names:
-            close = difflib.get_close_matches(each, names, n=1)
+    present = ", ".join(text for text in written if text) or "none"
+    for column in required:
+        if column not in names:
+            close = difflib.get_close_matches(column, names, n=1)
             rename = f" Rename '{close[0]}'." if close else ""
-            problems.append(f"the header has no column '{each}' (it has: {there}).{rename}")
+            problems.append(f"the header has no column '{column}' (it has: {present}).{rename}")
     problems += [
-        f"the header names '{each}' twice."
-        for each in sorted({n for n in names if n and names.count(n) > 1})
+        f"the header names '{column}' twice."
+        for column in sorted({n for n in names if n and names.count(n) > 1})
     ]
     if written and not all(written):
         where = "first" if not written[0] else "last" if not written[-1] else "middle"
@@ -178,9 +178,7 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
 
 
 def is_missing_text(text: str) -> bool:
-    """Return whether a label's text says that there is none: blank, or as pandas and numpy write a
-    missing value.
-    """
+    """Return whether a label's text says that there is none: blank, or a missing value."""
     return not text.strip() or text.strip().lower() in _MISSING
 
 
@@ -198,13 +196,13 @@ def typed(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 def _type_of(values: list[str]) -> Any:
-    given = [value for value in values if value]
-    if not given:
+    filled = [value for value in values if value]
+    if not filled:
         return str
-    if all(value.lower() in _TRUTH for value in given):  # Excel writes TRUE, pandas True
+    if all(value.lower() in _TRUTH for value in filled):  # Excel writes TRUE, pandas True
         return lambda value: _TRUTH[value.lower()] if value else None
-    if all(_WHOLE.fullmatch(value) for value in given):
+    if all(_WHOLE.fullmatch(value) for value in filled):
         return lambda value: int(value) if value else None
-    if all(_DECIMAL.fullmatch(value) and math.isfinite(float(value)) for value in given):
+    if all(_DECIMAL.fullmatch(value) and math.isfinite(float(value)) for value in filled):
         return lambda value: float(value) if value else None
     return str

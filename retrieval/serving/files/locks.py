@@ -27,8 +27,7 @@ _PATIENCE = 0.3  # seconds: for the instant in which another process lets go
 def hold(
     target: str | os.PathLike[str], doing: str, error: type[RetrievalError] = RetrievalError
 ) -> Iterator[None]:
-    """Hold a file's or folder's name against every other process (and thread) that asks for it in
-    the same way.
+    """Hold a file's or folder's name against every other process or thread that asks for it.
 
     The lock is a hidden file beside `target`, `.NAME.lock`, which the system lets go when the
     process ends, however it ends; one that was left behind is harmless and is taken over. `target`
@@ -58,14 +57,13 @@ def hold(
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()  # while it is held: whoever has opened the file already notices that it lost its name
+            # while it is held: whoever has opened the file already notices that it lost its name
+            path.unlink()
         lock.release()
 
 
 def _take(place: Path) -> tuple[Path, FileLock | SoftFileLock | None, str]:
-    """Return the lock's path, the lock (None when another has it), and who has it, if that is
-    known.
-    """
+    """Return the lock's path, the lock (None when another has it), and its holder if known."""
     path = place.with_name(f".{place.name}.lock")
     end = time.monotonic() + _PATIENCE
     holder = ""
@@ -88,8 +86,10 @@ def _take(place: Path) -> tuple[Path, FileLock | SoftFileLock | None, str]:
             if isinstance(lock, SoftFileLock) or _named(path) == before:
                 _sign(path, lock)
                 return path, lock, holder
-            lock.release()  # the file was removed between opening and locking: it guards no name any more
-            continue  # even now: a file that was made meanwhile is nobody's, and would stay
+            # the file was removed between opening and locking, so it guards no name any more; go on
+            # even now: a file that was made meanwhile is nobody's, and would stay
+            lock.release()
+            continue
         if time.monotonic() > end:
             return path, None, holder
         time.sleep(0.05)

@@ -1,6 +1,4 @@
-"""What a folder is, where another was wanted: a run, a bundle, an index and a demo hold one
-another.
-"""
+"""What kind a folder is (a run, a bundle, an index), where another kind was wanted."""
 
 from __future__ import annotations
 
@@ -43,23 +41,22 @@ def kind_of(path: Path) -> Kind | None:
     return next((kind for kind, mark in _MARKS.items() if (path / mark).is_file()), None)
 
 
-def instead(path: Path, wanted: Kind) -> str:
-    """Return a sentence, after a space: where what was wanted is to be had, and what the path is
-    instead.
+def instead(path: Path, kind: Kind) -> str:
+    """Return a sentence, after a space, on what the path is and where to find what was wanted.
 
     Args:
         path: what the user named.
-        wanted: what a command needs.
+        kind: what a command needs.
     """
-    found = kind_of(path)
-    inside = path / wanted
-    what = f"an {found}" if found == "index" else f"a {found}"
-    if kind_of(inside) == wanted:
+    actual = kind_of(path)
+    inside = path / kind
+    what = f"an {actual}" if actual == "index" else f"a {actual}"
+    if kind_of(inside) == kind:
         return (
-            f" It is {what}; the {wanted} in it is {inside}."
-            if found
-            else f" The {wanted} in it is {inside}."
+            f" It is {what}; the {kind} in it is {inside}."
+            if actual
+            else f" The {kind} in it is {inside}."
         )
-    if found is None or found == wanted:
-        return f" {_MAKE[wanted]}"
-    return f" It is {what}. {_INSTEAD[found, wanted].format(path)}"
+    if actual is None or actual == kind:
+        return f" {_MAKE[kind]}"
+    return f" It is {what}. {_INSTEAD[actual, kind].format(path)}"

@@ -1,6 +1,4 @@
-"""Open a file that lies in somebody's folder: a regular one, not what a link leads to, not a pipe
-that would be waited for.
-"""
+"""Open a regular file in somebody's folder: never through a link, never a pipe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which items a filter is true of: decided in Python (`matches`) and in SQLite (`to_sql`), with one
-answer.
+"""Decide which items a filter is true of: in Python (`matches`) and in SQLite (`to_sql`).
 
 Both agree on metadata that `metadata_text` has written.
 """
@@ -147,16 +146,16 @@ def _column(filter: Compare | In | Exists) -> Sql:
     Only text is compared: SQLite would turn a number into text before.
     """
     column = f"items.{filter.field}"
-    there = f"{column} is not null"
+    exists = f"{column} is not null"
     if isinstance(filter, Exists):
-        return there, ()
+        return exists, ()
     operands = filter.values if isinstance(filter, In) else (filter.value,)
     texts = tuple(value for value in operands if isinstance(value, str))
     if not texts:
-        return (there if isinstance(filter, Compare) and filter.op == "!=" else "0"), ()
+        return (exists if isinstance(filter, Compare) and filter.op == "!=" else "0"), ()
     if isinstance(filter, In):
-        return f"{there} and {column} in ({', '.join('?' * len(texts))})", texts
-    return f"{there} and {column} {filter.op} ?", texts
+        return f"{exists} and {column} in ({', '.join('?' * len(texts))})", texts
+    return f"{exists} and {column} {filter.op} ?", texts
 
 
 def _entry(filter: Compare | In | Exists) -> Sql:
@@ -213,8 +212,9 @@ def _bound(value: Value) -> tuple[str, Parameter]:
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as the JSON text on which `to_sql` and `matches` agree in every version of
-    SQLite from 3.40.
+    """Return metadata as the JSON text on which `to_sql` and `matches` agree.
+
+    That holds in every version of SQLite from 3.40.
 
     Raises:
         DataError: they are not a JSON object, nest deeper than 64 levels, or hold a number that is

@@ -97,8 +97,8 @@ def _entry(key: object, value: object, where: str, depth: int) -> Filter:
         return Exists(_field(value))
     field = _field(key)
     if isinstance(value, list | tuple):
-        meant = f' Or is it "{key.lower()}"?' if key.lower() in ("and", "or") else ""
-        raise DataError(f'{where}: {shown(key)} has a list. Write {{"in": [...]}}.{meant}')
+        hint = f' Or is it "{key.lower()}"?' if key.lower() in ("and", "or") else ""
+        raise DataError(f'{where}: {shown(key)} has a list. Write {{"in": [...]}}.{hint}')
     if not isinstance(value, Mapping):
         value = {"=": value}
     if not value:

@@ -119,12 +119,10 @@ def _parser() -> Lark:
 
 @v_args(inline=True)
 class _Maker(Transformer[Token, Any]):
-    """Makes the tree while the text is parsed, from the leaves up; so no depth of brackets makes it
-    recurse.
-    """
+    """Makes the tree from the leaves up, so that no depth of brackets makes it recurse."""
 
     def field(self, *names: Token) -> Field:
-        return _at(names[0], lambda: field_of(tuple(name.strip('"') for name in names)))
+        return _refused_at(names[0], lambda: field_of(tuple(name.strip('"') for name in names)))
 
     def value(self, token: Token) -> tuple[Token, Any]:
         if token.type == "TEXT":
@@ -136,30 +134,30 @@ class _Maker(Transformer[Token, Any]):
         return token, {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
 
     def compare(self, field: Field, op: Token, value: tuple[Token, Any]) -> Filter:
-        return _at(value[0], lambda: Compare(field, str(op), value[1]))  # type: ignore[arg-type]
+        return _refused_at(value[0], lambda: Compare(field, str(op), value[1]))  # type: ignore[arg-type]
 
     def exists(self, keyword: Token, field: Field) -> Filter:
         return Exists(field)
 
     def one_of(self, field: Field, keyword: Token, *values: tuple[Token, Any]) -> Filter:
-        return _at(keyword, lambda: In(field, tuple(value for _, value in values)))
+        return _refused_at(keyword, lambda: In(field, tuple(value for _, value in values)))
 
     def none_of(
         self, field: Field, negation: Token, keyword: Token, *values: tuple[Token, Any]
     ) -> Filter:
-        return _at(negation, lambda: Not(In(field, tuple(value for _, value in values))))
+        return _refused_at(negation, lambda: Not(In(field, tuple(value for _, value in values))))
 
     def negated(self, keyword: Token, part: Filter) -> Filter:
-        return _at(keyword, lambda: Not(part))
+        return _refused_at(keyword, lambda: Not(part))
 
     def all_of(self, *parts: Filter | Token) -> Filter:
-        return _at(parts[1], lambda: And(parts[::2]))  # type: ignore[arg-type]  # a word follows each filter
+        return _refused_at(parts[1], lambda: And(parts[::2]))  # type: ignore[arg-type]  # a word follows each filter
 
     def any_of(self, *parts: Filter | Token) -> Filter:
-        return _at(parts[1], lambda: Or(parts[::2]))  # type: ignore[arg-type]
+        return _refused_at(parts[1], lambda: Or(parts[::2]))  # type: ignore[arg-type]
 
 
-def _at(token: Any, make: Callable[[], Node]) -> Node:
+def _refused_at(token: Any, make: Callable[[], Node]) -> Node:
     """Return what `make` makes; what it refuses, it refuses at this token."""
     try:
         return make()
@@ -168,22 +166,20 @@ def _at(token: Any, make: Callable[[], Node]) -> Node:
 
 
 def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
-    """Return where a mistake is; what was expected, what is there instead, and what was perhaps
-    meant.
-    """
+    """Return where a mistake is, and what was expected, is there and was perhaps meant."""
     position = fault.pos_in_stream or 0
     if isinstance(fault, UnexpectedCharacters):
         signs = (sign for sign in ("==", "<>", "&", "|") if text.startswith(sign, position))
-        there = next(signs, text[position])
-        if there in ("'", '"'):
-            what = "text" if there == "'" else "name"
-            return position, f"the {what} that begins here has no end; it lacks {there}."
+        actual = next(signs, text[position])
+        if actual in ("'", '"'):
+            what = "text" if actual == "'" else "name"
+            return position, f"the {what} that begins here has no end; it lacks {actual}."
         before = _parser().parse_interactive(text[:position])
         before.exhaust_lexer()
         tokens = set(before.accepts())  # type: ignore[no-untyped-call]
     else:
         assert isinstance(fault, UnexpectedToken)
-        tokens, there = set(fault.accepts or fault.expected), str(fault.token)
+        tokens, actual = set(fault.accepts or fault.expected), str(fault.token)
         if fault.token.type == "$END":  # lark gives the place of the last token
             position = len(text.rstrip())
     if {"NOT", "NAME"} <= tokens:
@@ -193,21 +189,21 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
             tokens = {"OP", "IN"}
         words = [word for token, word in _EXPECTED.items() if token in tokens]
         expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-    is_ = f"there is {_readable(there[:40])}" if there else "the text ends here"
-    return position, f"expected {expected}, but {is_}.{_hint(there, tokens, text[:position])}"
+    is_ = f"there is {_readable(actual[:40])}" if actual else "the text ends here"
+    return position, f"expected {expected}, but {is_}.{_hint(actual, tokens, text[:position])}"
 
 
-def _hint(there: str, tokens: set[str], before: str) -> str:
-    if "TEXT" in tokens and re.match(r'[^\W\d]|"', there) and there.lower() not in RESERVED:
-        return f" Text stands in single quotes: '{_readable(there[:40].strip(chr(34)))}'."
-    for sign in (before[-1:] + there if before[-1:] in ("=", "<") else "", there.lower()):
+def _hint(actual: str, tokens: set[str], before: str) -> str:
+    if "TEXT" in tokens and re.match(r'[^\W\d]|"', actual) and actual.lower() not in RESERVED:
+        return f" Text stands in single quotes: '{_readable(actual[:40].strip(chr(34)))}'."
+    for sign in (before[-1:] + actual if before[-1:] in ("=", "<") else "", actual.lower()):
         if sign in _HINTS:
             return f" {_HINTS[sign]}"
     return did_you_mean(
-        there[:40], [name.lower() for name in ("AND", "OR", "IN") if name in tokens]
+        actual[:40], [name.lower() for name in ("AND", "OR", "IN") if name in tokens]
     )
 
 
 def _readable(text: str) -> str:
-    """Return the text with the same number of characters, none of which moves a terminal's cursor."""
+    """Return the text with each unprintable character replaced, so its length stays."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

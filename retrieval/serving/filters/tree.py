@@ -1,4 +1,4 @@
-"""The tree of conditions that a filter is: immutable, hashable, and within bounds once it exists."""
+"""The tree of conditions that a filter is: immutable, hashable and bounded."""
 
 from __future__ import annotations
 
@@ -172,8 +172,9 @@ Filter = Compare | In | Exists | And | Or | Not
 
 
 def fields(filter: Filter) -> frozenset[str]:
-    """Return the metadata entries that a filter uses: the first name of each path; `id` and `label`
-    are none.
+    """Return the metadata entries that a filter uses: the first name of each path.
+
+    `id` and `label` are no entries.
     """
     if isinstance(filter, Not):
         return fields(filter.part)
@@ -197,8 +198,9 @@ def word(value: Value) -> str:
 
 
 def number(value: int | float) -> int | float:
-    """Return a number as SQLite holds it: an integer of 64 bits, or a float64, infinite where none
-    is near.
+    """Return a number as SQLite holds it: an integer of 64 bits, or a float64.
+
+    An integer with no float64 near it becomes infinite.
     """
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         try:
@@ -232,14 +234,14 @@ def field_of(names: tuple[str, ...]) -> Field:
 
 
 def names_of(field: Field) -> tuple[str, ...]:
-    """Return a field's names, with `metadata` in front where the first would mean something else."""
+    """Return a field's names, with `metadata` in front where the first is ambiguous."""
     if isinstance(field, str):
         return (field,)
     return ("metadata", *field) if field[0] in ("id", "label", "metadata") else field
 
 
 def filter_to_text(filter: Filter) -> str:
-    """Return a filter as text; `parse_filter` makes an equal filter of it, up to 10,000 characters."""
+    """Return a filter as text; `parse_filter` reads it back, up to 10,000 characters."""
     if isinstance(filter, Not):
         return f"not {_bracketed(filter.part, And | Or)}"
     if isinstance(filter, And):

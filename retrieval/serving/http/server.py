@@ -29,7 +29,7 @@ from retrieval.serving.http.settings import DRAIN_SECONDS, Settings, plain_addre
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.probe import probe_fault
-from retrieval.serving.providers import Device
+from retrieval.serving.runtime import Device
 from retrieval.serving.store.address import Address, place_of
 
 if TYPE_CHECKING:

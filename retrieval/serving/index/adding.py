@@ -1,5 +1,7 @@
-"""Add items to an index: what is there already and has not changed is passed over, so that the same
-call goes on where one stopped.
+"""Add items to an index: decode, encode, write.
+
+What is there already and has not changed is passed over, so that the same call goes on where one
+stopped. Migrating, and embedding into files, decode and encode by the same `embed`.
 """
 
 from __future__ import annotations
@@ -7,24 +9,30 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from retrieval.errors import DataError, at_least_one, listed
 from retrieval.host.cores import cores
+from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits
-from retrieval.serving.index.embedded import Vectors
-from retrieval.serving.index.encoding import Embedded, Settings, embed
-from retrieval.serving.index.locations import Source, Sources, is_embedding
+from retrieval.serving.images import Limits, decode, full_size, read_image, thumbnail
+from retrieval.serving.index.embedded import Embedded, Vectors
+from retrieval.serving.index.locations import Origin, Original, Source, Sources, is_embedding
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.store.contract import FEATURES, Item, Keep, Superseded
+from retrieval.serving.sessions import ahead
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
+
+T = TypeVar("T")
 
 _PAGE = 1000
 _ROWS = 4096
@@ -92,18 +100,18 @@ def add_sources(
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress):
         vectors = Vectors(named, index, keep) if any(map(is_embedding, named)) else None
-        found = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
-        refuse_twice(found)
+        collected = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
+        refuse_twice(collected)
         writer = _Writer(index, keep)
         for attempt in range(_TRIES):
-            new, relabelled, unchanged = _changes(index, found.items)
+            new, relabelled, unchanged = _changes(index, collected.items)
             writer.faults = []
             try:
                 if vectors:
                     results = vectors.embedded(new)
                 else:
                     keeps = replace(settings, features=FEATURES in index.generation.widths)
-                    contents = originals(new, found.features, settings.limits.bytes)
+                    contents = originals(new, collected.features, settings.limits.bytes)
                     results = embed(
                         index.bundle, contents, keeps, stamp=Source.stamp, keep=keep, strict=strict
                     )
@@ -117,17 +125,19 @@ def add_sources(
                 index.follow()
                 vectors = vectors and Vectors(named, index, keep)
         faults = writer.faults
-        if whole and faults and len(faults) == len(found.items):
+        if whole and faults and len(faults) == len(collected.items):
             raise DataError(
                 f"None of the {len(faults):,} items can be used. The first: {faults[0]}"
             )
         _relabel(index, relabelled)
         removed = (
-            _remove_others(index, {item.key for item in found.items}) if sync and not faults else 0
+            _remove_others(index, {item.key for item in collected.items})
+            if sync and not faults
+            else 0
         )
     if faults and not skip_bad:
         raise _unusable(
-            faults, len(found.items), _REST_IS_THERE + (" Nothing was removed." if sync else "")
+            faults, len(collected.items), _REST_IS_THERE + (" Nothing was removed." if sync else "")
         )
     return Added(
         added=writer.added,
@@ -135,8 +145,8 @@ def add_sources(
         unchanged=unchanged,
         removed=removed,
         skipped=tuple(faults),
-        repeated=found.repeated,
-        left_out=found.left_out,
+        repeated=collected.repeated,
+        left_out=collected.left_out,
         seconds=time.monotonic() - began,
     )
 
@@ -151,13 +161,13 @@ def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
     return DataError("\n".join([*lines, advice]))
 
 
-def refuse_twice(found: Sources) -> None:
+def refuse_twice(sources: Sources) -> None:
     """Refuse two items of one id.
 
     Raises:
         DataError: naming every such id.
     """
-    counts = Counter(item.key for item in found.items)
+    counts = Counter(item.key for item in sources.items)
     if twice := [
         f"{key!r} is the id of {count} items." for key, count in counts.items() if count > 1
     ]:
@@ -183,9 +193,9 @@ def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[
     relabelled: list[Source] = []
     for start in range(0, len(items), _PAGE):
         page = items[start : start + _PAGE]
-        there = index.store.get([item.key for item in page], arrays=arrays)
+        stored = index.store.get([item.key for item in page], arrays=arrays)
         for item in page:
-            known = there.get(item.key)
+            known = stored.get(item.key)
             if known is None or (arrays and not known.arrays) or known.stamp != item.stamp():
                 new.append(item)
             elif (known.label, dict(known.metadata)) != (
@@ -218,12 +228,12 @@ def _relabel(index: Index, sources: Sequence[Source]) -> None:
         index.store.upsert(items, index.bundle.sha256)
 
 
-def _remove_others(index: Index, wanted: set[str]) -> int:
+def _remove_others(index: Index, ids: set[str]) -> int:
     """Delete items that are not wanted."""
     removed, after = 0, None
     while page := index.store.scan(after=after, limit=_PAGE):
         after = page[-1].id
-        if other := [item.id for item in page if item.id not in wanted]:
+        if other := [item.id for item in page if item.id not in ids]:
             removed += index.store.delete(other)
     return removed
 
@@ -311,3 +321,128 @@ class _Writer:
             arrays=result.arrays,
             source=source.origin.address if has_place and source.origin else None,
         )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How items are decoded and encoded.
+
+    Attributes:
+        batch: items that go through the encoder at once.
+        workers: threads that decode.
+        limits: the largest images that are decoded.
+        features: whether the backbone's features are wanted too.
+    """
+
+    batch: int
+    workers: int
+    limits: Limits
+    features: bool = False
+
+
+def embed(
+    bundle: Bundle,
+    items: Iterable[tuple[T, str, Original]],
+    settings: Settings,
+    *,
+    stamp: Callable[[T], str] = lambda item: "",
+    keep: Keep = "reference",
+    strict: bool = False,
+) -> Iterator[list[tuple[T, Embedded]]]:
+    """Yield items with their arrays, batch by batch in order.
+
+    Threads decode a few batches ahead of the encoder.
+
+    Args:
+        bundle: encodes.
+        items: each with its name, for sentences, and its original.
+        settings: see `Settings`.
+        stamp: returns what changes when an item's content does.
+        keep: "copy" and "thumbnail" give `Embedded.kept`.
+        strict: after the first item that cannot be used, only decode the others, to find all
+            faults: they come without arrays.
+
+    Raises:
+        DataError: the encoder gives NaN or infinity.
+    """
+
+    def decoded(entry: tuple[T, str, Original]) -> tuple[T, Embedded, NDArray[Any] | None]:
+        item, name, original = entry
+        before = stamp(item)
+        try:
+            result, inputs = _decoded(bundle, name, original, settings.limits, keep)
+        except DataError as fault:
+            return item, Embedded(str(fault), before), None
+        result.stamp = before
+        return item, result, inputs
+
+    failed = False
+    waiting: list[tuple[T, Embedded, NDArray[Any] | None]] = []
+    if bundle.manifest.input.kind == "features":
+        entries: Iterator[tuple[T, Embedded, NDArray[Any] | None]] = map(decoded, items)
+    else:
+        entries = ahead(decoded, items, workers=settings.workers, most=2 * settings.batch)
+    for entry in entries:
+        failed |= strict and entry[2] is None
+        waiting.append(entry)
+        if len(waiting) == settings.batch or failed:
+            if not failed:
+                _encode(bundle, waiting, settings)
+            yield [(item, result) for item, result, _ in waiting]
+            waiting = []
+    _encode(bundle, waiting, settings)
+    yield [(item, result) for item, result, _ in waiting]
+
+
+def _decoded(
+    bundle: Bundle, name: str, original: Original, limits: Limits, keep: Keep
+) -> tuple[Embedded, NDArray[Any]]:
+    """Return what is known of an original, and the encoder's input."""
+    if isinstance(original, DataError):
+        raise original
+    if isinstance(original, np.ndarray):
+        return Embedded(), original
+    if isinstance(original, Origin):
+        content = original.location.read(limits.bytes)
+    else:
+        content = original if isinstance(original, bytes) else read_image(original, limits, name)
+    image = decode(content, limits, name)
+    preprocessing = bundle.manifest.input.preprocessing
+    assert preprocessing is not None
+    try:
+        inputs = preprocessing(image)
+        kept = content if keep == "copy" else thumbnail(image) if keep == "thumbnail" else None
+    except DataError as fault:
+        raise DataError(f"{name}: {fault}") from fault
+    width, height = full_size(image)
+    return Embedded(bytes=len(content), width=width, height=height, kept=kept), inputs
+
+
+def _encode(
+    bundle: Bundle, batch: list[tuple[T, Embedded, NDArray[Any] | None]], settings: Settings
+) -> None:
+    """Give the decoded items of a batch their arrays."""
+    decoded = [(result, inputs) for _, result, inputs in batch if inputs is not None]
+    if decoded:
+        arrays = _arrays_of(bundle, np.stack([inputs for _, inputs in decoded]), settings)
+        for row, (result, _) in enumerate(decoded):
+            result.arrays = row_of(arrays, row)
+
+
+def _arrays_of(bundle: Bundle, inputs: NDArray[Any], settings: Settings) -> dict[str, Floats]:
+    """Return the arrays (n, width) that a store keeps of encoder inputs (n, …), by name."""
+    if not settings.features:
+        return by_name(bundle.encode(inputs, batch=settings.batch))
+    features = bundle.features(inputs, batch=settings.batch)
+    return by_name(bundle.encode_features(features, batch=settings.batch), features)
+
+
+def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:
+    """Return encoded arrays (n, width), and perhaps features (n, F), by the store's names."""
+    arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def row_of(arrays: Mapping[str, Floats], row: int) -> dict[str, Floats]:
+    """Return one row of each array."""
+    return {name: values[row] for name, values in arrays.items()}

@@ -16,7 +16,7 @@ from retrieval.host.hookspecs import Factories, hookimpl
 from retrieval.host.plugins import BUILT_IN, own_factories
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.contract import IndexBackend
+    from retrieval.serving.index.index_backend import IndexBackend
 
 FLAT_NUMBERS = 32_000_000
 """`auto` searches exactly up to this many numbers (250,000 × 128): a query then takes some 10 ms on
@@ -30,9 +30,7 @@ lists beyond.
 
 @hookimpl
 def retrieval_indexes() -> Factories:
-    """FAISS: exact, graphs (of a CPU and of a GPU), inverted lists, and lists or tables of vectors
-    in fewer bytes.
-    """
+    """FAISS's exact search, graphs, inverted lists, and tables of smaller vectors."""
     from retrieval.serving.index.faiss_backends import Cagra, Flat, Hnsw, Ivf, IvfPq, Rabitq, Sq8
 
     return {
@@ -53,9 +51,7 @@ def _own() -> dict[str, Factory]:
 
 
 def short_name(name: str) -> str:
-    """Return the name that an index records: a built-in back end's without its plugin, any other as
-    it is.
-    """
+    """Return the name that an index records: without `core.` for a built-in back end."""
     short = name.removeprefix(f"{BUILT_IN}.")
     return short if short in _own() else name
 
@@ -81,7 +77,7 @@ def make_backend(
         PluginError: no such back end, a parameter that it does not have or refuses, no
             `IndexBackend`, or a plugin cannot be loaded.
     """
-    from retrieval.serving.index.contract import IndexBackend
+    from retrieval.serving.index.index_backend import IndexBackend
 
     factory = _own().get(short_name(name))
     if factory is None and "." not in name:

@@ -1,6 +1,4 @@
-"""Look through a whole index, page by page or item by item; and make an index of a snapshot, once
-it is found whole.
-"""
+"""Check a whole index against its checksums, and restore one from a snapshot."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def check_store(store: Store) -> list[str]:
-    """Read everything that a store holds, wherever it lies; return what is damaged, a sentence
-    each.
+    """Read everything that a store holds; return what is damaged, a sentence each.
 
     Each bundle is compared with its generation, and every item is read with its arrays. What was
     written meanwhile is no damage.
@@ -58,7 +55,7 @@ def check_store(store: Store) -> list[str]:
                 )
         except RetrievalError as fault:
             damaged.append(str(fault))
-    (served,) = (one for one in store.generations() if one.state == "served")
+    (served,) = (generation for generation in store.generations() if generation.state == "served")
     before, read = store.count(), 0
     after: str | None = None
     with Meter("checking", before, "items") as meter:
@@ -117,20 +114,22 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
     return []
 
 
-def _fill(snapshot: Path, at: StorePlace) -> list[str]:
-    """Create an index at an address with what a snapshot serves; where that fails, nothing is left."""
-    if at.exists():
-        raise StoreError(f"{at.address} exists already. Choose another name.")
+def _fill(snapshot: Path, place: StorePlace) -> list[str]:
+    """Create an index at an address with what a snapshot serves, or leave nothing."""
+    if place.exists():
+        raise StoreError(f"{place.address} exists already. Choose another name.")
     behind: list[Item] = []
     with LocalStore(snapshot, upkeep=False) as source:
-        served = next(one for one in source.generations() if one.state == "served")
+        served = next(
+            generation for generation in source.generations() if generation.state == "served"
+        )
         bundle = Bundle.open(source.bundle(served), variant=served.variant, device="cpu")
-        store = at.create(bundle, served.widths, identity=source.identity())
+        store = place.create(bundle, served.widths, identity=source.identity())
         try:
             with store, Meter("restoring", source.count(), "items") as meter:
                 copy_items(source, store, bundle.sha256, bare=behind.extend, report=meter.update)
         except Exception:
-            at.drop()
+            place.drop()
             raise
     if not behind:
         return []

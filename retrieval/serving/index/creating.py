@@ -22,7 +22,7 @@ from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.index import Index, Summary
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.providers import Device
+from retrieval.serving.runtime import Device
 from retrieval.serving.store.address import Address, place_of
 from retrieval.serving.store.contract import Keep, Store, StorePlace, StoreUnavailable, widths_of
 from retrieval.serving.store.local import LocalStore
@@ -111,12 +111,14 @@ def build_index(
         return whole, widths_of(whole, features=features_of(whole) if keep_features else None)
 
     if isinstance(place, Address):
-        at = _free_address(place, plugins, replace, backend != "auto" or bool(options))
+        address_place = _free_address(place, plugins, replace, backend != "auto" or bool(options))
         whole, widths = opened()
         if replace:
-            at.drop()
+            address_place.drop()
         with showing(progress):
-            summary = _fill_address(at, at.create(whole, widths), named, adding, device)
+            summary = _fill_address(
+                address_place, address_place.create(whole, widths), named, adding, device
+            )
     else:
         target = place.absolute()
         refuse_existing(target, replace)
@@ -174,9 +176,7 @@ def refuse_existing(output: Path, replace: bool) -> None:
 def _free_address(
     address: Address, plugins: Sequence[str], replace: bool, structured: bool
 ) -> StorePlace:
-    """Return the place at an address; without `replace`, no index may be there, and no structure be
-    asked for.
-    """
+    """Return the place at an address, once it is free and no structure is asked for."""
     if structured:
         raise DataError(
             f"A back end and its parameters are of folders. What the store of {address} can be told"
@@ -209,16 +209,16 @@ def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequenc
 
 
 def _fill_address(
-    at: StorePlace,
+    place: StorePlace,
     store: Store,
     named: Sequence[StrPath],
     adding: Mapping[str, Any],
     device: Device,
 ) -> Summary:
-    """Add what sources name to a new index at an address; where that fails, nothing is left of it."""
+    """Add what sources name to a new index at an address, or leave nothing of it."""
     try:
         try:
-            index = Index(at.address, store, device=device)
+            index = Index(place.address, store, device=device)
         except BaseException:
             store.close()
             raise
@@ -228,15 +228,15 @@ def _fill_address(
     except StoreUnavailable:
         raise  # nothing can be deleted now either
     except Exception:
-        at.drop()
+        place.drop()
         raise
     return Summary(
-        at.address,
+        place.address,
         count,
         added.skipped,
         added.repeated,
         0,
-        at.address.scheme,
+        place.address.scheme,
         None,
         0.0,
         added.left_out,
@@ -250,9 +250,7 @@ def _fill_folder(
     adding: Mapping[str, Any],
     device: Device,
 ) -> Summary:
-    """Add what sources name to a folder that nobody sees yet, and build what speeds its searches
-    up.
-    """
+    """Add what sources name to a folder that nobody sees yet, and build its structure."""
     with Index(partial, store, device=device) as index:
         before = len(index)
         added = _added(index, named, {**adding, "sync": True})

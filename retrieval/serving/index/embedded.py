@@ -1,5 +1,4 @@
-"""Folders of embeddings, as `retrieval embed` writes them: what their files hold, and how an index
-reads them.
+"""Folders of embeddings, as `retrieval embed` writes them and an index reads them.
 
 A folder has `embedding.json`, which says what was embedded with what, and one Parquet file for each
 part of the items. A part appears whole or not at all, and its name is its number: so no item is
@@ -9,12 +8,14 @@ there twice, whoever embedded it how often.
 from __future__ import annotations
 
 import bisect
+import builtins
 import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, field
+from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,6 @@ from pydantic.dataclasses import dataclass
 
 from retrieval.errors import DataError
 from retrieval.serving.files.strict_json import parse_json, problems_of, strict_loads
-from retrieval.serving.index.encoding import Embedded, row_of
 from retrieval.serving.index.locations import (
     PLAN,
     Location,
@@ -33,9 +33,8 @@ from retrieval.serving.index.locations import (
     Sources,
     is_embedding,
     shown,
-    text_problem,
 )
-from retrieval.serving.index.tables import Table, numbers_of, sentences
+from retrieval.serving.index.parquet import Table, sentences, text_problem, vectors_of
 from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Keep
 
 if TYPE_CHECKING:
@@ -46,6 +45,30 @@ FORMAT = 1
 _PLAN_BYTES = 1_000_000
 ROWS = 512
 _TEXTS = ("key", "label", "metadata", "stamp", "path", "source", "bytes", "width", "height")
+
+
+@plain_dataclass(slots=True)
+class Embedded:
+    """One item after the encoder, or why it has no vector.
+
+    Attributes:
+        fault: why the item cannot be used, a sentence; None for an item that was encoded.
+        stamp: of the item, taken before its content was read.
+        bytes: size of the original image.
+        width: of the original image, in pixels.
+        height: of the original image, in pixels.
+        kept: what the index keeps of the original.
+        arrays: the vector (P,), with "code" and "features" where there are some, by the store's
+            names.
+    """
+
+    fault: str | None = None
+    stamp: str = ""
+    bytes: int | None = None
+    width: int | None = None
+    height: int | None = None
+    kept: builtins.bytes | None = None
+    arrays: Mapping[str, Floats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -145,8 +168,7 @@ def _part_table(folder: Path, number: int) -> Table:
 def rows(
     folder: Path, plan: Plan, arrays: Sequence[str]
 ) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
-    """Yield the items of a complete folder, some hundred at a time, and their arrays (n, width) by
-    name.
+    """Yield the items of a complete folder, some hundred at a time, with their arrays by name.
 
     Args:
         folder: what `retrieval embed` wrote.
@@ -163,7 +185,7 @@ def rows(
                 raise DataError(
                     f"{table.location} is no part of an embedding: it has no column '{lacking[0]}'."
                 )
-            for group, first in enumerate(table.starts()[:-1]):
+            for group, first in enumerate(table.starts[:-1]):
                 for batch in table.batches(columns, ROWS, group):
                     numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
                     with sentences(table.location):
@@ -188,7 +210,7 @@ def rows(
 
 def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Floats:
     """Return a column of numbers (n, width), all finite."""
-    values = numbers_of(table.location, batch.column(name), first, plan.widths[name])
+    values = vectors_of(table.location, batch.column(name), first, plan.widths[name])
     if not np.isfinite(values).all():
         raise DataError(f"{table.location}: '{name}' holds NaN or infinity.")
     return values
@@ -264,15 +286,15 @@ class Vectors:
         Raises:
             DataError: a folder was changed meanwhile, or is damaged.
         """
-        wanted = deque(items)
+        missing = deque(items)
         for batch, arrays in self._rows(self._arrays):
-            taken = []
-            for row, (item, known) in enumerate(batch):
-                if wanted and item.key == wanted[0].key:
-                    known.arrays = row_of(arrays, row)
-                    taken.append((wanted.popleft(), known))
-            yield taken
-        if wanted:
+            part = []
+            for row, (item, entry) in enumerate(batch):
+                if missing and item.key == missing[0].key:
+                    entry.arrays = {name: values[row] for name, values in arrays.items()}
+                    part.append((missing.popleft(), entry))
+            yield part
+        if missing:
             raise DataError(
                 f"{next(iter(self._plans))} was changed while it was read. Run the command again."
             )
@@ -330,8 +352,7 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
 
 class VectorRows:
-    """The vectors of a complete folder of embeddings, read as they are needed: the folder may be
-    larger than the memory.
+    """The vectors of a complete folder of embeddings, read as they are needed.
 
     Args:
         folder: what `retrieval embed` wrote.
@@ -353,7 +374,7 @@ class VectorRows:
         self._starts = [0]
         for number in range(self._plan.parts):
             with _part_table(self._folder, number) as table:
-                ends = table.starts()[1:]
+                ends = table.starts[1:]
             self._groups += [(number, group) for group in range(len(ends))]
             before = self._starts[-1]
             self._starts += [before + end for end in ends]
@@ -379,16 +400,16 @@ class VectorRows:
     def read(self, start: int, stop: int) -> Floats:
         """Return some vectors (stop − start, P)."""
         out = np.empty((stop - start, self.width), np.float32)
-        at = bisect.bisect_right(self._starts, start) - 1
-        while at < len(self._groups) and self._starts[at] < stop:
-            number, group = self._groups[at]
-            first = self._starts[at]
+        position = bisect.bisect_right(self._starts, start) - 1
+        while position < len(self._groups) and self._starts[position] < stop:
+            number, group = self._groups[position]
+            row = self._starts[position]
             with _part_table(self._folder, number) as table:
                 for batch in table.batches(["vector"], ROWS, group):
-                    low, high = max(first, start), min(first + batch.num_rows, stop)
+                    low, high = max(row, start), min(row + batch.num_rows, stop)
                     if low < high:
-                        values = _numbers(table, batch, "vector", self._plan, first)
-                        out[low - start : high - start] = values[low - first : high - first]
-                    first += batch.num_rows
-            at += 1
+                        values = _numbers(table, batch, "vector", self._plan, row)
+                        out[low - start : high - start] = values[low - row : high - row]
+                    row += batch.num_rows
+            position += 1
         return out

@@ -1,4 +1,4 @@
-"""The built-in back ends: FAISS, on the CPU, or on a GPU where faiss-gpu finds one.
+"""The built-in back ends: FAISS, on the CPU, or on the first GPU where faiss-gpu finds one.
 
 Back ends of vectors in fewer bytes propose candidates, which the store measures again on the
 vectors themselves.
@@ -7,8 +7,9 @@ vectors themselves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from retrieval.errors import StoreError
-from retrieval.serving.index.contract import Floats, IndexBackend, Rows
-from retrieval.serving.index.on_gpu import MOST, REFUSALS, Gpus, OnGpu, device, gpus_found, refused
+from retrieval.serving.index.index_backend import Floats, IndexBackend, Rows
 from retrieval.serving.runtime import load_faiss
 
 # FAISS compares Q × P with its threshold. From eight queries on, one matrix product is faster than
@@ -42,16 +42,59 @@ _SAMPLE = 65_536
 _PIECE = 8192
 _PIECE_BYTES = 1 << 20
 _loading = threading.Lock()
+_gpu_lock = threading.Lock()
+"""A GPU serves one thread at a time."""
+_MOST_ON_GPU = 2048
+"""Candidates that a GPU selects at most; a search for more is the CPU's."""
+_SHORT_OF_MEMORY = (
+    "out of memory",
+    "out_of_memory",
+    "alloc fail",
+    "cudaMalloc",
+    "memory allocation error",
+    "bad_alloc",
+)
+
+
+def gpus_found() -> int:
+    """Return how many GPUs FAISS can use; 0 where it was built without, or there is none."""
+    faiss = load_faiss()
+    return int(faiss.get_num_gpus()) if hasattr(faiss, "StandardGpuResources") else 0
+
+
+@cache
+def _gpu_memory() -> Any:
+    """Return what FAISS reserves of the GPU's memory, once for all indexes."""
+    return load_faiss().StandardGpuResources()
+
+
+@contextmanager
+def on_the_gpu(count: int, width: int) -> Iterator[None]:
+    """Hold the GPU for an index of `count` vectors.
+
+    Raises:
+        StoreError: it has too little memory, or FAISS refuses: the end of a sentence.
+    """
+    try:
+        with _gpu_lock:
+            yield
+    except (RuntimeError, MemoryError) as fault:  # the latter of cuVS's own memory
+        text = str(fault)
+        if isinstance(fault, MemoryError) or any(words in text for words in _SHORT_OF_MEMORY):
+            raise StoreError(
+                f"the GPU has too little memory for {count:,} vectors of {width} numbers."
+                " CUDA_VISIBLE_DEVICES= (empty) searches on the CPU"
+            ) from fault
+        # FAISS's text names its source files
+        reason = text.strip().splitlines()[-1].strip().rpartition("Error: ")[2][:300]
+        raise StoreError(f"FAISS cannot use the GPU: {reason}") from fault
 
 
 class FaissBackend(IndexBackend):
     """What the FAISS back ends have in common: files, GPU, searching with parameters of its own."""
 
     on_gpu = True
-    most_on_gpu = MOST
-    """Candidates that a search on a GPU finds at most; the CPU, which keeps the index too, searches
-    for more.
-    """
+    most_on_gpu = _MOST_ON_GPU
     room = 1 << 20
     """Bytes that FAISS may take for one thing when it reads a small file; of a larger one, the
     file's size.
@@ -59,10 +102,9 @@ class FaissBackend(IndexBackend):
     kinds: tuple[str, ...] = ()
     """FAISS's classes that `save` writes."""
 
-    def __init__(self, gpus: Gpus = "one", float16: bool = False) -> None:
-        self.gpus, self.float16 = gpus, float16
+    def __init__(self) -> None:
         self._index: Any = None
-        self._gpu: OnGpu | None = None
+        self._gpu_index: Any = None
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Learn from a sample of the vectors, then add all; see `IndexBackend`."""
@@ -86,9 +128,10 @@ class FaissBackend(IndexBackend):
         raise NotImplementedError
 
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        """Search; see `IndexBackend`. A GPU serves one thread at a time."""
-        if self._gpu is not None and k <= self.most_on_gpu:
-            squared, rows = self._gpu.search(queries, k)
+        """Search; see `IndexBackend`. The CPU keeps the index too, for what a GPU cannot do."""
+        if self._gpu_index is not None and k <= self.most_on_gpu:
+            with on_the_gpu(self._index.ntotal, self._index.d):
+                squared, rows = self._searched_on_gpu(queries, k)
             return np.sqrt(np.maximum(squared, 0)), rows
         return self._searched(queries, k, self._parameters(k))
 
@@ -114,10 +157,12 @@ class FaissBackend(IndexBackend):
         squared, rows = search(queries, k, params=parameters)
         return np.sqrt(np.maximum(squared, 0)), rows
 
+    def _searched_on_gpu(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+        hits: tuple[Floats, Rows] = self._gpu_index.search(queries, k)
+        return hits
+
     def _parameters(self, k: int) -> Any:
-        """Return FAISS's search parameters for this call: setting them on the index would change it
-        for others.
-        """
+        """Return FAISS's search parameters for this call; other calls have their own."""
         return None
 
     def save(self, path: Path) -> None:
@@ -125,9 +170,7 @@ class FaissBackend(IndexBackend):
         self._write(path)
 
     def _write(self, path: Path, flags: int = 0) -> None:
-        """Write the index through Python's file object: FAISS's own writer may miss a full disk on
-        closing.
-        """
+        """Write the index through Python: FAISS's own writer may miss a full disk on closing."""
         faiss = load_faiss()
         failure: list[OSError] = []
         with path.open("xb") as file:
@@ -179,21 +222,20 @@ class FaissBackend(IndexBackend):
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
         self._index = index
         if self.on_gpu and gpus_found() > 0 and self._fits_gpu(index):
-            self._gpu = self._placed(index)
+            self._gpu_index = self.placed()
 
     def _fits_gpu(self, index: Any) -> bool:
         """Whether FAISS can search this index on a GPU; another stays on the CPU."""
         return True
 
-    def _placed(self, index: Any) -> OnGpu:
-        """Return an index, put on the GPU."""
-        return OnGpu(index, self.gpus, self.float16, self._set_parameters())
+    def placed(self) -> Any:
+        """Return the index, copied to the GPU.
 
-    def _set_parameters(self) -> dict[str, float]:
-        """Return what is set on an index on a GPU, where several of them take no parameters with a
-        call.
+        Raises:
+            StoreError: the GPU has too little memory, or FAISS refuses: the end of a sentence.
         """
-        return {}
+        with on_the_gpu(self._index.ntotal, self._index.d):
+            return load_faiss().index_cpu_to_gpu(_gpu_memory(), 0, self._index)
 
     def _refuse_foreign(self, index: Any) -> None:
         """Refuse an index that `build` cannot have made, before it goes to a GPU.
@@ -215,11 +257,6 @@ class Flat(FaissBackend):
     """Exact search: compares the query with every vector.
 
     `auto` takes it while the gallery is small.
-
-    Args:
-        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all vectors on each, more
-            searches at once) or `shards` (a part on each, more vectors).
-        float16: whether a GPU keeps the vectors in 16 bits: half the memory; distances are rounded.
     """
 
     kinds = ("IndexFlatL2", "IndexFlat")
@@ -234,8 +271,7 @@ class Flat(FaissBackend):
 
 
 class Hnsw(FaissBackend):
-    """Approximate search in a graph (Malkov and Yashunin 2018): fast, memory for the vectors and
-    the links.
+    """Approximate search in a graph (Malkov and Yashunin 2018): fast, and large in memory.
 
     Args:
         m: links of a vector; more find better and need more memory (8 × m bytes a vector).
@@ -265,9 +301,7 @@ class Hnsw(FaissBackend):
         self._write(path, load_faiss().IO_FLAG_SKIP_STORAGE)
 
     def load_beside(self, path: Path, vectors: Floats) -> None:
-        """Read the links, and follow them over the vectors where those lie; an older file holds its
-        own.
-        """
+        """Read the links, and follow them over the vectors; an older file holds its own."""
         index = self._read(path)
         if index.storage is None:
             faiss = load_faiss()
@@ -306,8 +340,6 @@ class Cagra(Hnsw):
         ef_construction: candidates for each vector's links: on a GPU its twice as many links that
             are thinned out, at most so many; on a CPU as in `hnsw`.
         ef_search: how many candidates a search follows; more find better and take longer.
-        gpus: where FAISS finds several GPUs: `one` of them, or `replicas` (all on each, more
-            searches at once).
     """
 
     on_gpu = True
@@ -319,41 +351,32 @@ class Cagra(Hnsw):
         degree: Annotated[int, Field(ge=8, le=256, multiple_of=2)] = 64,
         ef_construction: Annotated[int, Field(ge=8, le=4096)] = 128,
         ef_search: Annotated[int, Field(ge=1, le=65536)] = 256,
-        gpus: Gpus = "one",
     ) -> None:
         super().__init__(degree // 2, ef_construction, ef_search)
-        if gpus == "shards":
-            raise StoreError(
-                "cagra has one graph over all vectors: gpus is one or replicas, not shards."
-            )
-        self.degree, self.gpus = degree, gpus
+        self.degree = degree
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Build the graph, on a GPU where FAISS finds one."""
         if gpus_found() == 0 or len(vectors) <= self.degree:
             super().build(vectors, report)
             return
-        self._index = self._built(vectors)
+        self._index = self.built_on_gpu(vectors)
         report(len(vectors))
 
-    def _built(self, vectors: Floats) -> Any:
+    def built_on_gpu(self, vectors: Floats) -> Any:
         """Return the graph that a GPU builds, as a CPU has it."""
-        faiss, gpu = load_faiss(), device(0)
-        config = self.config()
-        index = faiss.IndexHNSWCagra()
-        with gpu.lock:
-            try:
+        faiss = load_faiss()
+        index, config = faiss.IndexHNSWCagra(), self.config()
+        try:
+            with on_the_gpu(*vectors.shape):
                 graph = faiss.GpuIndexCagra(
-                    gpu.resources, vectors.shape[1], faiss.METRIC_L2, config
+                    _gpu_memory(), vectors.shape[1], faiss.METRIC_L2, config
                 )
                 graph.train(np.ascontiguousarray(vectors))
                 index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRIES
                 graph.copyTo(index)
-            except REFUSALS as fault:
-                raise StoreError(
-                    "The index back end cagra cannot build it:"
-                    f" {refused(len(vectors), vectors.shape[1], fault)}."
-                ) from fault
+        except StoreError as fault:
+            raise StoreError(f"The index back end cagra cannot build it: {fault}.") from fault
         return index
 
     def config(self) -> Any:
@@ -369,32 +392,22 @@ class Cagra(Hnsw):
         return config
 
     def _fits_gpu(self, index: Any) -> bool:
-        """One that a CPU has built has gaps among its links, which CAGRA's kernels do not expect."""
+        """Return whether a GPU built it: a CPU leaves gaps among the links, which CAGRA refuses."""
         return bool(index.base_level_only)
 
-    def _placed(self, index: Any) -> OnGpu:
-        width = min(self.ef_search, self.most_on_gpu)
-        search = None if self.gpus == "replicas" else partial(_searched_cagra, width)
-        return OnGpu(index, self.gpus, False, {}, search)
-
-
-def _searched_cagra(width: int, index: Any, queries: Floats, k: int) -> tuple[Floats, Rows]:
-    """Search CAGRA's graph on a GPU with `width` candidates, which are counted by 32."""
-    parameters = load_faiss().SearchParametersCagra()
-    parameters.itopk_size = -(-max(width, k) // 32) * 32
-    hits: tuple[Floats, Rows] = index.search(queries, k, params=parameters)
-    return hits
+    def _searched_on_gpu(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+        parameters = load_faiss().SearchParametersCagra()
+        width = max(k, min(self.ef_search, self.most_on_gpu))
+        parameters.itopk_size = -(-width // 32) * 32  # counted by 32
+        hits: tuple[Floats, Rows] = self._gpu_index.search(queries, k, params=parameters)
+        return hits
 
 
 class ListsBackend(FaissBackend):
-    """What back ends of inverted lists have in common: how many lists, and how many of them a
-    search looks at.
-    """
+    """What back ends of inverted lists share: their number, and how many a search looks at."""
 
-    def __init__(
-        self, lists: int = 0, probes: int = 0, gpus: Gpus = "one", float16: bool = False
-    ) -> None:
-        super().__init__(gpus, float16)
+    def __init__(self, lists: Lists = 0, probes: Lists = 0) -> None:
+        super().__init__()
         self.lists, self.probes = lists, probes
 
     def _lists_of(self, count: int) -> int:
@@ -423,26 +436,23 @@ class ListsBackend(FaissBackend):
     def _parameters(self, k: int) -> Any:
         return load_faiss().SearchParametersIVF(nprobe=self._probed())
 
-    def _set_parameters(self) -> dict[str, float]:
-        return {"nprobe": min(self._probed(), MOST)}
+    def placed(self) -> Any:
+        """Return the index on the GPU, which looks at as many lists as a GPU can."""
+        index = super().placed()
+        index.nprobe = min(self._probed(), _MOST_ON_GPU)
+        return index
 
 
 class Ivf(ListsBackend):
-    """Approximate search in inverted lists: clusters the vectors and searches the lists nearest to
-    the query.
+    """Approximate search in inverted lists: only the lists nearest to the query are searched.
 
     Args:
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at
             least 39 a cluster.
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
-        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all vectors on each, more
-            searches at once) or `shards` (a part on each, more vectors).
     """
 
     kinds = ("IndexIVFFlat",)
-
-    def __init__(self, lists: Lists = 0, probes: Lists = 0, gpus: Gpus = "one") -> None:
-        super().__init__(lists, probes, gpus)
 
     def _empty(self, count: int, width: int) -> Any:
         return load_faiss().index_factory(width, f"IVF{self._lists_of(count)},Flat")
@@ -452,8 +462,7 @@ class Ivf(ListsBackend):
 
 
 class IvfPq(ListsBackend):
-    """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011): some
-    bytes a vector.
+    """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011).
 
     Args:
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at
@@ -462,11 +471,7 @@ class IvfPq(ListsBackend):
         bytes: of a vector's code, at most its numbers; it divides them, or the next number that
             does is taken.
         expand: how many times as many candidates as are wanted an index measures again on the
-            vectors.
-        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all codes on each, more
-            searches at once) or `shards` (a part on each, more vectors). A GPU takes codes of 8
-            bits in at most 64 parts; others stay on the CPU.
-        float16: whether a GPU computes with tables in 16 bits: faster; distances are rounded.
+            vectors. A GPU takes codes of 8 bits in at most 64 parts; others stay on the CPU.
     """
 
     kinds = ("IndexIVFPQ",)
@@ -479,10 +484,8 @@ class IvfPq(ListsBackend):
         probes: Lists = 0,
         bytes: Annotated[int, Field(ge=1, le=4096)] = 32,
         expand: Expand = 8,
-        gpus: Gpus = "one",
-        float16: bool = False,
     ) -> None:
-        super().__init__(lists, probes, gpus, float16)
+        super().__init__(lists, probes)
         self.bytes, self.expand = bytes, expand
 
     def _empty(self, count: int, width: int) -> Any:
@@ -505,8 +508,9 @@ class IvfPq(ListsBackend):
 
 
 class Rabitq(ListsBackend):
-    """Approximate search in inverted lists of a bit or a few a number (RaBitQ; Gao and Long, SIGMOD
-    2024), rotated at random first.
+    """Approximate search in lists of few bits a number (RaBitQ; Gao and Long, SIGMOD 2024).
+
+    Vectors are rotated at random first.
 
     Codes are not learned, so building costs little more than the lists. A vector of P numbers takes
     P × bits / 8 bytes and 8 more, 20 more where bits is above 1 (Gao et al., SIGMOD 2025); FAISS

@@ -18,23 +18,19 @@ from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
-from retrieval.serving.index.alike import Alike, Cluster, clusters, duplicates
-from retrieval.serving.index.contract import Floats
-from retrieval.serving.index.measuring import (
-    Distances,
-    by_id,
-    candidates_of,
-    distances_of,
-    measured_alone,
-)
+from retrieval.serving.index.duplicates import Duplicates, find_duplicates
+from retrieval.serving.index.index_backend import Floats
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
-from retrieval.serving.index.tuning import Tuned, tune
-from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.providers import Device
+from retrieval.serving.merging import Distances, measured, measured_alone
+from retrieval.serving.progress import Progress, showing
 from retrieval.serving.queries import encode_queries
+from retrieval.serving.runtime import Device
 from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address, IndexPlace, place_of
 from retrieval.serving.store.contract import (
+    CODE,
+    VECTOR,
+    Candidates,
     Generation,
     Item,
     Keep,
@@ -48,6 +44,8 @@ from retrieval.serving.store.place import store_place
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
 _TRIES = 5
+MARGIN = 8
+"""Candidates beyond k: FAISS's matrix products swap neighbours that differ in the seventh digit."""
 _QUERIES_AT_ONCE = 256  # bounds the memory of measuring candidates
 
 
@@ -166,7 +164,11 @@ class Index:
     def follow(self) -> Bundle:
         """Open the bundle of the generation that is served now, and return it."""
         with self._lock:
-            served = next(one for one in self.store.generations() if one.state == "served")
+            served = next(
+                generation
+                for generation in self.store.generations()
+                if generation.state == "served"
+            )
             if self._served is None or self._served[0].number != served.number:
                 bundle = Bundle.open(
                     self.store.bundle(served),
@@ -184,9 +186,7 @@ class Index:
 
     @property
     def bundle(self) -> Bundle:
-        """The served generation's bundle: it encodes queries and, where it has a rescorer, orders
-        candidates.
-        """
+        """The served generation's bundle: it encodes queries, and may rescore candidates."""
         assert self._served is not None
         return self._served[1]
 
@@ -226,9 +226,7 @@ class Index:
             )
 
     def changed(self) -> str | None:
-        """Return a sentence when the folder was replaced or removed; what changes within it is
-        meant to.
-        """
+        """Return a sentence when the folder was replaced or removed."""
         return self.store.changed()
 
     # Searching
@@ -329,24 +327,31 @@ class Index:
         except Superseded:
             self.follow()
             raise
-        if measured_alone(bundle) and all(each.distances is not None for each in proposed):
+        if measured_alone(bundle) and all(
+            candidates.distances is not None for candidates in proposed
+        ):
             return [
-                _hits(each.items, each.distances[:k].tolist())
-                for each in proposed
-                if each.distances is not None
+                _hits(candidates.items, candidates.distances[:k].tolist())
+                for candidates in proposed
+                if candidates.distances is not None
             ]
-        proposed = [each if each.distances is None else by_id(each) for each in proposed]
-        distances = distances_of(bundle, query, code, proposed, k)
+        proposed = [
+            candidates if candidates.distances is None else _by_id(candidates)
+            for candidates in proposed
+        ]
         return [
-            _ordered(each.items, own_distances, k)
-            for each, own_distances in zip(proposed, distances, strict=True)
+            _ordered(candidates.items, distances, k)
+            for candidates, distances in zip(
+                proposed, _distances(bundle, query, code, proposed, k), strict=True
+            )
         ]
 
     def duplicates(
         self, within: float, *, where: Where = None, progress: Progress = True
-    ) -> list[Alike]:
-        """Return groups of items within a distance of one another, directly or through others; the
-        largest group first.
+    ) -> list[Duplicates]:
+        """Return groups of items within a distance of one another, the largest group first.
+
+        Items may be connected directly or through others.
 
         Args:
             within: the distance, as searches give it.
@@ -354,23 +359,7 @@ class Index:
             progress: True shows a bar, False nothing; a function is told (what, done, total).
         """
         with showing(progress):
-            return duplicates(self, within, where=as_filter(where))
-
-    def clusters(
-        self, count: int, *, where: Where = None, progress: Progress = True
-    ) -> list[Cluster]:
-        """Return clusters of items by k-means on their vectors, the largest first.
-
-        Args:
-            count: how many.
-            where: only items that match.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
-
-        Raises:
-            DataError: there are fewer items.
-        """
-        with showing(progress):
-            return clusters(self, count, where=as_filter(where))
+            return find_duplicates(self, within, as_filter(where))
 
     # Items
 
@@ -419,8 +408,7 @@ class Index:
         )
 
     def upsert(self, items: Sequence[Item]) -> int:
-        """Add items that are embedded already, or put them in the place of others; return how many
-        took another's place.
+        """Add or replace items that are embedded already; return how many were replaced.
 
         Raises:
             DataError: an item that cannot be kept; all are named, and none is kept.
@@ -490,8 +478,9 @@ class Index:
     def migrate(
         self, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
     ) -> Migrated:
-        """Embed all items with another bundle, then serve that; searches and writes go on
-        meanwhile.
+        """Embed all items with another bundle, then serve that.
+
+        Searches and writes go on meanwhile.
 
         Where the index keeps features and the bundle's backbone is theirs
         (`Bundle.backbone_sha256`), its head is applied to them: no original is opened. So is a
@@ -521,10 +510,12 @@ class Index:
 
     def drop_old(self) -> int:
         """Delete every generation that is not served; return how many."""
-        others = [one for one in self.store.generations() if one.state != "served"]
-        for generation in others:
+        superseded = [
+            generation for generation in self.store.generations() if generation.state != "served"
+        ]
+        for generation in superseded:
             self.store.drop(generation)
-        return len(others)
+        return len(superseded)
 
     def snapshot(self, target: StrPath) -> Path:
         """Write a copy of one moment to a new folder, which opens as an index.
@@ -534,53 +525,6 @@ class Index:
         """
         self.store.snapshot(Path(target))
         return Path(target)
-
-    def tune(
-        self,
-        *,
-        recall: float = 0.95,
-        memory: int | None = None,
-        most: int = 200_000,
-        apply: bool = True,
-        progress: Progress = True,
-    ) -> Tuned:
-        """Measure which structure finds fastest what it must, on this index's own vectors, and take
-        it; the index keeps the table.
-
-        200 vectors are held out as queries; structures are built over the others, at most `most` of
-        them.
-
-        Args:
-            recall: share of the ten nearest that must be found.
-            memory: bytes of the vectors and the structure together; None for no limit.
-            most: vectors that structures are built over, taken at random where there are more.
-            apply: whether to keep the table, and build the chosen structure for the index's
-                segments, now.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
-
-        Raises:
-            DataError: limits that are none, or too few items.
-            StoreError: the store chooses structures itself, or the index cannot be written to.
-        """
-        store = self.store
-        if not store.structures:
-            raise StoreError(
-                f"The store of {self.path} chooses by itself how it searches: there is nothing to"
-                " tune."
-            )
-        with showing(progress):
-            tuned = tune(self, recall=recall, memory=memory, most=most)
-            if not apply:
-                return tuned
-            store.keep_tuned(tuned.as_dict())
-            if tuned.chosen is not None:
-                with Meter("indexing", len(self), "items") as meter:
-                    store.take_structure(
-                        tuned.chosen.backend,
-                        tuned.chosen.options,
-                        lambda done, total: meter.reach(done, total, "indexing"),
-                    )
-        return tuned
 
 
 def open_index(
@@ -620,8 +564,9 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
 
 
 def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
-    """Return query vectors (Q, P), and codes where the bundle rescores; the store refuses NaN and
-    infinity.
+    """Return query vectors (Q, P), and codes where the bundle rescores.
+
+    The store refuses NaN and infinity.
     """
     rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
     if isinstance(queries, Encoded):
@@ -647,6 +592,46 @@ def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, F
             "image (or features), not an encoded vector."
         )
     return query, code if rescores else None
+
+
+def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
+    """Return how many candidates each sub-space is searched for."""
+    rescorer = bundle.manifest.rescorer
+    return max(k + MARGIN, candidates or (rescorer.candidates if rescorer else 0))
+
+
+def _by_id(proposed: Candidates) -> Candidates:
+    """Return candidates in the order of their ids, for a distance other than the store's."""
+    order = sorted(range(len(proposed.items)), key=lambda row: proposed.items[row].id)
+    arrays = {name: array[order] for name, array in proposed.arrays.items()}
+    return Candidates([proposed.items[row] for row in order], arrays)
+
+
+def _distances(
+    bundle: Bundle, query: Floats, code: Floats | None, proposed: Sequence[Candidates], k: int
+) -> list[Distances]:
+    """Return the distances of each query to its candidates, measured as the bundle says."""
+    if len(proposed) > 1 and measured_alone(bundle):
+        # One computation of all pairs, in which each pair's sum is what it is by itself.
+        counts = [len(candidates.items) for candidates in proposed]
+        queries = np.repeat(query, counts, axis=0)
+        vectors = np.concatenate(
+            [candidates.arrays[VECTOR] for candidates in proposed if candidates.items] or [queries]
+        )
+        return np.split(measured(bundle, queries, None, vectors, None, k), np.cumsum(counts)[:-1])
+    return [
+        measured(
+            bundle,
+            query[row],
+            None if code is None else code[row],
+            candidates.arrays[VECTOR],
+            None if code is None else candidates.arrays[CODE],
+            min(k, len(candidates.items)),
+        )
+        if candidates.items
+        else np.empty(0)
+        for row, candidates in enumerate(proposed)
+    ]
 
 
 def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:

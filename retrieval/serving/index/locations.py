@@ -1,40 +1,28 @@
-"""Items to index and where their content lies: in a file, at an address that fsspec opens, or
-inside a container.
-"""
+"""Items to index, and where their content lies: in a file, in a table, or at an address."""
 
 from __future__ import annotations
 
-import io
-import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
-from urllib.parse import quote, unquote, urlsplit
+from typing import Any, BinaryIO, TypeAlias, cast
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import DataError, MissingDependency, printable
-from retrieval.serving.filters import metadata_text
-from retrieval.serving.images import EXTENSIONS
-from retrieval.serving.store.items import check_id
+from retrieval.errors import DataError, MissingDependency, RetrievalError, printable
+from retrieval.host.walk import IMAGE_EXTENSIONS
 
-ROW_CHARACTERS = 1_000_000
-"""Characters of one item's texts: an index gives no longer ones back."""
+Floats = NDArray[np.float32]
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 PLAN = "embedding.json"
 """The file that says that a folder holds embeddings, and of what."""
-_ARCHIVES = ("zip", "tar", "libarchive")
-_BUFFER_BYTES = 1 << 20
-_MAX_FILES = 10_000_000
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+_MOST_FILES = 10_000_000
 _TAGS = ("ETag", "etag", "md5Hash", "crc32c", "CRC", "sha256", "blob_id", "content_md5")
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "date_time", "created")
 
@@ -49,11 +37,6 @@ def is_table(name: str) -> bool:
     return name.lower().endswith((".parquet", ".pq"))
 
 
-def is_shard(name: str) -> bool:
-    """Return whether a file is a tar shard, by its name."""
-    return name.lower().endswith((".tar", ".tar.gz", ".tgz"))
-
-
 def is_embedding(place: object) -> bool:
     """Return whether something is a folder that `retrieval embed` writes."""
     return isinstance(place, str | os.PathLike) and (Path(place) / PLAN).is_file()
@@ -66,7 +49,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A file or folder of this machine, or at an address.
+    """A file or folder of this machine, or at an address that fsspec opens.
 
     Attributes:
         text: its path, or its address.
@@ -120,7 +103,7 @@ class Location:
         """The last part of the path, which tells the kind of file."""
         if not self.remote:
             return Path(self.text).name
-        return _split(self.text)[1].rpartition("/")[2].partition("?")[0]
+        return self.text.rpartition("/")[2].partition("?")[0]
 
     @property
     def stem(self) -> str:
@@ -128,38 +111,47 @@ class Location:
         return shown(self.file_name).partition(".")[0] or shown(self.file_name)
 
     def open(self) -> BinaryIO:
-        """Open the file for reading.
+        """Open the file for reading; what reading from an address raises depends on its system.
 
         Raises:
             DataError: it cannot be opened.
             MissingDependency: a package that the address needs is not installed.
         """
         if self.remote:
-            with _sentences(self.text):
-                system, path = _file_system(self.text)
-                file = _File(system.open(path, "rb"), self.text)
-                return cast(BinaryIO, io.BufferedReader(file, _BUFFER_BYTES))
+            with readable(self.text):
+                system, path = file_system(self.text)
+                return cast(BinaryIO, system.open(path, "rb"))
         try:
             return Path(self.text).open("rb")
         except OSError as fault:
             raise DataError(f"{self.name} cannot be read: {fault.strerror or fault}.") from None
 
+    def read(self, most: int) -> bytes:
+        """Return the content of the file.
+
+        Raises:
+            DataError: it cannot be read, or has more than `most` bytes.
+        """
+        with self.open() as file, readable(self.name):
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise DataError(
+                f"{self} has more than {most:,} bytes, the limit. Save it smaller, or raise the"
+                " limit."
+            )
+        return content
+
     def stamp(self) -> str:
         """Return what changes when the content does; "missing" where there is no file."""
         try:
             if self.remote:
-                with _sentences(self.text):
-                    system, path = _file_system(self.text)
+                with readable(self.text):
+                    system, path = file_system(self.text)
                     return stamp_of(system.info(path))
             status = Path(self.text).stat()
         except (OSError, DataError):
             return "missing"
         return f"{status.st_size} {status.st_mtime_ns}"
-
-    def below(self, name: str) -> Location:
-        """Return a file below this folder at an address."""
-        before, link, behind = _split(self.text)
-        return Location(f"{before}{link.rstrip('/')}/{name}{behind}")
 
     def beside(self, name: str) -> Location:
         """Return a file that this manifest names, relative to itself.
@@ -176,14 +168,7 @@ class Location:
                 f"{self.text} names '{printable(name)[:100]}'; a manifest at an address names files"
                 " below its own folder."
             )
-        before, link, behind = _split(self.text)
-        return Location(f"{before}{link[: link.rindex('/') + 1]}{name}{behind}")
-
-    def refresh(self) -> None:
-        """Have the next look at this address ask its file system anew."""
-        _archive.cache_clear()
-        with _sentences(self.text):
-            _file_system(self.text)[0].invalidate_cache()
+        return Location(f"{self.text.rpartition('/')[0]}/{name}")
 
     def is_folder(self) -> bool:
         """Return whether this is a folder; the name of an address may tell it without a look.
@@ -193,14 +178,10 @@ class Location:
         """
         if not self.remote:
             return self.path.is_dir()
-        if (
-            self.file_name.lower().endswith(".csv")
-            or is_table(self.file_name)
-            or is_shard(self.file_name)
-        ):
+        if self.file_name.lower().endswith(".csv") or is_table(self.file_name):
             return False
-        with _sentences(self.text):
-            system, path = _file_system(self.text)
+        with readable(self.text):
+            system, path = file_system(self.text)
             if system.isdir(path):
                 return True
             system.info(path)
@@ -215,85 +196,57 @@ class Location:
         Raises:
             DataError: the folder cannot be listed, or holds no image.
         """
-        with _sentences(self.text):
-            system, root = _file_system(self.text)
-            found: dict[str, dict[str, Any]] = system.find(root, detail=True)
-        if len(found) > _MAX_FILES:
-            raise DataError(f"{self.text} holds {len(found):,} files; {_MAX_FILES:,} are read.")
+        with readable(self.text):
+            system, root = file_system(self.text)
+            files: dict[str, dict[str, Any]] = system.find(root, detail=True)
+        if len(files) > _MOST_FILES:
+            raise DataError(f"{self.text} holds {len(files):,} files; {_MOST_FILES:,} are read.")
         images: list[tuple[str, str]] = []
-        others = 0
-        for name, info in sorted(found.items()):
+        count = 0
+        for name, info in sorted(files.items()):
             inside = PurePosixPath(name.removeprefix(root.rstrip("/")).lstrip("/"))
-            if (
-                any(part.startswith(".") for part in inside.parts)
-                or info.get("type") == "directory"
-            ):
+            hidden = any(part.startswith(".") for part in inside.parts)
+            if hidden or info.get("type") == "directory":
                 continue
-            if inside.suffix.lower() in EXTENSIONS:
+            if inside.suffix.lower() in IMAGE_EXTENSIONS:
                 images.append((inside.as_posix(), stamp_of(info)))
             else:
-                others += 1
-        are = "s are" if others > 1 else " is"
-        notes = (
-            [f"{self.text}: {others:,} file{are} left out, being no image by name."]
-            if others
-            else []
-        )
+                count += 1
+        are = "s are" if count > 1 else " is"
+        note = f"{self.text}: {count:,} file{are} left out, being no image by name."
+        notes = [note] if count else []
         if not images:
             raise DataError(" ".join([f"{self.text} holds no image.", *notes]))
         return images, notes
 
 
 def stamp_of(info: dict[str, Any]) -> str:
-    """Return what changes when a file does, from its file system's entry: the size, and tags or
-    times where it has some.
-    """
+    """Return what changes when a file does: its size, and tags or times that its system knows."""
     marks = [f"{name} {info[name]}" for name in (*_TAGS, *_TIMES) if info.get(name) is not None]
     return f"{info.get('size', info.get('file_size'))} {' '.join(marks[:2])}".rstrip()
 
 
 @contextmanager
-def _sentences(address: str, error: type[Exception] = DataError) -> Iterator[None]:
+def readable(name: str) -> Iterator[None]:
     """Turn what a file system raises, which may be anything, into a sentence."""
     try:
         yield
-    except (DataError, MissingDependency):
+    except RetrievalError:
         raise
     except ImportError as fault:
         raise MissingDependency(
-            f"{address} needs a package that is not installed: {printable(str(fault))}"
+            f"{name} needs a package that is not installed: {printable(str(fault))}"
         ) from None
     except FileNotFoundError:
-        raise error(f"{address} does not exist.") from None
+        raise DataError(f"{name} does not exist.") from None
     except Exception as fault:
         reason = printable(" ".join(str(fault).split()))[:300].rstrip(".")
-        raise error(
-            f"{address} cannot be read: {type(fault).__name__}{f': {reason}' if reason else ''}."
+        raise DataError(
+            f"{name} cannot be read: {type(fault).__name__}{f': {reason}' if reason else ''}."
         ) from None
 
 
-def _split(address: str) -> tuple[str, str, str]:
-    """Return the link of a chain of addresses that has the path, with what stands before and behind
-    it around it.
-    """
-    links = address.split("::")
-    at = next((at for at, link in enumerate(links) if "://" in link), 0)
-    before, behind = links[:at], links[at + 1 :]
-    return (
-        "".join(f"{link}::" for link in before),
-        links[at],
-        "".join(f"::{link}" for link in behind),
-    )
-
-
-@lru_cache(maxsize=8)
-def _archive(address: str) -> Any:
-    import fsspec
-
-    return fsspec.core.url_to_fs(address)[0]
-
-
-def _file_system(address: str) -> tuple[Any, str]:
+def file_system(address: str) -> tuple[Any, str]:
     """Return the file system of an address, and the path in it."""
     try:
         import fsspec
@@ -301,50 +254,17 @@ def _file_system(address: str) -> tuple[Any, str]:
         raise MissingDependency(
             "Addresses need fsspec. Install it with: pip install 'embedding-retrieval[fsspec]'"
         ) from None
-    before, link, behind = _split(address)
-    scheme, _, path = link.partition("://")
-    if urlsplit(link).password:
+    if "::" in address:
         raise DataError(
-            f"An address with a password would be kept in the index. Configure {scheme} for fsspec"
-            " instead."
+            f"{address} is a chain of addresses; one address is read. Unpack an archive first."
         )
-    if scheme in _ARCHIVES and behind and not before:
-        return _archive(f"{scheme}://{behind}"), path  # an archive's table of contents is read once
+    if urlsplit(address).password:
+        raise DataError(
+            "An address with a password would be kept in the index. Configure"
+            f" {address.partition(':')[0]} for fsspec instead."
+        )
     system, path = fsspec.core.url_to_fs(address)
     return system, path
-
-
-class _File(io.RawIOBase):
-    """A file of fsspec's that raises OSError, whatever its file system raises."""
-
-    def __init__(self, file: Any, address: str) -> None:
-        self._file, self._address = file, address
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
-
-    def readinto(self, buffer: Any) -> int:
-        content = self._call(self._file.read, len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self._call(self._file.seek, offset, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def _call(self, method: Callable[..., Any], *numbers: int) -> Any:
-        with _sentences(self._address, OSError):
-            return method(*numbers)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +273,7 @@ class Origin:
 
     Attributes:
         location: the file that holds it.
-        part: which part of that file; None for all of it.
+        part: the number of its row in that file, a table; None where it is the whole file.
         file_stamp: what changes when that file does, as it was when the item was found.
     """
 
@@ -363,42 +283,28 @@ class Origin:
 
     @property
     def address(self) -> str:
-        """The location and the part as one text, which `recorded` reads: the last '#' is what they
-        are divided by.
-        """
+        """The location and the part as one text, divided by its last '#'; `recorded` reads it."""
         if self.part is None:
             return f"{self.location.text}#" if "#" in self.location.text else self.location.text
-        return f"{self.location.text}#{quote(self.part, safe='/@+ ', errors='surrogateescape')}"
+        return f"{self.location.text}#{self.part}"
 
     def stamp(self) -> str:
         """Return what changes when the original does."""
         return f"{os.fsencode(self.address)!r} {self.file_stamp}"
-
-    def read(self, most: int) -> bytes:
-        """Return the content of a whole file.
-
-        Raises:
-            DataError: it cannot be read, or has more than `most` bytes.
-        """
-        try:
-            with self.location.open() as file:
-                content = file.read(most + 1)
-        except OSError as fault:
-            raise DataError(f"{self.location}: {str(fault).rstrip('.')}.") from None
-        if len(content) > most:
-            raise DataError(
-                f"{self.location} has more than {most:,} bytes, the limit. Save it smaller, or"
-                " raise the limit."
-            )
-        return content
 
     @classmethod
     def recorded(cls, address: str, stamp: str | None) -> Origin:
         """Return the origin that an index has recorded, by its address and stamp."""
         text, sign, part = address.rpartition("#")
         head = f"{os.fsencode(address)!r} "
-        inside = unquote(part, errors="surrogateescape") if sign and part else None
+        inside = unquote(part) if sign and part else None
         return cls(Location(text if sign else address), inside, (stamp or "").removeprefix(head))
+
+
+Original: TypeAlias = "Path | Origin | bytes | Floats | DataError"
+"""An item's content, or where to read it: a file, an address, bytes, finite features (F,), or why
+there is none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,47 +356,10 @@ class Sources:
         items: one an item.
         features: (N, F) for a bundle of features, else None.
         repeated: how many files were named more than once; each is taken once.
-        left_out: a sentence on what is left out of folders, tables and archives, for each reason.
+        left_out: a sentence on what is left out of folders and tables, for each reason.
     """
 
     items: list[Source]
-    features: NDArray[np.float32] | None = None
+    features: Floats | None = None
     repeated: int = 0
     left_out: tuple[str, ...] = ()
-
-
-def label_text(label: str | int | float | None) -> str | None:
-    """Return a label as text: true and false as JSON writes them, None for an empty one or NaN."""
-    if isinstance(label, bool):
-        return str(label).lower()
-    if isinstance(label, float) and math.isnan(label):
-        return None
-    return None if label is None or label == "" else str(label)
-
-
-def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
-    """Return why an item cannot be kept, as the end of a sentence; None for nothing."""
-    if fault := check_id(key):
-        return fault
-    try:
-        length = len(metadata_text(metadata)) + len(metadata_text({"": label}))
-    except DataError as fault:
-        return str(fault).rstrip(".")
-    except RecursionError:
-        return "its metadata nest too deeply"
-    return f"has more than {ROW_CHARACTERS:,} characters" if length > ROW_CHARACTERS else None
-
-
-def plain(value: Any) -> Any:
-    """Return a value as JSON has it: NaN and infinity as null, times and decimal numbers as text."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
-    if isinstance(value, Decimal | timedelta):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return value

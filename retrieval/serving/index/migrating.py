@@ -1,5 +1,7 @@
-"""Another bundle for an index, while it is searched: all items are embedded again, or another head
-is applied to the features that are kept of them, beside the old generation; then one switch.
+"""Move an index to another bundle while it is searched.
+
+All items are embedded again, or another head is applied to the features that the index keeps,
+beside the old generation; then one switch serves the new one.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
-from retrieval.serving.index.encoding import Original, Settings, by_name, embed, row_of
-from retrieval.serving.index.locations import Origin
+from retrieval.serving.index.adding import Settings, by_name, embed, row_of
+from retrieval.serving.index.locations import Origin, Original
 from retrieval.serving.index.sources import contents
 from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
@@ -80,8 +82,9 @@ def rollback(index: Index, *, progress: Progress = True) -> Migrated:
 
 
 def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
-    """Return the bundle that serves an index with a bundle of features: where the index is of
-    images, behind the backbone of its own.
+    """Return the bundle that serves an index with a bundle of features.
+
+    For an index of images that is the bundle behind the index's own backbone.
 
     Raises:
         BundleError: the index keeps no features, or of another width.
@@ -185,8 +188,7 @@ def _by_originals(
 def _originals(
     index: Index, items: Sequence[Item], most: int
 ) -> Iterator[tuple[Item, str, Original]]:
-    """Yield items with their ids and originals, of `most` bytes: kept bytes, a file, an address, or
-    why there is none.
+    """Yield items with their ids and originals: kept bytes, a file, an address, or a fault.
 
     What is neither kept nor a file of its own is read where it was found, if that has not changed
     since.
@@ -221,22 +223,24 @@ def features_of(bundle: Bundle) -> int:
     Raises:
         BundleError: there are none to be had.
     """
-    said = bundle.manifest
-    if said.input.kind == "features":
-        return said.input.shape[0]
-    if bundle.backbone_sha256 is None or said.split is None:
+    manifest = bundle.manifest
+    if manifest.input.kind == "features":
+        return manifest.input.shape[0]
+    if bundle.backbone_sha256 is None or manifest.split is None:
         why = (
-            f"runs its variant '{bundle.variant}'" if said.split else "has an encoder of one graph"
+            f"runs its variant '{bundle.variant}'"
+            if manifest.split
+            else "has an encoder of one graph"
         )
         advice = (
             "Leave the variant out."
-            if said.split
+            if manifest.split
             else "Export it with its backbone apart: retrieval export … --split"
         )
         raise BundleError(
             f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"
         )
-    return said.split.features
+    return manifest.split.features
 
 
 def gives_features(bundle: Bundle) -> bool:
@@ -245,8 +249,9 @@ def gives_features(bundle: Bundle) -> bool:
 
 
 def applies(head: Bundle, kept: Bundle) -> bool:
-    """Return whether a bundle's head may be applied to features that were kept under another: their
-    backbone is one, or both take features.
+    """Return whether a head may be applied to features that were kept under another bundle.
+
+    Both have one backbone, or both take features.
     """
     if kept.manifest.input.kind == "features":
         return head.manifest.input == kept.manifest.input
@@ -254,8 +259,9 @@ def applies(head: Bundle, kept: Bundle) -> bool:
 
 
 def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
-    """Write a bundle that is the backbone of one and, as its head, a bundle of features as a whole;
-    return its folder.
+    """Write a bundle of one bundle's backbone and a whole bundle of features as its head.
+
+    Returns its folder.
 
     What it is depends on the two alone: the same two give the same bundle. Its manifest is the
     head's but for the input and the split; `verified` is the head's comparison with torch.
@@ -268,7 +274,7 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     Raises:
         BundleError: the widths differ, or a bundle was changed since it was opened.
     """
-    split, said = backbone.manifest.split, head.manifest
+    split, manifest = backbone.manifest.split, head.manifest
     width = features_of(backbone)
     assert split is not None
     backbone.copy(folder / "backbone")
@@ -276,22 +282,22 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     target = folder / "bundle"
     target.mkdir()
     (folder / "backbone" / split.backbone).rename(target / _BACKBONE)
-    encoder = said.variants[head.variant].file if head.variant else said.encoder
+    encoder = manifest.variants[head.variant].file if head.variant else manifest.encoder
     assert encoder is not None  # a split is of images
     (folder / "head" / encoder).rename(target / _HEAD)
-    rescorer = said.rescorer
+    rescorer = manifest.rescorer
     if rescorer is not None:
         (folder / "head" / rescorer.file).rename(target / _RESCORER)
         rescorer = rescorer.model_copy(update={"file": _RESCORER})
     write_manifest(
         target,
-        said.model_copy(
+        manifest.model_copy(
             update={
                 "input": backbone.manifest.input,
                 "encoder": None,
                 "split": SplitEntry(backbone=_BACKBONE, head=_HEAD, features=width),
                 "rescorer": rescorer,
-                "opset": max(said.opset, backbone.manifest.opset),
+                "opset": max(manifest.opset, backbone.manifest.opset),
                 "variants": {},
                 "probe": None,
             }

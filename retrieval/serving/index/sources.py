@@ -1,9 +1,8 @@
-"""Find what is to be indexed, or searched with, and read it: files, folders, CSV manifests, Parquet
-tables, tar shards, `.npz` features.
-"""
+"""Find what is to be indexed, or searched with, and read it: files, folders, tables, addresses."""
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 import zipfile
@@ -12,33 +11,33 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, BinaryIO, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError, listed
 from retrieval.host.walk import own_name
 from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.image_files import find_images
-from retrieval.serving.index.encoding import Original
 from retrieval.serving.index.locations import (
-    ROW_CHARACTERS,
+    Floats,
     Location,
     Origin,
+    Original,
     Source,
     Sources,
-    is_shard,
+    file_system,
     is_table,
+    readable,
     shown,
 )
-from retrieval.serving.index.shards import ShardImages, read_shard
-from retrieval.serving.index.tables import MAX_WIDTH, Table, TableImages
-from retrieval.serving.threads import ahead
+from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, TableImages
+from retrieval.serving.sessions import ahead
 
 T = TypeVar("T")
 
 _STAMPS_AT_A_TIME = 16
+_CSV_BYTES = 1 << 30
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
@@ -52,8 +51,6 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
       and `path`), or for features a list `features` or `vector`; optionally `label` and `key` or
       `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as
       text.
-    - A `.tar`, `.tar.gz` or `.tgz` has the layout of WebDataset
-      (see `retrieval.serving.index.shards.read_shard`).
     - An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
     - An address that fsspec opens (`s3://bucket/photos`) stands for any of these but `.npz`; a
       manifest at an address names files below its own folder only.
@@ -70,91 +67,92 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
             "There is nothing to index: name image files, folders, a CSV manifest or an .npz of"
             " features."
         )
-    places = [Location.of(source) for source in sources]
-    for place in places:
-        _refuse_other_kind(place, kind)
+    locations = [Location.of(source) for source in sources]
+    for location in locations:
+        _refuse_other_kind(location, kind)
     if kind == "features":
-        return _features(places)
-    folders = {place for place in places if place.is_folder()}
+        return _features(locations)
+    folders = {location for location in locations if location.is_folder()}
     items: list[Source] = []
     left_out: list[str] = []
-    for place in places:
-        name = place.file_name
+    for location in locations:
         notes: list[str] = []
-        if place in folders:
-            part, notes = _folder(place, prefix=len(folders) > 1)
-        elif name.lower().endswith(".csv"):
-            part = _csv(place)
-        elif is_table(name):
-            part, notes = _table(place.absolute())
-        elif is_shard(name):
-            part, notes = read_shard(place.absolute())
+        if location in folders:
+            part, notes = _folder(location, prefix=len(folders) > 1)
+        elif location.file_name.lower().endswith(".csv"):
+            part = _csv(location)
+        elif is_table(location.file_name):
+            part, notes = _table(location.absolute())
         else:
-            part = [_file(place.name, place, place.stamp())]
+            part = [_file(location.name, location, location.stamp())]
         items += part
         left_out += notes
-    once: dict[Path | Origin | None, Source] = {}
+    unique: dict[Path | Origin | None, Source] = {}
     for item in items:
-        once.setdefault(item.path or item.origin, item)
-    return Sources(list(once.values()), repeated=len(items) - len(once), left_out=tuple(left_out))
+        unique.setdefault(item.path or item.origin, item)
+    return Sources(list(unique.values()), None, len(items) - len(unique), tuple(left_out))
 
 
-def _refuse_other_kind(place: Location, kind: str) -> None:
+def _refuse_other_kind(location: Location, kind: str) -> None:
     """Refuse a place where nothing is, or that holds what the bundle does not take.
 
     Raises:
         DataError: saying which.
     """
-    if place.remote:
-        place.refresh()
-    elif not place.path.exists():
-        raise DataError(f"{place} does not exist.")
-    npz = not place.remote and place.file_name.lower().endswith(".npz")
-    if kind == "features" and not npz and not is_table(place.file_name):
-        wanted = "Parquet table" if place.remote else ".npz file or Parquet table"
-        raise DataError(f"{place} is no {wanted}; this bundle takes features, not images.")
+    if location.remote:
+        with readable(location.text):
+            file_system(location.text)[0].invalidate_cache()  # ask anew what is there
+    elif not location.path.exists():
+        raise DataError(f"{location} does not exist.")
+    npz = not location.remote and location.file_name.lower().endswith(".npz")
+    if kind == "features" and not npz and not is_table(location.file_name):
+        possible = "Parquet table" if location.remote else ".npz file or Parquet table"
+        raise DataError(f"{location} is no {possible}; this bundle takes features, not images.")
     if kind != "features" and npz:
-        raise DataError(f"{place} holds features; this bundle takes images.")
+        raise DataError(f"{location} holds features; this bundle takes images.")
 
 
 def _file(
     key: str,
-    place: Location,
+    location: Location,
     stamp: str = "",
     label: str | None = None,
     metadata: dict[str, object] | None = None,
 ) -> Source:
     """Return a whole file as an item; at an address with its stamp, where that is known already."""
-    if place.remote:
-        return Source(key, label, None, metadata or {}, origin=Origin(place, None, stamp))
-    return Source(key, label, place.path, metadata or {})
+    if location.remote:
+        return Source(key, label, None, metadata or {}, origin=Origin(location, None, stamp))
+    return Source(key, label, location.path, metadata or {})
 
 
 def _folder(folder: Location, prefix: bool) -> tuple[list[Source], list[str]]:
     """Return the images of a folder as items, and notes on other files."""
     files: list[tuple[str, Path | None, Origin | None]]
     if folder.remote:
-        own = Location(folder.text.rstrip("/")).file_name or "images"
+        root_name = Location(folder.text.rstrip("/")).file_name or "images"
         images, notes = folder.images()
+        root_text = folder.text.rstrip("/")
         files = [
-            (inside, None, Origin(folder.below(inside), None, stamp)) for inside, stamp in images
+            (inside, None, Origin(Location(f"{root_text}/{inside}"), None, stamp))
+            for inside, stamp in images
         ]
     else:
         root = Path(folder.text)
-        found, own = find_images(root), shown(own_name(root))
-        notes = found.notes(root)
+        local, root_name = find_images(root), shown(own_name(root))
+        notes = local.notes(root)
         # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
-        paths = sorted([*found.images, *found.nowhere])
+        paths = sorted([*local.images, *local.nowhere])
         files = [(shown(path.relative_to(root)), path.absolute(), None) for path in paths]
     items = []
     for inside, path, origin in files:
-        label = inside.partition("/")[0] if "/" in inside else own
-        items.append(Source(f"{own}/{inside}" if prefix else inside, label, path, origin=origin))
+        label = inside.partition("/")[0] if "/" in inside else root_name
+        key = f"{root_name}/{inside}" if prefix else inside
+        items.append(Source(key, label, path, origin=origin))
     return items, notes
 
 
 def _with_stamps(items: list[Source]) -> list[Source]:
-    """Return items with the stamps of their files at addresses; several are asked for at a time."""
+    """Return items with the stamps of their files at addresses, asked for several at a time."""
 
     def stamped(item: Source) -> Source:
         if item.origin is None or item.origin.file_stamp:
@@ -173,7 +171,11 @@ def _csv(manifest: Location) -> list[Source]:
         DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its
             header, all of them named.
     """
-    table = CsvTable(manifest.name, ("path",), manifest.open)
+
+    def opened() -> BinaryIO:
+        return io.BytesIO(manifest.read(_CSV_BYTES)) if manifest.remote else manifest.open()
+
+    table = CsvTable(manifest.name, ("path",), opened)
     table.files(None if manifest.remote else manifest.path.parent)
     problems = table.problems
     id = next((name for name in ("key", "id") if name in table.columns), None)
@@ -181,33 +183,33 @@ def _csv(manifest: Location) -> list[Source]:
     for line, row in table.rows:
         if not row["path"] or "\0" in row["path"]:
             problems.append((line, "'path' is empty or is not a path."))
-        elif sum(map(len, row.values())) > ROW_CHARACTERS:
-            problems.append((line, f"has more than {ROW_CHARACTERS:,} characters."))
+        elif sum(map(len, row.values())) > ITEM_CHARACTERS:
+            problems.append((line, f"has more than {ITEM_CHARACTERS:,} characters."))
         else:
             rows.append((line, row))
-    places = [manifest.beside(row["path"]) for _, row in rows]
+    locations = [manifest.beside(row["path"]) for _, row in rows]
     if problems:
         # a missing file alone is an image that cannot be used, and may be skipped
         problems += [
-            (line, f"{place} does not exist.")
-            for (line, _), place in zip(rows, places, strict=True)
-            if not place.remote and not place.path.exists()
+            (line, f"{location} does not exist.")
+            for (line, _), location in zip(rows, locations, strict=True)
+            if not location.remote and not location.path.exists()
         ]
         lines = [f"line {line}: {problem}" for line, problem in sorted(problems)]
         raise DataError(listed(manifest.name, lines))
     if not rows:
         raise DataError(f"{manifest} lists no item.")
-    known = {"path", "label", id}
-    further = typed([{name: row[name] for name in row if name not in known} for _, row in rows])
+    reserved = {"path", "label", id}
+    further = typed([{name: row[name] for name in row if name not in reserved} for _, row in rows])
     return _with_stamps(
         [
             _file(
                 (row[id] if id else "") or row["path"],
-                place,
+                location,
                 label=None if is_missing_text(row.get("label", "")) else row["label"],
                 metadata=metadata,
             )
-            for (_, row), place, metadata in zip(rows, places, further, strict=True)
+            for (_, row), location, metadata in zip(rows, locations, further, strict=True)
         ]
     )
 
@@ -238,7 +240,7 @@ class _Spool:
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.width, self.count = file, 0, 0
 
-    def add(self, place: Location, features: NDArray[np.float32]) -> None:
+    def add(self, place: Location, features: Floats) -> None:
         """Append features (n, F).
 
         Raises:
@@ -256,7 +258,7 @@ class _Spool:
         self._file.write(np.ascontiguousarray(features, "<f4").tobytes())
         self.count += len(features)
 
-    def array(self) -> NDArray[np.float32]:
+    def array(self) -> Floats:
         """Return all features, read from the file as they are needed."""
         self._file.flush()
         return np.memmap(self._file, "<f4", "r", shape=(self.count, self.width))
@@ -302,7 +304,7 @@ def _npz(place: Location, spool: _Spool) -> list[Source]:
     ]
 
 
-def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]]:
+def read_features(path: Path) -> tuple[Floats, list[str], list[str]]:
     """Return features (N, F), labels and keys (empty when there are none) of an `.npz` file.
 
     Nothing is unpickled.
@@ -351,12 +353,13 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
 
 
 class Readers:
-    """Reads originals, one after another, fastest in the order of the file that holds them: it
-    stays open for the next. Not for several threads.
+    """Reads originals one by one; the table that holds them stays open for the next.
+
+    Fastest in the order of the files that hold them. Not for several threads.
     """
 
     def __init__(self) -> None:
-        self._open: tuple[Location, TableImages | ShardImages] | None = None
+        self._open: tuple[Location, TableImages] | None = None
 
     def read(self, origin: Origin, most: int) -> bytes:
         """Return an original of `most` bytes at most.
@@ -365,16 +368,18 @@ class Readers:
             DataError: its file has changed since it was found, cannot be read or is damaged; or the
                 original is too large.
         """
+        location = origin.location
         if origin.part is None:
-            return origin.read(most)
-        if self._open is None or self._open[0] != origin.location:
+            return location.read(most)
+        if self._open is None or self._open[0] != location:
             self.close()
-            if origin.location.stamp() != origin.file_stamp:
+            if location.stamp() != origin.file_stamp:
                 raise DataError(
-                    f"{origin.location.name} is gone, or has changed since its items were found."
-                    " Add it again."
+                    f"{location} is gone, or has changed since its items were found. Add it again."
                 )
-            self._open = origin.location, _container(origin.location)
+            if not is_table(location.file_name):
+                raise DataError(f"{location} is no file that holds images.")
+            self._open = location, TableImages(location)
         return self._open[1].read(origin.part, most)
 
     def close(self) -> None:
@@ -384,19 +389,12 @@ class Readers:
             self._open = None
 
 
-def _container(location: Location) -> TableImages | ShardImages:
-    if is_table(location.file_name):
-        return TableImages(location)
-    if is_shard(location.file_name):
-        return ShardImages(location)
-    raise DataError(f"{location.name} is no file that holds images.")
-
-
 def contents(
     items: Iterable[tuple[T, Origin | None]], most: int
 ) -> Iterator[tuple[T, bytes | DataError | None]]:
-    """Yield items with their originals, or why there is none; None for what is a file of its own,
-    which others read.
+    """Yield items with their originals, or why there is none.
+
+    None stands for a file of its own, which others read.
 
     Args:
         items: each with its origin; those of one file one after another.
@@ -414,10 +412,9 @@ def contents(
 
 
 def originals(
-    items: Iterable[Source], features: NDArray[np.float32] | None, most: int
+    items: Iterable[Source], features: Floats | None, most: int
 ) -> Iterator[tuple[Source, str, Original]]:
-    """Yield items with their names and originals, as `retrieval.serving.index.encoding.embed` takes
-    them.
+    """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
     Args:
         items: in the order of the files that hold them, which is the fastest.

@@ -12,8 +12,15 @@ from typing import IO
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import cache_folder, whole_folder
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.files.snapshot import Snapshot, is_plain
-from retrieval.serving.manifest import FILE, manifest_text, opened_whole, parse_manifest, read_files
+from retrieval.serving.bundle_folder import (
+    FILE,
+    BundleFolder,
+    is_plain,
+    manifest_text,
+    opened_whole,
+    read_files,
+)
+from retrieval.serving.manifest import parse_manifest
 
 PIECE = 1 << 20
 BUNDLE_BYTES = 8 << 30
@@ -117,7 +124,7 @@ def _is(folder: Path, sha256: str) -> bool:
     if not folder.is_dir():
         return False
 
-    def whole(opened: Snapshot) -> bool:
+    def whole(opened: BundleFolder) -> bool:
         text = manifest_text(opened)
         if hashlib.sha256(text).hexdigest() != sha256:
             return False

@@ -28,7 +28,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, to_sql
 from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.recall import recall_at_10
+from retrieval.serving.index.index_backend import recall_at_10
 from retrieval.serving.store.address import Address
 from retrieval.serving.store.arrays import BUNDLES
 from retrieval.serving.store.contract import Capability, Store, StorePlace, Superseded

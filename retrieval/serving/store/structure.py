@@ -22,7 +22,7 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import whole_file
 from retrieval.serving.files.plain import open_plain
 from retrieval.serving.index.backends import choose, make_backend, short_name
-from retrieval.serving.index.contract import IndexBackend, using
+from retrieval.serving.index.index_backend import IndexBackend, using
 from retrieval.serving.store.arrays import ARRAYS, file_of
 from retrieval.serving.store.items import Floats
 from retrieval.serving.store.search import Companion

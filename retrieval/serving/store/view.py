@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.serving.index.contract import checked_search
+from retrieval.serving.index.index_backend import checked_search
 from retrieval.serving.store.arrays import Array, Sums, file_of
 from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, ask, value

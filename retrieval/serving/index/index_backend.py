@@ -1,4 +1,4 @@
-"""What the store asks of an index back end, and what it does with one that fails."""
+"""What a store asks of an index back end, how it searches one, and how good one is."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from retrieval.errors import StoreError
 from retrieval.host.plugin_calls import calling
+from retrieval.serving.store.search import nearest
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
+_RECALL_QUERIES = 200
 
 
 class IndexBackend(ABC):
@@ -52,16 +54,15 @@ class IndexBackend(ABC):
 
     @property
     def expand(self) -> int:
-        """How many times as many candidates an index asks for as it wants: coarse vectors come in
-        another order.
+        """How many times as many candidates an index asks for as it wants.
+
+        Coarse vectors come in another order than the vectors themselves.
         """
         return 1
 
     @property
     def selective(self) -> bool:
-        """Whether `search_selected` is there; if not, an index searches exactly among the items
-        that match a filter.
-        """
+        """Whether `search_selected` is there; if not, filtered searches are exact."""
         return False
 
     def search_selected(
@@ -92,8 +93,9 @@ class IndexBackend(ABC):
         """
 
     def save_beside(self, path: Path) -> None:
-        """Write all that `load_beside` needs to one new file, without the vectors, which lie beside
-        it.
+        """Write all that `load_beside` needs to one new file, without the vectors.
+
+        The vectors lie beside it.
 
         By default it holds what `save` writes.
         """
@@ -120,15 +122,12 @@ class IndexBackend(ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether `search` always finds the true nearest; if not, building measures how often it
-        does.
-        """
+        """Whether `search` always finds the true nearest; if not, building measures its recall."""
         return False
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:
-    """Turn whatever a back end raises inside into one sentence that names it and what it was asked
-    to do.
+    """Turn whatever a back end raises into one sentence that names it and its task.
 
     Raises:
         PluginError: the back end raised anything but an error of this package or an OSError.
@@ -148,8 +147,9 @@ def checked_search(
     count: int,
     keep: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Search and refuse an answer that breaks the contract, so that a plugin's fault is named as
-    such.
+    """Search, and refuse an answer that breaks the contract.
+
+    A plugin's fault is named as such.
 
     Args:
         backend: loaded over `count` vectors.
@@ -191,3 +191,34 @@ def checked_search(
             " back end's author."
         )
     return rows.astype(np.int64, copy=False)
+
+
+def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
+    """Return the share of the exact ten nearest that `backend` finds.
+
+    Queries are items of the index, each left out of its own answer.
+
+    Args:
+        backend: built over `vectors`.
+        name: of the back end, for errors.
+        vectors: (N, P), float32, C-contiguous. The queries are 200 of them.
+    """
+    count = len(vectors)
+    k = min(10, count - 1)
+    if k < 1:
+        return 1.0
+    sample = np.sort(
+        np.random.default_rng(0).choice(count, min(_RECALL_QUERIES, count), replace=False)
+    )
+    queries = vectors[sample]
+    # The item itself is the nearest. Whatever is as near as the last counts: duplicates would
+    # otherwise look like misses.
+    limits = nearest(queries, vectors, k + 1)[0][:, k] + 2e-6 * np.square(queries).sum(axis=1).max()
+    hits = 0
+    for row, query, limit, rows in zip(
+        sample, queries, limits, checked_search(backend, name, queries, k + 1, count), strict=True
+    ):
+        neighbours = rows[(rows >= 0) & (rows != row)]
+        squared = np.square(vectors[neighbours] - query).sum(axis=1)
+        hits += min(k, int((squared <= limit).sum()))
+    return hits / (k * len(sample))

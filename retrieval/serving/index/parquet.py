@@ -1,48 +1,38 @@
-"""Parquet tables, read row group by row group: their rows as items, the images in them, and their
-vectors.
-"""
+"""Parquet tables, read row group by row group: rows as items, the images in them, their vectors."""
 
 from __future__ import annotations
 
 import bisect
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from itertools import islice
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import DataError, MissingDependency, did_you_mean, listed
-from retrieval.serving.index.locations import (
-    ROW_CHARACTERS,
-    Location,
-    label_text,
-    plain,
-    text_problem,
-)
+from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean, listed
+from retrieval.serving.filters import metadata_text
+from retrieval.serving.store.items import check_id
 
+if TYPE_CHECKING:
+    from retrieval.serving.index.locations import Location
+
+ITEM_CHARACTERS = 1_000_000
+"""Characters of one item's texts: an index gives no longer ones back."""
 MAX_WIDTH = 1_000_000
 """Numbers of a vector."""
 _GROUP_BYTES = 1 << 30
 _GROUP_VALUES = 1 << 28
 _ROWS_AT_A_TIME = 512
 _IMAGES_AT_A_TIME = 4
-_PROBLEMS = 1000
+_MOST_PROBLEMS = 1000
 _VECTORS = ("features", "vector")
-
-
-def holds_vectors(location: Location) -> bool:
-    """Whether a Parquet table has a column of vectors and none of images.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    arrow = pyarrow()
-    with location.open() as raw, sentences(location):
-        names = arrow.parquet.ParquetFile(raw).schema_arrow.names
-    return any(name in names for name in _VECTORS) and not {"image", "path"} & {*names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +73,39 @@ def pyarrow() -> Any:
 
 @contextmanager
 def sentences(location: Location) -> Iterator[None]:
-    """Turn what pyarrow raises about a table into a sentence."""
+    """Turn what pyarrow, or the file system below it, raises about a table into a sentence."""
     try:
         yield
-    except (pyarrow().ArrowException, OSError, ValueError, OverflowError, MemoryError) as fault:
+    except RetrievalError:
+        raise
+    except Exception as fault:
         reason = " ".join(str(fault).split())[:300].rstrip(".")
         raise DataError(
             f"{location} is damaged, or not a Parquet table that can be read: {reason}."
         ) from None
 
 
-def numbers_of(
-    location: Location, column: Any, first: int, width: int | None = None
+def holds_vectors(location: Location) -> bool:
+    """Return whether a Parquet table has a column of vectors and none of images.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    arrow = pyarrow()
+    with location.open() as raw, sentences(location):
+        names = arrow.parquet.ParquetFile(raw).schema_arrow.names
+    return any(name in names for name in _VECTORS) and not {"image", "path"} & {*names}
+
+
+def vectors_of(
+    location: Location, column: Any, number: int, width: int | None = None
 ) -> NDArray[np.float32]:
     """Return a column of lists of numbers as an array (n, width).
 
     Args:
         location: of the table.
         column: the lists.
-        first: number of the column's first row, for sentences.
+        number: of the column's first row, for sentences.
         width: that each list must have; None takes the first list's.
 
     Raises:
@@ -110,16 +114,16 @@ def numbers_of(
     with sentences(location):
         valid = np.asarray(column.is_valid().to_numpy(zero_copy_only=False), bool)
         if not valid.all():
-            raise DataError(f"{location}: row {first + int(np.argmin(valid))} has no vector.")
+            raise DataError(f"{location}: row {number + int(np.argmin(valid))} has no vector.")
         lengths = np.asarray(
             pyarrow().compute.list_value_length(column).to_numpy(zero_copy_only=False)
         )
         width = width or (int(lengths[0]) if len(lengths) else 0)
         if (lengths != width).any():
-            at = int(np.argmax(lengths != width))
+            row = int(np.argmax(lengths != width))
             raise DataError(
-                f"{location}: row {first + at} has a vector of {int(lengths[at]):,} numbers instead"
-                f" of {width:,}: one index takes one width."
+                f"{location}: row {number + row} has a vector of {int(lengths[row]):,} numbers"
+                f" instead of {width:,}: one index takes one width."
             )
         with np.errstate(over="ignore"):
             values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
@@ -134,13 +138,15 @@ class Table:
         kind: "image" or "features".
 
     Attributes:
+        schema: pyarrow's.
+        starts: the first row of each row group, and the number of rows.
         vector: the column of features; None in a table of images.
         content: the column of image bytes: "image" or "image.bytes"; None where there are paths.
         path: the column of image paths: "path" or "image.path"; None where there are bytes.
         left_out: a sentence for each column that cannot be kept.
 
     Raises:
-        DataError: it cannot be read, or has not the columns that are needed.
+        DataError: it cannot be read, or lacks a column that is needed.
         MissingDependency: pyarrow is not installed.
     """
 
@@ -151,16 +157,15 @@ class Table:
         try:
             with sentences(location):
                 plain = arrow.parquet.ParquetFile(self._raw)
-                self.schema = plain.schema_arrow
-                texts = [
-                    field.name
-                    for field in self.schema
-                    if arrow.types.is_string(field.type) or arrow.types.is_large_string(field.type)
-                ]
+                self.schema, metadata = plain.schema_arrow, plain.metadata
                 # a text that many rows share stays one text in memory
+                texts = [field.name for field in self.schema if _is_text(field.type)]
                 self._file = arrow.parquet.ParquetFile(
-                    self._raw, metadata=plain.metadata, read_dictionary=texts
+                    self._raw, metadata=metadata, read_dictionary=texts
                 )
+                groups = range(metadata.num_row_groups)
+                counts = [metadata.row_group(group).num_rows for group in groups]
+            self.starts: list[int] = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
             self._choose(kind)
         except BaseException:
             self._raw.close()
@@ -173,7 +178,7 @@ class Table:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *fault: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _choose(self, kind: str) -> None:
@@ -189,7 +194,7 @@ class Table:
                 raise self._lacks(
                     "'features' (a list of numbers); this bundle takes features", "features"
                 )
-            if not _is_list(types[self.vector]):
+            if not _is_list_of_numbers(types[self.vector]):
                 raise DataError(
                     f"{self.location}: '{self.vector}' must be a list of numbers, not"
                     f" {types[self.vector]}."
@@ -198,7 +203,7 @@ class Table:
             self.content = "image"
         elif "image" in types and _is_image_struct(types["image"]):
             self.path = "image.path"
-            if not self._all_null("image.bytes"):  # else the images are files beside the table
+            if not self._is_empty("image.bytes"):  # else the images are files beside the table
                 self.content = "image.bytes"
         elif "path" in types:
             self.path = "path"
@@ -209,32 +214,31 @@ class Table:
             (name for name in ("key", "id") if name in types and name not in used), None
         )
         self.label = "label" if "label" in types else None
-        others = [name for name in names if name not in {*used, self.key, self.label}]
-        self.metadata = [name for name in others if not _holds_binary(types[name])]
+        further = [name for name in names if name not in {*used, self.key, self.label}]
+        self.metadata = [name for name in further if not _holds_binary(types[name])]
         self.left_out = [
             f"{self.location}: the column '{name}' is left out, being {types[name]}, which is no"
             " JSON."
-            for name in others
+            for name in further
             if name not in self.metadata
         ]
 
-    def _lacks(self, wanted: str, name: str) -> DataError:
+    def _lacks(self, columns: str, name: str) -> DataError:
         names = self.schema.names
-        has = ", ".join(names[:20]) or "none"
+        present = ", ".join(names[:20]) or "none"
         return DataError(
-            f"{self.location} needs a column {wanted} (it has: {has}).{did_you_mean(name, names)}"
+            f"{self.location} needs a column {columns} (it has: {present})."
+            + did_you_mean(name, names)
         )
 
-    def _all_null(self, column: str) -> bool:
-        """Whether the table says of itself that a column holds nothing."""
-        statistics = [
-            (chunk.num_values, chunk.statistics)
-            for group in range(self._file.metadata.num_row_groups)
-            for chunk in self._chunks(group, [column])
-        ]
+    def _is_empty(self, column: str) -> bool:
+        """Return whether the table's own statistics say that a column holds nothing."""
         return all(
-            known and known.has_null_count and known.null_count == count
-            for count, known in statistics
+            chunk.statistics
+            and chunk.statistics.has_null_count
+            and chunk.statistics.null_count == chunk.num_values
+            for group in range(len(self.starts) - 1)
+            for chunk in self._chunks(group, [column])
         )
 
     def _chunks(self, group: int, columns: Sequence[str]) -> Iterator[Any]:
@@ -246,7 +250,7 @@ class Table:
                 yield chunk
 
     def batches(self, columns: Sequence[str], rows: int, group: int) -> Iterator[Any]:
-        """Yield a row group's columns, a few rows at a time.
+        """Yield a row group's columns, some rows at a time.
 
         Raises:
             DataError: it is damaged, or larger than may be read.
@@ -264,12 +268,6 @@ class Table:
                 rows, row_groups=[group], columns=list(columns), use_threads=False
             )
 
-    def starts(self) -> list[int]:
-        """Return the first row of each row group, and the number of rows."""
-        metadata = self._file.metadata
-        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        return [0, *np.cumsum(counts, dtype=np.int64).tolist()]
-
     def rows(self, take: Callable[[NDArray[np.float32]], object] | None = None) -> Iterator[Row]:
         """Yield all rows.
 
@@ -280,61 +278,65 @@ class Table:
             DataError: rows that cannot be used; the first thousand are looked for.
         """
         names = [name for name in (self.key, self.label, self.path, *self.metadata) if name]
-        wanted = [*names, *([self.vector] if self.vector else [])]
-        starts = self.starts()
+        columns = [*names, *([self.vector] if self.vector else [])]
         problems: list[str] = []
-        if not wanted:  # nothing but images: their number is all there is to know
+        if not columns:  # nothing but images: their number is all there is to know
             yield from (
-                Row(number, self._default(number), None, None, {}) for number in range(starts[-1])
+                Row(n, self._default_key(n), None, None, {}) for n in range(self.starts[-1])
             )
-        for group, first in enumerate(starts[:-1] if wanted else ()):
-            for batch in self.batches(wanted, _ROWS_AT_A_TIME, group):
+            return
+        for group, number in enumerate(self.starts[:-1]):
+            for batch in self.batches(columns, _ROWS_AT_A_TIME, group):
                 with sentences(self.location):
-                    columns = [self._values(batch, name) for name in names]
+                    values = [self._values(batch, name) for name in names]
                 if take is not None and self.vector:
-                    take(numbers_of(self.location, batch.column(self.vector), first))
-                for number in range(batch.num_rows):
-                    values = {
-                        name: column[number] for name, column in zip(names, columns, strict=True)
+                    take(vectors_of(self.location, batch.column(self.vector), number))
+                for position in range(batch.num_rows):
+                    cells = {
+                        name: column[position] for name, column in zip(names, values, strict=True)
                     }
-                    row = self._row(first + number, values)
+                    row = self._row(number + position, cells)
                     if isinstance(row, Row):
                         yield row
                     else:
-                        problems.append(f"row {first + number}: {row}.")
-                first += batch.num_rows
-                if len(problems) > _PROBLEMS:
+                        problems.append(f"row {number + position}: {row}.")
+                number += batch.num_rows
+                if len(problems) > _MOST_PROBLEMS:
                     break
         if problems:
             raise DataError(listed(self.location.name, problems))
 
-    def _default(self, number: int) -> str:
-        return f"{self.location.stem}/{number}"
-
     def _values(self, batch: Any, name: str) -> list[Any]:
-        """Return a column of a batch as Python's own values."""
-        arrow = pyarrow()
+        """Return a column of a batch as Python's values: times in microseconds, zones in UTC."""
+        arrow, types = pyarrow(), pyarrow().types
         column = batch.column(batch.schema.names.index(name.partition(".")[0]))
         if name == "image.path":
             return [None if image is None else image["path"] for image in column.to_pylist()]
-        if arrow.types.is_dictionary(column.type):
+        if types.is_dictionary(column.type) and _is_text(column.type.value_type):
             longest = arrow.compute.max(arrow.compute.binary_length(column.dictionary)).as_py()
-            if (longest or 0) > 4 * ROW_CHARACTERS:
+            if (longest or 0) > 4 * ITEM_CHARACTERS:
                 raise DataError(
-                    f"{self.location}: a text in '{name}' has more than {ROW_CHARACTERS:,}"
+                    f"{self.location}: a text in '{name}' has more than {ITEM_CHARACTERS:,}"
                     " characters."
                 )
-        portable = _portable(column.type)
-        values: list[Any] = (
-            column if portable == column.type else column.cast(portable, safe=False)
-        ).to_pylist()
+        if types.is_timestamp(column.type):
+            zone = "UTC" if column.type.tz else None
+            column = column.cast(arrow.timestamp("us", zone), safe=False)
+        elif types.is_duration(column.type):
+            column = column.cast(arrow.duration("us"), safe=False)
+        elif types.is_time64(column.type):
+            column = column.cast(arrow.time64("us"), safe=False)
+        values: list[Any] = column.to_pylist()
         return values
 
-    def _row(self, number: int, values: dict[str, Any]) -> Row | str:
+    def _default_key(self, number: int) -> str:
+        return f"{self.location.stem}/{number}"
+
+    def _row(self, number: int, cells: dict[str, Any]) -> Row | str:
         """Return a row, or what is wrong with it as the end of a sentence."""
-        path = values.get(self.path) if self.path else None
-        key = values.get(self.key) if self.key else path or self._default(number)
-        label = values.get(self.label) if self.label else None
+        path = cells.get(self.path) if self.path else None
+        key = cells.get(self.key) if self.key else path or self._default_key(number)
+        label = cells.get(self.label) if self.label else None
         if isinstance(key, bool) or not isinstance(key, str | int):
             return (
                 f"'{self.key}' is {'empty' if key is None else 'neither text nor a whole number'}"
@@ -344,14 +346,14 @@ class Table:
         is_file = self.content is None and self.vector is None
         if is_file and (not isinstance(path, str) or not path or "\0" in path):
             return f"'{self.path}' is empty or is not a path"
-        label = label_text(label)
-        metadata = {name: plain(values[name]) for name in self.metadata}
+        label = _label_text(label)
+        metadata = {name: _json_value(cells[name]) for name in self.metadata}
         problem = text_problem(str(key), label, metadata)
         return problem or Row(number, str(key), label, str(path) if is_file else None, metadata)
 
 
 class TableImages:
-    """The images of a table; a part is the number of a row.
+    """The images of a table, read by the number of their row.
 
     Args:
         location: of the table.
@@ -360,22 +362,22 @@ class TableImages:
     def __init__(self, location: Location) -> None:
         self._location = location
         self._table = Table(location, "image")
-        self._starts = self._table.starts()
-        self._next = self._starts[-1]
+        self._next_row = self._table.starts[-1]
         self._images: Iterator[Any] = iter(())
 
     def read(self, part: str, most: int) -> bytes:
         """Return the image of a row; see `retrieval.serving.index.sources.Readers`."""
-        if not part.isascii() or not part.isdigit() or not int(part) < self._starts[-1]:
+        starts = self._table.starts
+        if not part.isascii() or not part.isdigit() or not int(part) < starts[-1]:
             raise DataError(f"{self._location} has no row '{part[:40]}'.")
         row = int(part)
-        group = bisect.bisect_right(self._starts, row) - 1
-        if not self._starts[group] <= self._next <= row:
-            self._next, self._images = self._starts[group], self._from_group(group)
+        group = bisect.bisect_right(starts, row) - 1
+        if not starts[group] <= self._next_row <= row:
+            self._next_row, self._images = starts[group], self._from_group(group)
         with sentences(self._location):
             # a generator that has raised is at its end: a row after a damaged one is damaged, too
-            image = next(islice(self._images, row - self._next, None), None)
-            self._next = row + 1
+            image = next(islice(self._images, row - self._next_row, None), None)
+            self._next_row = row + 1
             if image is None:
                 raise DataError(f"{self._location} is damaged: it ends before row {row}.")
             name = f"{self._location}, row {row},"
@@ -389,14 +391,12 @@ class TableImages:
                 )
             return bytes(content)
 
-    def _from_group(self, first: int) -> Iterator[Any]:
-        """Yield the images of a row group, and of those behind it, as pyarrow's scalars; a few are
-        in memory at a time.
-        """
+    def _from_group(self, group: int) -> Iterator[Any]:
+        """Yield the images from a row group on, as pyarrow's scalars, some in memory at a time."""
         content = self._table.content
         assert content is not None
-        for group in range(first, len(self._starts) - 1):
-            for batch in self._table.batches([content], _IMAGES_AT_A_TIME, group):
+        for number in range(group, len(self._table.starts) - 1):
+            for batch in self._table.batches([content], _IMAGES_AT_A_TIME, number):
                 for value in batch.column(0):
                     yield value["bytes"] if content == "image.bytes" and value.is_valid else value
 
@@ -406,7 +406,49 @@ class TableImages:
         self._table.close()
 
 
-def _is_list(kind: Any) -> bool:
+def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
+    """Return why an item cannot be kept, as the end of a sentence; None where it can."""
+    if fault := check_id(key):
+        return fault
+    try:
+        length = len(metadata_text(metadata)) + len(metadata_text({"": label}))
+    except DataError as problem:
+        return str(problem).rstrip(".")
+    except RecursionError:
+        return "its metadata nest too deeply"
+    return f"has more than {ITEM_CHARACTERS:,} characters" if length > ITEM_CHARACTERS else None
+
+
+def _label_text(label: str | int | float | None) -> str | None:
+    """Return a label as text: true and false as JSON has them, None for an empty one or NaN."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
+        return None
+    return sys.intern(str(label))  # a label that many items share is one text in memory
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value as JSON has it: NaN and infinity as null, times and decimals as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(name): _json_value(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(element) for element in value]
+    return value
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow().types
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _is_list_of_numbers(kind: Any) -> bool:
     types = pyarrow().types
     if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
         return False
@@ -419,20 +461,18 @@ def _is_binary(kind: Any) -> bool:
 
 
 def _is_image_struct(kind: Any) -> bool:
-    """Whether a type is a struct of `bytes` and `path`, as Hugging Face's `datasets` writes images."""
+    """Return whether a type is a struct of `bytes` and `path`, as Hugging Face's `datasets` has."""
     types = pyarrow().types
-    if not types.is_struct(kind):
-        return False
-    parts = {field.name: field.type for field in kind}
+    fields = {field.name: field.type for field in kind} if types.is_struct(kind) else {}
     return (
-        {"bytes", "path"} <= parts.keys()
-        and _is_binary(parts["bytes"])
-        and bool(types.is_string(parts["path"]))
+        {"bytes", "path"} <= fields.keys()
+        and _is_binary(fields["bytes"])
+        and bool(types.is_string(fields["path"]))
     )
 
 
 def _holds_binary(kind: Any) -> bool:
-    """Whether a column has bytes in it, or a type of someone's own."""
+    """Return whether a column has bytes in it, or a type of someone's own."""
     types = pyarrow().types
     if types.is_struct(kind):
         return any(_holds_binary(field.type) for field in kind)
@@ -440,26 +480,5 @@ def _holds_binary(kind: Any) -> bool:
         return _holds_binary(kind.key_type) or _holds_binary(kind.item_type)
     if hasattr(kind, "value_type"):  # lists and dictionaries
         return _holds_binary(kind.value_type)
-    own = isinstance(kind, pyarrow().BaseExtensionType)
-    return own or _is_binary(kind) or types.is_fixed_size_binary(kind)
-
-
-def _portable(kind: Any) -> Any:
-    """Return the type whose values Python has: times in microseconds, and in UTC where they have a
-    zone.
-    """
-    arrow, types = pyarrow(), pyarrow().types
-    if types.is_timestamp(kind):
-        return arrow.timestamp("us", "UTC" if kind.tz else None)
-    if types.is_duration(kind):
-        return arrow.duration("us")
-    if types.is_time64(kind):
-        return arrow.time64("us")
-    if types.is_struct(kind):
-        return arrow.struct([field.with_type(_portable(field.type)) for field in kind])
-    if types.is_fixed_size_list(kind):
-        return arrow.list_(_portable(kind.value_type), kind.list_size)
-    if types.is_large_list(kind) or types.is_list(kind):
-        made = arrow.large_list if types.is_large_list(kind) else arrow.list_
-        return made(kind.value_field.with_type(_portable(kind.value_type)))
-    return kind
+    extension = isinstance(kind, pyarrow().BaseExtensionType)
+    return extension or _is_binary(kind) or types.is_fixed_size_binary(kind)

@@ -1,0 +1,100 @@
+"""Groups of items that are nearly the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from retrieval.errors import DataError
+from retrieval.serving.filters import Filter
+from retrieval.serving.merging import measured
+from retrieval.serving.progress import Meter
+from retrieval.serving.store.contract import CODE, Item
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.index import Index
+
+_PAGE_ITEMS = 256
+_FIRST_NEIGHBOURS = 8
+_MOST_NEIGHBOURS = 1024
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Items that are within some distance of one another, directly or through others.
+
+    Attributes:
+        ids: in order.
+        largest: the largest distance of a pair that joins them.
+    """
+
+    ids: tuple[str, ...]
+    largest: float
+
+
+def find_duplicates(index: Index, within: float, where: Filter | None) -> list[Duplicates]:
+    """Return groups of items within a distance of each other; see `Index.duplicates`."""
+    if not within >= 0:
+        raise DataError(f"The distance of duplicates is a number from 0 on, not {within}.")
+    parent: dict[str, str] = {}
+    largest: dict[str, float] = {}
+
+    def root(id: str) -> str:
+        while parent.setdefault(id, id) != id:
+            parent[id] = id = parent[parent[id]]
+        return id
+
+    with Meter("comparing", index.store.count(where), "items") as meter:
+        for page in _pages(index, where):
+            for item, neighbours in zip(page, _neighbours(index, page, within, where), strict=True):
+                for id, distance in neighbours:
+                    lower, upper = sorted((root(item.id), root(id)))
+                    parent[upper] = lower
+                    largest[lower] = max(largest.get(lower, 0), largest.get(upper, 0), distance)
+            meter.update(len(page))
+    members: dict[str, list[str]] = {}
+    for id in sorted(parent):
+        members.setdefault(root(id), []).append(id)
+    groups = [Duplicates(tuple(ids), largest[id]) for id, ids in members.items() if len(ids) > 1]
+    return sorted(groups, key=lambda group: (-len(group.ids), group.ids))
+
+
+def _neighbours(
+    index: Index, items: Sequence[Item], within: float, where: Filter | None
+) -> list[list[tuple[str, float]]]:
+    """Return for each item the others within a distance of it, as the bundle measures."""
+    bundle = index.bundle
+    neighbours: list[list[tuple[str, float]]] = [[] for _ in items]
+    rows, count = list(range(len(items))), _FIRST_NEIGHBOURS
+    while rows:
+        queries = np.stack([items[row].vector for row in rows])
+        answers = index.store.search(queries, count, bundle.sha256, where=where)
+        unfinished = []
+        for row, candidates in zip(rows, answers, strict=True):
+            code = items[row].arrays.get(CODE)
+            codes = None if code is None else np.stack([item.arrays[CODE] for item in candidates])
+            vectors = np.stack([item.vector for item in candidates])
+            distances = measured(bundle, items[row].vector, code, vectors, codes, len(candidates))
+            near = [
+                (item.id, float(distance))
+                for item, distance in zip(candidates, distances, strict=True)
+                if distance <= within
+            ]
+            if len(near) == len(candidates) and count <= len(candidates) < _MOST_NEIGHBOURS:
+                unfinished.append(row)  # there may be more
+            neighbours[row] = [pair for pair in near if pair[0] != items[row].id]
+        rows, count = unfinished, 4 * count
+    return neighbours
+
+
+def _pages(index: Index, where: Filter | None) -> Iterator[list[Item]]:
+    """Yield the items that match and have arrays, page by page."""
+    after = None
+    while page := index.store.scan(where, after=after, limit=_PAGE_ITEMS):
+        after = page[-1].id
+        items = index.store.get([item.id for item in page], arrays=True).values()
+        if embedded := [item for item in items if item.arrays]:
+            yield embedded
