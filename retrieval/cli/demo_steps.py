@@ -34,7 +34,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.evaluation.plot import neighbours
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
-    from retrieval.serving.index.creating import build_index
+    from retrieval.serving.index.creating import Index
     from retrieval.training.trainer import train
 
     if output.exists() and not output.is_dir():
@@ -64,8 +64,8 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
     say("\n4. Indexing …")
     query_files = _write_images(run, output)
-    with build_index(
-        output / "bundle", [output / "images"], output / "index", progress=False
+    with Index.create(
+        output / "index", output / "images", model=output / "bundle", progress=False
     ) as index:
         say(f"   {len(index):,} images")
         say("\n5. Searching …")

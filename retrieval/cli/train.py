@@ -10,6 +10,7 @@ from retrieval.cli import say
 from retrieval.cli.again import this_command
 from retrieval.cli.loading import loading
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
+from retrieval.errors import Interrupted
 
 ONCE = ("--replace", "--replace-plugins")
 """Options that are not given again when a run goes on."""
@@ -142,9 +143,7 @@ def train(
         else:
             made = read_recipe(recipe, overrides, extra)
             folder = output or Path("runs") / made.name
-        from retrieval.training.process import (
-            Interrupted,
-        )  # slow to import: a wrong path is said at once
+        # slow to import: a wrong path is said at once
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 

@@ -57,7 +57,7 @@ class CandidateStep:
     default: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunEvaluation:
     """What `evaluate_run` found.
 
@@ -87,6 +87,9 @@ class RunEvaluation:
     spread: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return self.table()
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `evaluation-SIDE.json` holds: what nothing was asked of is left out."""

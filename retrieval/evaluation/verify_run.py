@@ -83,7 +83,7 @@ class FoldFigures:
     threshold: dict[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunVerification:
     """What `verify_run` found.
 
@@ -104,6 +104,9 @@ class RunVerification:
     folds: dict[str, FoldFigures]
     notes: list[str]
     files: dict[str, str]
+
+    def __repr__(self) -> str:
+        return self.table()
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `verification-SIDE.json` holds."""

@@ -40,7 +40,7 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
     """
     if not isinstance(dataset, Dataset):
         raise PluginError(
-            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset."
+            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset."
         )
     with calling(f"The dataset {name}"):
         return CheckedDataset(dataset, name)

@@ -25,7 +25,7 @@ class ModuleBackbone(Backbone):
 
     Args:
         module: images (B, channels, H, W), normalised, or vectors (B, F'), to features (B, F). Its
-            attribute `preprocessing`, a `retrieval.Preprocessing`, says what images go through
+            attribute `preprocessing`, a `retrieval.plugin.Preprocessing`, says what images go through
             before; without one it is `IMAGENET`.
         name: what to call it in a sentence.
         width: of the dataset's vectors, F'; None for images.

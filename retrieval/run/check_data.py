@@ -54,8 +54,7 @@ def check_data(
     plugins: Sequence[str] = (),
     progress: Progress = True,
 ) -> Findings:
-    """Look for broken files, items that are there twice, leaks across the split, and labels that
-    are likely wrong.
+    """Find what is wrong with data: broken files, duplicates, leaks, labels likely wrong.
 
     Each item is decoded once, by the decoder that training and serving share. The same bytes and
     the same pixels are found by their hashes; images that look the same (saved again, or in another

@@ -26,16 +26,6 @@ from retrieval.training.placing import make_repeatable, refuse_uncompiled
 Found = TypeVar("Found")
 
 
-class Interrupted(RetrievalError):
-    """Training was asked to stop; the last checkpoint holds everything."""
-
-    exit_code = 130
-
-
-class Diverged(DataError):
-    """The loss or weights became NaN or infinite; the last good checkpoint is kept."""
-
-
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """Return Accelerate's view of this process: device, precision, number of processes.
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.errors import PluginError, did_you_mean
+from retrieval.errors import Interrupted, PluginError, did_you_mean
 from retrieval.host.files import write_json
 from retrieval.host.hookspecs import hookimpl
 from retrieval.host.plugin_calls import failure
@@ -23,7 +23,6 @@ from retrieval.host.plugins import Plugins
 from retrieval.model.tracker import TrackedRun, Tracker
 from retrieval.recipe.read import Recipe
 from retrieval.run.open import Run, run_versions
-from retrieval.training.process import Interrupted
 
 FILE = "trackers.json"
 """In a run's or comparison's folder: by tracker its key, and the sentence of one that failed."""

@@ -22,7 +22,7 @@ from retrieval.data.features import backbone_features
 from retrieval.data.loading import TrainBatches
 from retrieval.data.mixing import Labels
 from retrieval.data.raw import RawInputs
-from retrieval.errors import DataError, RetrievalError
+from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase
@@ -46,8 +46,6 @@ from retrieval.training.batch_norm import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.placing import place, plain, repeating
 from retrieval.training.probe import look_ahead
 from retrieval.training.process import (
-    Diverged,
-    Interrupted,
     forget_after,
     going_on,
     make_accelerator,

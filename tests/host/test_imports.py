@@ -26,6 +26,7 @@ FLOORS = [
     {"evaluation", "export"},
     {"training"},
     {"cli"},
+    {"plugin", "results"},
     {"__init__"},
 ]
 """Lowest first.
@@ -35,7 +36,7 @@ A module imports from lower floors and from its own folder, in functions and for
 
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 
-MOST_ENTRIES = 13
+MOST_ENTRIES = 15
 
 # A plugin imports the face; what it may need besides is here, and is kept stable for it.
 INNER = {
@@ -215,10 +216,11 @@ def test_plugins_import_the_face_and_what_is_listed() -> None:
         for plugin in plugins()
         for _, path in modules(PLUGINS / plugin)
         for target, name in imports(path, ROOT)
-        if target.startswith("retrieval.") and target != "retrieval.errors"
+        if target.startswith("retrieval.")
+        and target not in ("retrieval.errors", "retrieval.plugin", "retrieval.results")
     }
     allowed = {(module, name) for module, names in INNER.items() for name in names}
-    assert not used - allowed, "import it from `retrieval`, or give it a place in INNER"
+    assert not used - allowed, "import it from `retrieval.plugin`, or give it a place in INNER"
     assert not allowed - used, "no plugin needs it any more"
 
 

@@ -7,18 +7,21 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
 
 from retrieval.errors import DataError, at_least_one, listed
 from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits
+from retrieval.serving.images import Limits, as_list, from_array, to_png
 from retrieval.serving.index.embedded import Vectors
-from retrieval.serving.index.encoding import Embedded, Settings, embed
-from retrieval.serving.index.locations import Source, Sources, is_embedding
+from retrieval.serving.index.encoding import Embedded, Original, Settings, embed
+from retrieval.serving.index.locations import Source, Sources, is_embedding, label_text
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.store.contract import FEATURES, Item, Keep, Superseded
@@ -138,6 +141,75 @@ def add_sources(
         repeated=found.repeated,
         left_out=found.left_out,
         seconds=time.monotonic() - began,
+    )
+
+
+def add_images(
+    index: Index,
+    images: Any,
+    ids: Sequence[str] | None,
+    labels: Sequence[str | None] | None,
+    metadata: Sequence[Mapping[str, Any]] | None,
+    settings: Settings,
+    keep: Keep,
+    skip_bad: bool,
+) -> Added:
+    """Embed images from memory, or rows of features, and add them; see `Index.add`."""
+    began = time.monotonic()
+    vectors = index.bundle.manifest.input.kind == "features"
+    contents = list(np.atleast_2d(images)) if vectors else as_list(images)
+    for name, values in (("ids", ids), ("labels", labels), ("metadata", metadata)):
+        count = 0 if values is None else len(values)
+        if (values is not None or name == "ids") and count != len(contents):
+            raise DataError(
+                f"{len(contents):,} images need as many {name}, not {count:,}:"
+                f" index.add(images=…, {name}=…)."
+            )
+    sources = [
+        Source(str(id), label_text(label), None, dict(facts))
+        for id, label, facts in zip(
+            [] if ids is None else ids,
+            [None] * len(contents) if labels is None else labels,
+            [{}] * len(contents) if metadata is None else metadata,
+            strict=True,
+        )
+    ]
+    refuse_twice(Sources(sources))
+    keep = "nothing" if keep == "reference" else keep
+    settings = replace(settings, features=FEATURES in index.generation.widths)
+    originals = (
+        (source, f"images[{number}]", _original(f"images[{number}]", content))
+        for number, (source, content) in enumerate(zip(sources, contents, strict=True))
+    )
+    writer = _Writer(index, keep)
+    writer.take(embed(index.bundle, originals, settings, keep=keep), len(sources), strict=False)
+    if writer.faults and not skip_bad:
+        raise _unusable(writer.faults, len(sources), _REST_IS_THERE)
+    return Added(
+        added=writer.added,
+        changed=writer.changed,
+        skipped=tuple(writer.faults),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _original(name: str, content: Any) -> Original:
+    """Return an image from memory as the pipeline reads it: its file's path, or its bytes."""
+    if isinstance(content, str | os.PathLike):
+        return Path(content)
+    if isinstance(content, np.ndarray) and content.ndim == 1:
+        return content.astype(np.float32)
+    try:
+        picture = from_array(content) if isinstance(content, np.ndarray) else content
+        if isinstance(picture, bytes):
+            return picture
+        if isinstance(picture, Image.Image):
+            return to_png(picture)
+    except DataError as fault:
+        return DataError(f"{name}: {fault}")
+    return DataError(
+        f"{name}: an image is a path, bytes, a Pillow image, pixels or a tensor, not an object of type"
+        f" {type(content).__name__}."
     )
 
 
