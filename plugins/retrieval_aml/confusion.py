@@ -10,9 +10,9 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from retrieval import Generator
 from retrieval.model.model import Normalize
 from retrieval.model.precision import full_precision
+from retrieval.plugin import Generator
 from torch import Tensor, nn
 
 # Where the two halves of a point on the sphere cancel to less than this part of their length, no

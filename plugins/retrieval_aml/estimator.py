@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval import LinearMap
 from retrieval.model.labels import learner_labels
 from retrieval.model.linear import class_codes, deviations
+from retrieval.plugin import LinearMap
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from threadpoolctl import threadpool_limits
 

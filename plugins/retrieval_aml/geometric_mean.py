@@ -10,8 +10,9 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval import CheckedLoss, DataError
+from retrieval.errors import DataError
 from retrieval.model.loss import Reducer, listed_pairs, nothing
+from retrieval.plugin import CheckedLoss
 from torch import Tensor, nn
 
 from retrieval_aml.scale import best_scale

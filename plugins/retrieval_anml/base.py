@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-from retrieval import CheckedLoss
 from retrieval.model.loss import nothing
+from retrieval.plugin import CheckedLoss
 from torch import Tensor, nn
 
 from retrieval_anml.gap import Rule, gap_of_cosines, gap_of_similarities

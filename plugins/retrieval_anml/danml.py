@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import Field
-from retrieval import traits
 from retrieval.model.loss import Distance, Reducer
+from retrieval.plugin import traits
 from torch import Tensor
 
 from retrieval_anml.base import (

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval import LinearMap
 from retrieval.model.labels import learner_labels
 from retrieval.model.linear import class_codes, deviations
+from retrieval.plugin import LinearMap
 from scipy.optimize import minimize
 from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from retrieval import traits
 from retrieval.model.loss import Distance, Reducer
+from retrieval.plugin import traits
 from torch import Tensor, nn
 
 from retrieval_anml.base import (

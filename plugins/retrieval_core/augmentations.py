@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
-from retrieval import Part
 from retrieval.host.hookspecs import Factories
+from retrieval.plugin import Part
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 

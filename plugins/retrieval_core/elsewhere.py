@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from retrieval import DataError, Dataset, MissingDependency
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.error_lists import refuse, some
 from retrieval.data.gate import is_missing, usable
 from retrieval.data.splits import sides
-from retrieval.errors import did_you_mean
+from retrieval.errors import DataError, MissingDependency, did_you_mean
+from retrieval.plugin import Dataset
 from retrieval.serving.images import decode
 from retrieval.serving.index.locations import Source
 from retrieval.serving.index.sources import Readers, collect

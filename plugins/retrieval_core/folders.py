@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.error_lists import some
 from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
 from retrieval.data.splits import SIDES
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 from retrieval.serving.image_files import find_images
 
 log = logging.getLogger(__name__)

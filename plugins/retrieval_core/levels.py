@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
-from retrieval import Preprocessing
+from retrieval.plugin import Preprocessing
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
-from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.error_lists import refuse, some
 from retrieval.data.pairs import find_pairs, read_people, stem
 from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 from retrieval.serving.image_files import NO_IMAGE, find_images
 
 Sides = dict[int, str]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.error_lists import refuse
 from retrieval.data.readable import ADVICE, skip_unreadable
 from retrieval.data.splits import ROLES, SPLITS, sides
-from retrieval.errors import did_you_mean
+from retrieval.errors import DataError, did_you_mean
+from retrieval.plugin import Dataset
 from retrieval.serving.files.csv_table import CsvTable, Row, is_missing_text, typed
 
 REQUIRED = ("path", "label")

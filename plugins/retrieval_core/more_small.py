@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from retrieval import DataError, Dataset
 from retrieval.data.counts import Count, Counts, differing
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.error_lists import refuse
 from retrieval.data.idx import read_idx
 from retrieval.data.records import read_records
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 
 CIFAR_CLASSES = (
     "airplane",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
-from retrieval import Part
 from retrieval.model.model import Normalize
 from retrieval.model.precision import as_given, full_precision
+from retrieval.plugin import Part
 from torch import Tensor, nn
 
 Width = Annotated[int, Field(ge=1)]
@@ -57,7 +57,7 @@ class Matryoshka(nn.Module):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the weighted sum, a scalar; see `retrieval.Loss`.
+        """Return the weighted sum, a scalar; see `retrieval.plugin.Loss`.
 
         A miner's indices serve each width.
 

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from retrieval import Backbone, DataError, Preprocessing
+from retrieval.errors import DataError
+from retrieval.plugin import Backbone, Preprocessing
 from retrieval.serving.images import Interpolation
 from torch import Tensor, nn
 

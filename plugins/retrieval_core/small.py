@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval import DataError, Dataset
 from retrieval.data.cache import cache_folder
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.idx import read_idx
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 
 from retrieval_core.pretrained import fetch
 

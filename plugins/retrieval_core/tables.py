@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.gate import usable
 from retrieval.data.splits import sides
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 from retrieval.serving.index.embedded import in_memory
 from retrieval.serving.index.locations import is_embedding
 from retrieval.serving.index.sources import collect

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from retrieval import Backbone, DataError, MissingDependency, Preprocessing, RecipeError
 from retrieval.data.error_lists import some
-from retrieval.errors import did_you_mean
+from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
+from retrieval.plugin import Backbone, Preprocessing
 from torch import nn
 
 from retrieval_core.levels import Level, Levels

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import torch
 from pydantic import Field
-from retrieval import Backbone, Preprocessing, RecipeError
-from retrieval.errors import did_you_mean
+from retrieval.errors import RecipeError, did_you_mean
+from retrieval.plugin import Backbone, Preprocessing
 from torch import nn
 
 from retrieval_core.pretrained import Network, fetch, interpolation, reach

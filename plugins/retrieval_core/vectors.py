@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.error_lists import refuse
 from retrieval.data.gate import usable
 from retrieval.data.splits import sides
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 from retrieval.serving.files.csv_table import is_missing_text
 
 _COLUMNS = ("labels", "splits", "roles", "keys")

@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval import CheckedLoss, Combiner
 from retrieval.model.loss import Pairs, listed_pairs
+from retrieval.plugin import CheckedLoss, Combiner
 from torch import Tensor, nn
 
 Positive = Annotated[float, Field(gt=0)]

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from retrieval import RecipeError, TripletIndices
+from retrieval.errors import RecipeError
 from retrieval.model.precision import full_precision
+from retrieval.plugin import TripletIndices
 from torch import Tensor, nn
 
 from retrieval_daml.local_metrics import LocalMetrics, Metrics, Weight, all_pairs, widened

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from retrieval import Generator
 from retrieval.model.precision import full_precision
+from retrieval.plugin import Generator
 from torch import Tensor, nn
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from retrieval import Generator
+from retrieval.plugin import Generator
 from torch import Tensor, nn
 
 Weight = Annotated[float, Field(ge=0)]
@@ -140,7 +140,7 @@ class HardNegativeGenerator(TripletGenerator):
         synthetic: Tensor,
         distance: Distance,
     ) -> Tensor:
-        """Return J_gen; see `retrieval.Generator`."""
+        """Return J_gen; see `retrieval.plugin.Generator`."""
         hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
         return hard + self.lambda_reg * reg + self.lambda_adv * adv
 
@@ -211,7 +211,7 @@ class HardPositiveGenerator(TripletGenerator):
         synthetic: Tensor,
         distance: Distance,
     ) -> Tensor:
-        """Return J_gen; see `retrieval.Generator`."""
+        """Return J_gen; see `retrieval.plugin.Generator`."""
         hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
         return hard + self.lambda_reg * reg + self.lambda_adv * adv
 

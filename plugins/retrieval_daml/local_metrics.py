@@ -8,9 +8,10 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from retrieval import Combiner, RecipeError
+from retrieval.errors import RecipeError
 from retrieval.model.model import Normalize
 from retrieval.model.precision import full_precision
+from retrieval.plugin import Combiner
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from retrieval import TripletIndices
 from retrieval.model.loss import Distance
 from retrieval.model.precision import full_precision
+from retrieval.plugin import TripletIndices
 from torch import Tensor, nn
 
 from retrieval_daml.base import Measure, default_distance
@@ -48,7 +48,7 @@ class OnePerClass(nn.Module):
         ref_emb: Any = None,
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         own = ref_emb is None or ref_labels is None
         others = labels if ref_labels is None else ref_labels
         classes, group = torch.unique(others, return_inverse=True)
@@ -120,7 +120,7 @@ class SemiHard(nn.Module):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         query = reference = full_precision(embeddings)
         others = labels
         if ref_emb is not None and ref_labels is not None:

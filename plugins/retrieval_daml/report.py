@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from retrieval import DataError, Run, load_run
+from retrieval import Run, load
 from retrieval.data.loading import inputs
+from retrieval.errors import DataError
 from retrieval.host.files import whole_file
 from retrieval.run import checkpoint
 from retrieval.run.build import build_objective
@@ -70,7 +71,7 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
         DataError: the folder is not a run, its log has no epoch in its log yet, or the folder
             cannot be written.
     """
-    run = load_run(path)
+    run = load(path)
     if run.recipe.learner is not None:
         raise DataError(
             f"{path} is a learner's run: it has no epochs, batches or synthetic samples to draw."
@@ -92,7 +93,7 @@ def report_panels(path: Path) -> dict[str, bytes]:
     """Return the panels of a run with a generator or with this plugin's local metrics as SVG, by
     title; none of any other run.
     """
-    run = load_run(path)
+    run = load(path)
     combiner = run.recipe.combiner
     if run.recipe.generator is None and not (combiner and combiner.name.startswith("daml.")):
         return {}

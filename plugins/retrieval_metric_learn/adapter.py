@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval import LinearMap, MissingDependency
+from retrieval.errors import MissingDependency
 from retrieval.model.labels import learner_labels
+from retrieval.plugin import LinearMap
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from retrieval import Combiner
 from retrieval.model.precision import full_precision
+from retrieval.plugin import Combiner
 from torch import Tensor, nn
 from torch.nn import functional
 

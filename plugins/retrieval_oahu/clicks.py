@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from retrieval import DataError
+from retrieval.errors import DataError
 
 from retrieval_oahu.closure import Triplet
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from retrieval import Combiner, Subspace
+from retrieval.plugin import Combiner, Subspace
 from torch import Tensor, nn
 
 from retrieval_oahu.ahu import Rule, hedge_update

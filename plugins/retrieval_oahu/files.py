@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from retrieval import DataError
+from retrieval.errors import DataError
 from retrieval.host.files import write_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval import LinearMap
+from retrieval.plugin import LinearMap
 from scipy.linalg import blas
 
 from retrieval_oahu.online import OnlineLearner

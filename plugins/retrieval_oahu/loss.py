@@ -10,8 +10,8 @@ from pydantic import Field
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval import CheckedLoss
 from retrieval.model.loss import Distance, Reducer
+from retrieval.plugin import CheckedLoss
 from torch import Tensor, nn
 
 from retrieval_oahu.combiners import Hedge

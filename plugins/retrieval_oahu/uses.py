@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from retrieval.model.labels import read_labels
 
 if TYPE_CHECKING:
-    from retrieval import Bundle
+    from retrieval.results import Bundle
 
 Floats = NDArray[np.floating[Any]]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval import LinearMap
 from retrieval.model.metric_learner import MetricLearner
+from retrieval.plugin import LinearMap
 
 from retrieval_oahu.history import recorded
 from retrieval_oahu.limits import refuse_range

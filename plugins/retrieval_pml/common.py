@@ -13,9 +13,9 @@ from pydantic import Field
 from pytorch_metric_learning.losses import GenericPairLoss
 from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval import Part
 from retrieval.model.precision import as_given
 from retrieval.model.rows import Rows, first_row
+from retrieval.plugin import Part
 from torch import Tensor, nn
 
 from retrieval_pml.matrices import similarities
@@ -81,7 +81,7 @@ class PreciseLoss(_Mixin):
         ref_labels: Tensor | None = None,
     ) -> Any:
         """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see
-        `retrieval.Loss`.
+        `retrieval.plugin.Loss`.
 
         Raises:
             ValueError: the loss has weights of classes, and a label is not the number of one; on a
@@ -134,7 +134,7 @@ class PreciseMiner(_Mixin):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return index tensors; see `retrieval.Miner`."""
+        """Return index tensors; see `retrieval.plugin.Miner`."""
         full = _full(embeddings)
         reference = full if ref_emb is embeddings else _full(ref_emb)
         with _no_autocast(embeddings):

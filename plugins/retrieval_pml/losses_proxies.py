@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from pytorch_metric_learning import losses
-from retrieval import traits
+from retrieval.plugin import traits
 
 from retrieval_pml import corrected_proxies as corrected
 from retrieval_pml.common import (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pytorch_metric_learning import losses
-from retrieval import traits
+from retrieval.plugin import traits
 
 from retrieval_pml import corrected_ranking as corrected
 from retrieval_pml.common import Count, Distance, NonNegative, Positive, Reducer, Regularizer, Share

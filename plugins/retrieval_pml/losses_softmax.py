@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pytorch_metric_learning import losses
-from retrieval import traits
+from retrieval.plugin import traits
 
 from retrieval_pml import corrected_pairs as corrected
 from retrieval_pml import masked

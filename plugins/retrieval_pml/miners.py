@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from pytorch_metric_learning import miners
-from retrieval import traits
+from retrieval.plugin import traits
 from torch import Tensor
 
 from retrieval_pml import masked_miners
@@ -31,7 +31,7 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return triplets; see `retrieval.Miner`.
+        """Return triplets; see `retrieval.plugin.Miner`.
 
         Raises:
             ValueError: the batch is not a multiple of three, or there is a reference set.

@@ -9,8 +9,8 @@ import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.losses.base_loss_wrapper import BaseLossWrapper
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval import Part, traits
 from retrieval.model.precision import as_given, full_precision
+from retrieval.plugin import Part, traits
 from torch import Tensor, nn
 
 from retrieval_pml.common import AnyLoss, AnyMiner, Count, no_reference, on_labels
@@ -88,7 +88,7 @@ class MultipleLosses(losses.MultipleLosses):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the weighted sum of the losses; see `retrieval.Loss`.
+        """Return the weighted sum of the losses; see `retrieval.plugin.Loss`.
 
         Raises:
             ValueError: indices come from outside though a loss has a miner, or a loss takes no

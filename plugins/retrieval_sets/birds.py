@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from retrieval import Dataset
 from retrieval.data.counts import Count, Counts
 from retrieval.data.datasets import Box
+from retrieval.plugin import Dataset
 
 from retrieval_sets.lists import Lines, numbers
 from retrieval_sets.published import Published, Row, assemble

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval import DataError, Dataset
 from retrieval.data.counts import Count, Counts
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 
 from retrieval_sets.mat import read_annotations
 from retrieval_sets.published import Published, Row, assemble

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
-from retrieval import Dataset
 from retrieval.data.counts import Count, Counts
+from retrieval.plugin import Dataset
 from retrieval.serving.image_files import find_images
 
 from retrieval_sets.lists import Lines

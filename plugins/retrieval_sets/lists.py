@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from retrieval import DataError
 from retrieval.data.error_lists import some
+from retrieval.errors import DataError
 
 _MOST_BYTES = (
     2 << 30

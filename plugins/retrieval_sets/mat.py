@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval import DataError
+from retrieval.errors import DataError
 
 _MOST_BYTES = 64 << 20
 _MOST_UNPACKED = 256 << 20

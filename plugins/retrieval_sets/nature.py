@@ -6,9 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval import DataError, Dataset
 from retrieval.data.counts import Count, Counts
 from retrieval.data.error_lists import some
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 from retrieval.serving.files.strict_json import strict_loads
 
 from retrieval_sets.lists import Lines

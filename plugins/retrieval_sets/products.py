@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from retrieval import DataError, Dataset
 from retrieval.data.counts import Count, Counts
 from retrieval.data.datasets import Box
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 
 from retrieval_sets.lists import Lines, numbers
 from retrieval_sets.published import Published, Row, assemble

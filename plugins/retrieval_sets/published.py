@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from retrieval import DataError, Dataset
 from retrieval.data.counts import Count, Counts, differing
 from retrieval.data.datasets import Box, FileDataset
 from retrieval.data.error_lists import refuse, some
 from retrieval.data.readable import ADVICE, skip_unreadable
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from retrieval import DataError, Dataset
 from retrieval.data.counts import Count, Counts
+from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 from retrieval.serving.image_files import find_images
 
 from retrieval_sets.lists import Lines, numbers

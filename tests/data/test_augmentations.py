@@ -247,7 +247,7 @@ class TestViews:
         """Without any label, digits are found better than by an untrained net (SimCLR's loss, Chen
         et al., ICML 2020).
         """
-        from retrieval import evaluate_run, train
+        from retrieval import train
 
         recipe = Recipe(
             data={"name": "core.digits"},
