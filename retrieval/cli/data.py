@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
+from retrieval.cli.common import Number, Place
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import CHANGES, RECIPE, SET_OPTION
-from retrieval.cli.types import Number, Place
 
 
 @click.group()
@@ -70,7 +70,7 @@ def show(
     if target.suffix.lower() != ".png":
         raise DataError(f"{target} should end in .png, which is what is written.")
     from retrieval.host.files import write_bytes
-    from retrieval.run.preview import preview  # slow to import: a wrong path is said at once
+    from retrieval.run.check_data import preview  # slow to import: a wrong path is said at once
 
     with naming(recipe):
         picture = preview(made, items, draws)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say
+from retrieval.cli.common import Choice, Number
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
-from retrieval.cli.types import Choice, Number
 
 if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle

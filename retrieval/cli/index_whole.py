@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
+from retrieval.cli.common import Bytes
 from retrieval.cli.index_common import (
     INDEX,
     JSON,
@@ -22,7 +23,6 @@ from retrieval.cli.index_common import (
     say_tuned,
     tell,
 )
-from retrieval.cli.types import Bytes
 from retrieval.errors import DataError, StoreError, listed
 
 if TYPE_CHECKING:

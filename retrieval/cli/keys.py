@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.types import Choice
+from retrieval.cli.common import Choice
 
 _FILE = click.argument("path", metavar="KEYS", type=click.Path(path_type=Path))
 _OUTPUT = click.option(

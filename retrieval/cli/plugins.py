@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.types import Choice
+from retrieval.cli.common import Choice
 
 
 def plugin_option(**settings: Any) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
+from retrieval.cli.common import Bytes, Choice, IndexArgument, Number, Pixels
 from retrieval.cli.plugins import PLUGIN_OPTION
-from retrieval.cli.types import Bytes, Choice, IndexArgument, Number, Pixels
 from retrieval.host.cores import cores
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 

@@ -22,9 +22,8 @@ from retrieval.evaluation.protocol import Measured, Protocol
 from retrieval.host.values import toml_value
 from retrieval.model.built_in import metric
 from retrieval.model.products import CheckedMetric
-from retrieval.run.codes import ItemCodes
 from retrieval.run.folder import write_json
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import ItemCodes, Run, load_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.merging import merged, spans_of
 from retrieval.serving.progress import Progress, shown

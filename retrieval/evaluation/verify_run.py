@@ -27,8 +27,7 @@ from retrieval.evaluation.verification import Verification, verification
 from retrieval.evaluation.verification_files import write
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
-from retrieval.run.codes import ItemCodes
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import ItemCodes, Run, load_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
 

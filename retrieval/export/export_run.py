@@ -20,8 +20,7 @@ from retrieval.export.variants import VariantName
 from retrieval.export.verify import is_normalized
 from retrieval.model.graph import OPSET, TOLERANCE, Exporter, ready
 from retrieval.model.model import Model, Normalize, Prefix
-from retrieval.run.codes import ItemCodes
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import ItemCodes, Run, load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown

@@ -23,13 +23,12 @@ from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, code_size
-from retrieval.run.learned import build_learner
 from retrieval.run.open import build_run
+from retrieval.run.weights import build_learner
 from retrieval.training.comparison import space
-from retrieval.training.learn import fit
+from retrieval.training.learn import NOTHING, fit, nothing_to_train
 from retrieval.training.probe import look_ahead, open_some
 from retrieval.training.process import make_accelerator
-from retrieval.training.untrained import NOTHING, nothing_to_train
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:

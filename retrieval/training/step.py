@@ -29,10 +29,15 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase, Trainable
 from retrieval.run.build import Objective
 from retrieval.training.batch import Batch, Losses, Watch
-from retrieval.training.devices import Devices
-from retrieval.training.divided import divided_loss
-from retrieval.training.optim import build_optimizers, prepared, schedules_of
-from retrieval.training.parts import names_of, parts_of, set_modes
+from retrieval.training.devices import Devices, divided_loss
+from retrieval.training.optim import (
+    build_optimizers,
+    names_of,
+    parts_of,
+    prepared,
+    schedules_of,
+    set_modes,
+)
 from retrieval.training.synthetic import Figures, Made, choose_triplets, extend, mine
 
 

@@ -30,8 +30,8 @@ from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
-from retrieval.run.codes import ItemCodes
-from retrieval.run.objects import objects_of
+from retrieval.run.folder import objects_of
+from retrieval.run.open import ItemCodes
 from retrieval.run.open import Run as OpenedRun
 from retrieval.run.resume import read_given
 from retrieval.serving.bundle import is_image

@@ -37,27 +37,27 @@ from retrieval.run.folder import (
     write_json,
 )
 from retrieval.run.open import Run, begin_folder, build_run, load_run
-from retrieval.run.position import Position
-from retrieval.run.resume import Standing
+from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
-from retrieval.training.batch import all_finite, moved, reads_at_once
-from retrieval.training.batch_norm import NOT_SYNCHRONISED, trains_batch_norm
-from retrieval.training.placing import place, plain, repeating
+from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
+from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
+from retrieval.training.learn import nothing_to_train, write_untrained
 from retrieval.training.probe import look_ahead
 from retrieval.training.process import (
     forget_after,
     going_on,
     make_accelerator,
+    place,
+    plain,
+    repeating,
     stopping,
     tensorboard,
     together,
+    validate,
 )
 from retrieval.training.state import fitting, restore, save
 from retrieval.training.step import Step
-from retrieval.training.tally import EVERY, Tally
-from retrieval.training.untrained import nothing_to_train, write_untrained
-from retrieval.training.validate import validate
 
 NO_TRIPLETS = (
     "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more,"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from retrieval import train
-from retrieval.export.export_backbone import export_backbone
-from retrieval.export.export_run import export_run
 from retrieval.cli.app import app
 from retrieval.errors import BundleError
+from retrieval.export.export_backbone import export_backbone
 from retrieval.export.export_model import export_model
+from retrieval.export.export_run import export_run
 from retrieval.model.model import Model, Normalize, build_head
 from retrieval.serving.bundle import Bundle
 from torch import nn

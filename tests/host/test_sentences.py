@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 import pytest
-from retrieval.cli.types import Bytes, Pixels
+from retrieval.cli.common import Bytes, Pixels
 from retrieval.errors import StoreError
 from retrieval.serving.files.places import instead
 
@@ -126,7 +126,7 @@ def test_another_component_drops_the_parameters_of_the_one_before(
 
 
 def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    from retrieval.export.output import refuse_existing as refuse_bundle
+    from retrieval.export.export_model import refuse_existing as refuse_bundle
     from retrieval.serving.index.creating import refuse_existing as refuse_index
 
     file = tmp_path / "file"

@@ -94,7 +94,7 @@ def test_no_garbage_is_looked_for_while_loading() -> None:
     script = """
 import gc
 import sys
-from retrieval.cli.loading import loading
+from retrieval.cli.common import loading
 
 kept = [[] for _ in range(50_000)]
 with loading():

@@ -77,7 +77,7 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
         ),
         (lambda x: {}["x"], "failed: KeyError: 'x'"),
         (
-            lambda x: open("nowhere/3.png"),
+            lambda x: Path("nowhere/3.png").read_bytes(),
             "cannot read it: No such file or directory",
         ),
         (
