@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle, Encoded
     from retrieval.serving.encoder import BundleEncoder
     from retrieval.serving.http.server import Serving
-    from retrieval.serving.index.adding import Added
-    from retrieval.serving.index.index import Hit, Hits, Summary
+    from retrieval.serving.index.adding import Added, Summary
+    from retrieval.serving.index.index import Hit, Hits
     from retrieval.serving.index.migrating import Migrated
     from retrieval.serving.store.contract import Generation, Item, Stats
     from retrieval.training.comparison.result import Comparison, Contestant
@@ -55,8 +55,8 @@ if not TYPE_CHECKING:
             "retrieval.serving.encoder": ["BundleEncoder"],
             "retrieval.serving.http.server": ["Serving"],
             "retrieval.training.train": ["BackboneEncoder"],
-            "retrieval.serving.index.adding": ["Added"],
-            "retrieval.serving.index.index": ["Hit", "Hits", "Summary"],
+            "retrieval.serving.index.adding": ["Added", "Summary"],
+            "retrieval.serving.index.index": ["Hit", "Hits"],
             "retrieval.serving.index.migrating": ["Migrated"],
             "retrieval.serving.store.contract": ["Generation", "Item", "Stats"],
             "retrieval.training.comparison.result": ["Comparison", "Contestant"],

@@ -29,7 +29,7 @@ from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.index import Summary
+    from retrieval.serving.index.adding import Summary
     from retrieval.serving.store.address import IndexPlace
     from retrieval.serving.store.contract import Item
 

@@ -24,6 +24,7 @@ from retrieval.serving.index.encoding import Embedded, Original, Settings, embed
 from retrieval.serving.index.locations import Source, Sources, is_embedding, label_text
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
+from retrieval.serving.store.address import IndexPlace
 from retrieval.serving.store.contract import FEATURES, Item, Keep, Superseded
 
 if TYPE_CHECKING:
@@ -63,6 +64,33 @@ class Added:
     repeated: int = 0
     left_out: tuple[str, ...] = ()
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What building an index did, and how long it took.
+
+    Attributes:
+        path: the index.
+        count: items in it.
+        skipped: why an image could not be used, a sentence each.
+        repeated: files that were named more than once and taken once.
+        resumed: items that an interrupted run had added already.
+        backend: the back end's name, chosen or given; at an address the store's.
+        recall_at_10: of an approximate back end, else None.
+        seconds: how long it took.
+        left_out: a sentence on the files of folders that are not images, for each reason.
+    """
+
+    path: IndexPlace
+    count: int
+    skipped: tuple[str, ...]
+    repeated: int
+    resumed: int
+    backend: str
+    recall_at_10: float | None
+    seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 _REST_IS_THERE = (

@@ -17,10 +17,9 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Added, add_sources
+from retrieval.serving.index.adding import Added, Summary, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.index import Index as OpenedIndex
-from retrieval.serving.index.index import Summary
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device

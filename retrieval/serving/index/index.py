@@ -19,7 +19,7 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Added, add_images, add_sources
+from retrieval.serving.index.adding import Added, Summary, add_images, add_sources
 from retrieval.serving.index.alike import Alike, Cluster, clusters, duplicates
 from retrieval.serving.index.contract import Floats
 from retrieval.serving.index.encoding import Settings
@@ -112,33 +112,6 @@ class Hits(list[Hit]):
         return [
             (f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)) for hit in self
         ]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What building an index did, and how long it took.
-
-    Attributes:
-        path: the index.
-        count: items in it.
-        skipped: why an image could not be used, a sentence each.
-        repeated: files that were named more than once and taken once.
-        resumed: items that an interrupted run had added already.
-        backend: the back end's name, chosen or given; at an address the store's.
-        recall_at_10: of an approximate back end, else None.
-        seconds: how long it took.
-        left_out: a sentence on the files of folders that are not images, for each reason.
-    """
-
-    path: IndexPlace
-    count: int
-    skipped: tuple[str, ...]
-    repeated: int
-    resumed: int
-    backend: str
-    recall_at_10: float | None
-    seconds: float
-    left_out: tuple[str, ...] = ()
 
 
 class Index:
