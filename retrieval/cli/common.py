@@ -1,4 +1,4 @@
-"""What several commands share: types of arguments, the command to type again, a line while loading."""
+"""What several commands share: types of arguments, and the command to type again."""
 
 from __future__ import annotations
 

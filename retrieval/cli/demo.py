@@ -70,16 +70,16 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     ) as index:
         say(f"   {len(index):,} images")
         say("\n5. Searching …")
-        found = index.search(query_files, k=NEIGHBOURS)
+        answers = index.search(query_files, k=NEIGHBOURS)
         figure = neighbours(
             index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files]
         )
     right = sum(
         hit.label == file.parent.name
-        for file, hits in zip(query_files, found, strict=True)
+        for file, hits in zip(query_files, answers, strict=True)
         for hit in hits
     )
-    for file, hits in zip(query_files, found, strict=True):
+    for file, hits in zip(query_files, answers, strict=True):
         say(f"   a {file.parent.name} finds {' '.join(str(hit.label) for hit in hits)}")
     say(f"   {right} of {len(query_files) * NEIGHBOURS} right")
     with whole_file(output / "neighbours.png", DataError) as picture:

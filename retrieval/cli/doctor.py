@@ -109,14 +109,14 @@ def examine() -> Examination:
     """Look at this environment: versions, families installed twice, devices, providers, CUDA
     versions.
     """
-    found = _Findings()
+    findings = _Findings()
     libraries = _libraries()
     for library in libraries:
-        _check_version(library, found)
+        _check_version(library, findings)
     for family in (ONNXRUNTIME, FAISS):
         if len(names := installed_packages(family)) > 1:
             keep = next((name for name in names if "gpu" in name), names[0])
-            found.faults.append(
+            findings.faults.append(
                 f"{' and '.join(names)} overwrite each other's files. Keep one: "
                 f"pip uninstall -y {' '.join(names)} && pip install {keep}"
             )
@@ -133,14 +133,14 @@ def examine() -> Examination:
         if fault is None:
             sees[module] = answer
         else:
-            found.faults.append(
+            findings.faults.append(
                 f"{names[0]} cannot be used: {fault}. Install it again: pip install"
                 f" --force-reinstall {names[0]}"
             )
     driver, driver_cuda = _driver(), _driver_cuda()
-    runs = _placement(sees, driver, found)
-    _check_cuda(sees, driver_cuda, found)
-    _check_device(driver, found)
+    runs = _placement(sees, driver, findings)
+    _check_cuda(sees, driver_cuda, findings)
+    _check_device(driver, findings)
     return Examination(
         f"Python {platform.python_version()} on {platform.platform()}",
         libraries,
@@ -148,14 +148,14 @@ def examine() -> Examination:
         driver_cuda,
         sees,
         runs,
-        tuple(found.faults),
-        tuple(found.notes),
+        tuple(findings.faults),
+        tuple(findings.notes),
     )
 
 
 def _libraries() -> tuple[Library, ...]:
     """Return what the installed distribution asks for, users' extras included."""
-    asked: dict[str, tuple[Requirement, list[str]]] = {}
+    required: dict[str, tuple[Requirement, list[str]]] = {}
     for line in requires(DISTRIBUTION) or []:
         requirement = Requirement(line)
         marker = str(requirement.marker or "")
@@ -165,7 +165,7 @@ def _libraries() -> tuple[Library, ...]:
             requirement.marker and not requirement.marker.evaluate({"extra": name})
         ):
             continue
-        asked.setdefault(requirement.name, (requirement, []))[1].append(name)
+        required.setdefault(requirement.name, (requirement, []))[1].append(name)
     return tuple(
         Library(
             name,
@@ -173,7 +173,7 @@ def _libraries() -> tuple[Library, ...]:
             str(requirement.specifier),
             tuple(extra for extra in extras if extra),
         )
-        for name, (requirement, extras) in sorted(asked.items())
+        for name, (requirement, extras) in sorted(required.items())
     )
 
 
@@ -184,22 +184,24 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _check_version(library: Library, found: _Findings) -> None:
-    wanted = f"'{library.name}{library.needed}'"
+def _check_version(library: Library, findings: _Findings) -> None:
+    requirement = f"'{library.name}{library.needed}'"
     if library.installed is None:
         if not library.extras:
-            found.faults.append(f"{library.name} is missing. Install it: pip install {wanted}")
+            findings.faults.append(
+                f"{library.name} is missing. Install it: pip install {requirement}"
+            )
     elif not Requirement(f"{library.name}{library.needed}").specifier.contains(
         library.installed, prereleases=True
     ):
-        found.faults.append(
+        findings.faults.append(
             f"{library.name} {library.installed} is installed; retrieval needs {library.needed}. "
-            f"Mend it: pip install {wanted}"
+            f"Mend it: pip install {requirement}"
         )
 
 
 def _ask(code: str) -> tuple[dict[str, Any], str | None]:
-    """Return what a library answers in a process of its own, and what went wrong, if anything did."""
+    """Return a library's answer from a process of its own, and its fault, if any."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import json\n{code}\nprint(json.dumps(out))"],
@@ -227,21 +229,21 @@ def _driver() -> tuple[str, ...]:
 
 def _driver_cuda() -> str | None:
     """Return the newest CUDA that NVIDIA's driver runs."""
-    said = re.search(r"CUDA Version:\s*(\d+\.\d+)", nvidia_smi())
-    return said[1] if said else None
+    match = re.search(r"CUDA Version:\s*(\d+\.\d+)", nvidia_smi())
+    return match[1] if match else None
 
 
 def _placement(
-    sees: Mapping[str, Mapping[str, Any]], driver: Iterable[str], found: _Findings
+    sees: Mapping[str, Mapping[str, Any]], driver: Iterable[str], findings: _Findings
 ) -> dict[str, str]:
     """Return what each kind of work will run on, and note devices that stay unused."""
-    there = bool(tuple(driver))
+    has_device = bool(tuple(driver))
     runs: dict[str, str] = {}
     if "torch" in sees:
         devices = sees["torch"]["devices"]
         runs["training"] = f"cuda ({devices[0]})" if devices else "cpu"
-        if there and sees["torch"]["cuda"] and not devices:
-            found.faults.append(
+        if has_device and sees["torch"]["cuda"] and not devices:
+            findings.faults.append(
                 f"The driver names a device, but torch (CUDA {sees['torch']['cuda']}) sees none:"
                 " the driver is probably older than that CUDA. Update the driver, or install a"
                 " torch of an older CUDA."
@@ -249,29 +251,35 @@ def _placement(
     if "onnxruntime" in sees:
         offers, starts = sees["onnxruntime"]["offers"], sees["onnxruntime"]["starts"]
         runs["encoder"] = starts[0]
-        if there and "CUDAExecutionProvider" in offers and "CUDAExecutionProvider" not in starts:
-            found.faults.append(
+        if (
+            has_device
+            and "CUDAExecutionProvider" in offers
+            and "CUDAExecutionProvider" not in starts
+        ):
+            findings.faults.append(
                 "ONNX Runtime offers CUDA but cannot start it: its CUDA libraries are missing or"
                 f" of another version. Mend it: pip install '{DISTRIBUTION}[gpu]'"
             )
     if "faiss" in sees:
         gpu = sees["faiss"]["gpu"]
         runs["index"] = "cuda" if gpu and sees["faiss"]["devices"] else "cpu"
-        if there and gpu and not sees["faiss"]["devices"]:
-            found.faults.append("The driver names a device, but FAISS (built for a GPU) sees none.")
-    if there and (unused := installed_packages(("faiss-cpu", "onnxruntime"))):
-        found.notes.append(
+        if has_device and gpu and not sees["faiss"]["devices"]:
+            findings.faults.append(
+                "The driver names a device, but FAISS (built for a GPU) sees none."
+            )
+    if has_device and (unused := installed_packages(("faiss-cpu", "onnxruntime"))):
+        findings.notes.append(
             f"{' and '.join(unused)} leave the device unused. To use it: "
             f"pip uninstall -y {' '.join(unused)} && pip install '{DISTRIBUTION}[gpu]'"
         )
     return runs
 
 
-def _check_device(driver: Sequence[str], found: _Findings) -> None:
+def _check_device(driver: Sequence[str], findings: _Findings) -> None:
     """Refuse what was installed for a GPU where there is none."""
     installed = [name for name in installed_packages((*FAISS, *ONNXRUNTIME)) if "gpu" in name]
     if installed and not driver:
-        found.faults.append(
+        findings.faults.append(
             f"{' and '.join(installed)} {'is' if len(installed) == 1 else 'are'} installed, and"
             " NVIDIA's driver names no CUDA device (nvidia-smi): all runs on the CPU. Install the"
             f" driver, or: pip uninstall -y {' '.join(installed)} && pip install"
@@ -280,7 +288,7 @@ def _check_device(driver: Sequence[str], found: _Findings) -> None:
 
 
 def _check_cuda(
-    sees: Mapping[str, Mapping[str, Any]], driver: str | None, found: _Findings
+    sees: Mapping[str, Mapping[str, Any]], driver: str | None, findings: _Findings
 ) -> None:
     """Refuse libraries of different CUDA majors in one process, which load each other's cuBLAS and
     cuDNN; and those that a driver is too old for.
@@ -298,13 +306,13 @@ def _check_cuda(
     }
     if late:
         listed = ", ".join(f"{name}: CUDA {major}" for name, major in sorted(late.items()))
-        found.faults.append(
+        findings.faults.append(
             f"The driver is too old for what is installed: it runs CUDA {driver} at most"
             f" ({listed}). Update the driver."
         )
     if len(set(majors.values())) > 1 and any("gpu" in name for name in majors):
         listed = ", ".join(f"{name}: CUDA {major}" for name, major in sorted(majors.items()))
-        found.faults.append(
+        findings.faults.append(
             f"Libraries of different CUDA versions are installed ({listed}). Install them together:"
             f" pip install --upgrade '{DISTRIBUTION}[gpu]'"
         )
@@ -334,30 +342,30 @@ def doctor(as_json: bool) -> None:
 
     Example:  retrieval doctor --json
     """
-    found = examine()
-    say(found.as_json() if as_json else _text(found))
-    if found.faults:
+    examination = examine()
+    say(examination.as_json() if as_json else _text(examination))
+    if examination.faults:
         sys.exit(2)
 
 
-def _text(found: Examination) -> str:
-    wide = max(len(library.name) for library in found.libraries)
-    lines = [found.system, "", "Libraries"]
-    for library in found.libraries:
+def _text(examination: Examination) -> str:
+    wide = max(len(library.name) for library in examination.libraries)
+    lines = [examination.system, "", "Libraries"]
+    for library in examination.libraries:
         extras = f"  ({', '.join(library.extras)})" if library.extras else ""
         have = library.installed or "not installed"
         lines.append(f"  {library.name:{wide}}  {have:14}  needs {library.needed}{extras}")
-    lines += ["", "Devices", *(f"  {name}" for name in found.driver or ["no CUDA device"])]
+    lines += ["", "Devices", *(f"  {name}" for name in examination.driver or ["no CUDA device"])]
     lines += [
         "",
         "What runs where",
-        *(f"  {what:8}  {where}" for what, where in found.runs.items()),
+        *(f"  {what:8}  {where}" for what, where in examination.runs.items()),
     ]
-    if not found.runs:
+    if not examination.runs:
         lines.append("  nothing yet: install the extras cpu (or gpu), and train or serve")
-    for title, sentences in (("To mend", found.faults), ("Notes", found.notes)):
+    for title, sentences in (("To mend", examination.faults), ("Notes", examination.notes)):
         if sentences:
             lines += ["", title, *(f"  - {sentence}" for sentence in sentences)]
-    if not found.faults:
+    if not examination.faults:
         lines += ["", "All is well."]
     return "\n".join(lines)

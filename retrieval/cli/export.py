@@ -191,7 +191,7 @@ def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _report(bundle: Bundle, items: str) -> None:
-    """Say what was written, how far torch and ONNX Runtime are apart, and what the variants lose."""
+    """Print what was written, how far torch and ONNX Runtime differ, and what variants lose."""
     manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     seen = manifest.verified

@@ -33,8 +33,8 @@ def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
     from retrieval.host.allow import answering
 
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several processes cannot all be answered
-    asked = alone and sys.stdin.isatty() and sys.stderr.isatty()
-    ctx.with_resource(answering(_confirm if asked else None, allowed))
+    interactive = alone and sys.stdin.isatty() and sys.stderr.isatty()
+    ctx.with_resource(answering(_confirm if interactive else None, allowed))
 
 
 def _confirm(brings: str) -> bool:

@@ -59,7 +59,7 @@ class Photos:
     """
 
     def __init__(self, places: Sequence[StrPath], seed: int) -> None:
-        found: dict[Path, None] = {}
+        files_found: dict[Path, None] = {}
         for place in map(Path, places):
             if not place.exists():
                 raise DataError(f"{place} does not exist. Name files or folders of photos.")
@@ -69,10 +69,10 @@ class Photos:
                 inside = below.images
                 if dangling := below.dangling(place):
                     log.warning("%s", dangling)
-            found.update((Path(os.path.realpath(file)), None) for file in inside)
-        if not found:
+            files_found.update((Path(os.path.realpath(file)), None) for file in inside)
+        if not files_found:
             raise DataError("There are no photos: name files or folders of them.")
-        files = list(found)
+        files = list(files_found)
         self.files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
 
     def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
@@ -204,15 +204,15 @@ def whitening_head(
     from sklearn.decomposition import PCA
 
     photos, width = features.shape
-    wanted = min(DIMENSIONS, width) if dimensions is None else dimensions
-    if not 1 <= wanted <= width:
+    outputs = min(DIMENSIONS, width) if dimensions is None else dimensions
+    if not 1 <= outputs <= width:
         raise DataError(
-            f"{wanted:,} dimensions cannot be had: the backbone has {width:,} features. Ask for 1"
+            f"{outputs:,} dimensions cannot be had: the backbone has {width:,} features. Ask for 1"
             f" to {width:,} (--dimensions)."
         )
-    if photos <= wanted:
+    if photos <= outputs:
         raise DataError(
-            f"{photos:,} photos are too few to whiten {wanted:,} dimensions: more photos than"
+            f"{photos:,} photos are too few to whiten {outputs:,} dimensions: more photos than"
             " dimensions are needed. Name more photos, or ask for fewer dimensions (--dimensions"
             f" {max(1, photos // 4)})."
         )
@@ -224,12 +224,12 @@ def whitening_head(
             " whiten. Name photos that differ."
         )
     exact = width <= _EXACT_WIDTH
-    pca = PCA(wanted, svd_solver="covariance_eigh" if exact else "randomized", random_state=0)
+    pca = PCA(outputs, svd_solver="covariance_eigh" if exact else "randomized", random_state=0)
     pca.fit(features.astype(np.float64) if exact else features)
     variance = pca.explained_variance_.astype(np.float64)
     largest = float(variance[0])
     varied = int((variance > max(_RANK * largest, noise**2)).sum())
-    if varied < wanted:
+    if varied < outputs:
         raise DataError(
             f"The features of the {photos:,} photos vary in {varied:,} directions only: name more"
             f" photos that differ, or ask for {varied:,} dimensions or fewer (--dimensions)."
@@ -310,7 +310,7 @@ def export_backbone(
         BundleError: the backbone's weights are random, or it takes vectors; something is in the
             way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
     """
-    wanted: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
+    variant_names: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
     refuse_existing(Path(output), replace)
     fitted = _photos(whiten, seed)
     checked = _photos(photos, seed) or fitted
@@ -320,7 +320,7 @@ def export_backbone(
         )
     if most_photos < 1:
         raise BundleError(f"At least 1 photo is needed, not {most_photos}.")
-    if "int8" in wanted and checked is None:
+    if "int8" in variant_names and checked is None:
         raise BundleError(
             "The int8 variant is calibrated on photos, and none are named (--photos, or --whiten)."
         )
@@ -328,7 +328,7 @@ def export_backbone(
     built = Model(backbone, nn.Identity())
     if fitted is not None:
         built.head = _whitening(built, fitted, most_photos, dimensions)
-    items, calibration = _items(built, checked, "int8" in wanted)
+    items, calibration = _items(built, checked, "int8" in variant_names)
     with Meter("export", 0, "steps") as meter:
         export_model(
             built,
@@ -336,7 +336,7 @@ def export_backbone(
             Path(output),
             name=model,
             calibration=calibration,
-            variants=wanted,
+            variants=variant_names,
             split=split,
             allow_drift=allow_drift,
             tolerance=tolerance,

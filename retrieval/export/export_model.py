@@ -305,7 +305,7 @@ def _write_split(folder: Path, export: Graphs) -> SplitEntry:
 def _write_rescorer(
     folder: Path, export: Graphs, combiner: Combiner, codes: Tensor | None
 ) -> tuple[Callable[[Floats, Floats], Floats], RescorerEntry]:
-    """Write the rescorer's graph; return a function that runs it, and what the manifest says of it."""
+    """Write the rescorer's graph; return a function that runs it, and its manifest entry."""
     graph, rescore = export.rescorer(combiner)
     (folder / "rescorer.onnx").write_bytes(graph)
     known = torch.from_numpy(export.outputs["code"]) if codes is None else codes

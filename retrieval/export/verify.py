@@ -233,9 +233,9 @@ def check_repeatable(
         ),
     ):
         # the same rows beside the same others, as far as the batch size allows
-        given = items[:BATCH] if batch == BATCH else few
-        for name, values in torch_outputs(encoder, given, batch).items():
-            gap = np.abs(values - outputs[name][: len(given)]).max(axis=1) / length_scale(
+        part = items[:BATCH] if batch == BATCH else few
+        for name, values in torch_outputs(encoder, part, batch).items():
+            gap = np.abs(values - outputs[name][: len(part)]).max(axis=1) / length_scale(
                 outputs[name]
             )
             if gap.max() > tolerance:
@@ -362,24 +362,25 @@ def candidate_overlap(
     depths = [number for number in _OVERLAP if number < len(codes) - 1]
     if not depths:
         return None
-    asked = np.unique(
+    queries_rows = np.unique(
         np.linspace(0, len(codes) - 1, min(len(codes), _QUERIES)).round().astype(np.int64)
     )
     vectors = combiner.index_vectors(codes).float().numpy()
-    queries = combiner.query_vectors(codes[asked]).float().numpy()
+    queries = combiner.query_vectors(codes[queries_rows]).float().numpy()
     kept = np.zeros(len(depths))
-    for part in np.array_split(np.arange(len(asked)), -(-len(asked) // 16)):
+    for part in np.array_split(np.arange(len(queries_rows)), -(-len(queries_rows) // 16)):
         rows = np.arange(len(part))
-        exact = combiner.compute_mat(codes[asked[part]], codes).double().numpy()
+        exact = combiner.compute_mat(codes[queries_rows[part]], codes).double().numpy()
         near = merged_distances(queries[part], vectors, combiner.subspaces)
         for distances in (exact, near):
-            distances[rows, asked[part]] = np.inf
-        wanted = np.argsort(exact, axis=1, kind="stable")[:, :depth]
+            distances[rows, queries_rows[part]] = np.inf
+        nearest = np.argsort(exact, axis=1, kind="stable")[:, :depth]
         rank = np.argsort(np.argsort(near, axis=1, kind="stable"), axis=1)
-        ranks = np.take_along_axis(rank, wanted, axis=1)
+        ranks = np.take_along_axis(rank, nearest, axis=1)
         kept += [(ranks < number).mean(axis=1).sum() for number in depths]
     return {
-        str(number): float(share / len(asked)) for number, share in zip(depths, kept, strict=True)
+        str(number): float(share / len(queries_rows))
+        for number, share in zip(depths, kept, strict=True)
     }
 
 

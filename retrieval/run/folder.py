@@ -139,11 +139,11 @@ def create_folder(
     """
     refuse_taken(path, replace)
     place = Path(os.path.realpath(path))
-    taken = DataError(
+    occupied = DataError(
         f"{path} exists already: something else has just made it. Choose another --output."
     )
     try:
-        with whole_folder(place, replace=is_run(place), taken=taken) as temporary:
+        with whole_folder(place, replace=is_run(place), taken=occupied) as temporary:
             (temporary / "checkpoints").mkdir()
             kept = copy_plugins(temporary, recipe)
             (temporary / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
@@ -229,17 +229,17 @@ def absolute_paths(recipe: AnyTables) -> AnyTables:
 
 def _absolute(plugins: Plugins, kind: str, values: Any) -> Any:
     if isinstance(values, list):
-        return [_absolute(plugins, kind, each) for each in values]
+        return [_absolute(plugins, kind, value) for value in values]
     factory = plugins.named(kind, str(values.get("name"))) if isinstance(values, Mapping) else None
     if factory is None:
         return values
-    found = dict(values)
+    table = dict(values)
     for p in factory.parameters:
-        if p.part and p.name in found:
-            found[p.name] = _absolute(plugins, p.part, found[p.name])
-        elif isinstance(found.get(p.name), str) and _takes_path(p.annotation):
-            found[p.name] = str(Path.cwd() / found[p.name])
-    return found
+        if p.part and p.name in table:
+            table[p.name] = _absolute(plugins, p.part, table[p.name])
+        elif isinstance(table.get(p.name), str) and _takes_path(p.annotation):
+            table[p.name] = str(Path.cwd() / table[p.name])
+    return table
 
 
 def _takes_path(annotation: Any) -> bool:
@@ -248,7 +248,7 @@ def _takes_path(annotation: Any) -> bool:
     if get_origin(annotation) is Annotated:
         return _takes_path(inner[0])
     if inner and get_origin(annotation) in (Union, types.UnionType):
-        return str not in inner and any(_takes_path(each) for each in inner)
+        return str not in inner and any(_takes_path(option) for option in inner)
     return inspect.isclass(annotation) and issubclass(annotation, PurePath)
 
 
@@ -277,15 +277,15 @@ def record(recipe: Recipe) -> dict[str, Any]:
 
 
 def _recorded(value: Any) -> dict[str, Any]:
-    said = described(value)
+    description = described(value)
     if isinstance(value, Dataset):
         names = json.dumps([list(map(str, value.labels)), list(map(str, value.keys))])
-        said["items"] = len(value)
-        said["content"] = (
+        description["items"] = len(value)
+        description["content"] = (
             f"{dataset_identity(value)}"
             f" {hashlib.blake2b(names.encode(), digest_size=16).hexdigest()}"
         )
-    return said
+    return description
 
 
 def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
@@ -319,12 +319,12 @@ def refuse_others(path: Path, recipe: Recipe) -> None:
         raise DataError(f"{path / 'run.json'} cannot be read: {error}.") from error
     now = record(recipe)
     for part in before:
-        told = before[part]
-        if not isinstance(told, Mapping) or part not in now or told == now[part]:
+        recorded = before[part]
+        if not isinstance(recorded, Mapping) or part not in now or recorded == now[part]:
             continue
         raise DataError(
-            f"{path} was trained with another {WORDS[part]}: {_difference(told, now[part])}. Give"
-            " the object that it was trained with, or train into another folder."
+            f"{path} was trained with another {WORDS[part]}: {_difference(recorded, now[part])}."
+            " Give the object that it was trained with, or train into another folder."
         )
 
 

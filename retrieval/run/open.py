@@ -115,7 +115,7 @@ class Run:
 
 def run_versions() -> dict[str, str]:
     """Return the versions of what results depend on."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in (
         "embedding-retrieval",
         "torch",
@@ -127,10 +127,10 @@ def run_versions() -> dict[str, str]:
         "timm",
     ):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -286,16 +286,16 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:
     """Return the checkpoint that evaluation and export read, and what to do if it is damaged."""
-    there = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
-    if not there:
+    names = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
+    if not names:
         raise DataError(f"{path} has no checkpoint yet. Train on, with --resume.")
     advice = "Train again, with --replace."
-    if len(there) > 1:
+    if len(names) > 1:
         advice = (
-            f"Remove it to use {there[1]}.safetensors instead, with the weights of another epoch;"
+            f"Remove it to use {names[1]}.safetensors instead, with the weights of another epoch;"
             " or train again, with --replace."
         )
-    return checkpoint_file(path, there[0]), advice
+    return checkpoint_file(path, names[0]), advice
 
 
 class ItemCodes:

@@ -1,4 +1,4 @@
-"""Going on with a run: with its own recipe and its own copies of plugin files, but for what may change."""
+"""Going on with a run, with its own recipe and its own copies of plugin files."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
     if refused:
         tables = list(dict.fromkeys(key.partition(".")[0] for key in refused))
         shown = [
-            f"{key} was {_said(before.get(key))}, and is {_said(now.get(key))}"
+            f"{key} was {_text(before.get(key))}, and is {_text(now.get(key))}"
             for key in refused[:6]
         ]
         raise DataError(
@@ -235,7 +235,7 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
     if longer:
         _refuse_lengths(folder, kept, given, progress, longer)
     return [
-        f"{key}: {_said(before.get(key))} → {_said(now.get(key))}" for key in differing
+        f"{key}: {_text(before.get(key))} → {_text(now.get(key))}" for key in differing
     ] + _schedule(given, longer, progress)
 
 
@@ -310,5 +310,5 @@ def _flat(recipe: Tables) -> dict[str, Any]:
     return flat
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return "not set" if value is None else str(value)

@@ -56,7 +56,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
     file = source
     if source.is_dir():
         files = [checkpoint_file(source, name) for name in ("best", "last", "previous")]
-        file = next((each for each in files if each.is_file()), files[0])
+        file = next((file for file in files if file.is_file()), files[0])
     if not file.is_file():
         raise RecipeError([f"[train] start_from: {source} is not a run with a checkpoint."])
     theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
@@ -64,9 +64,9 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
     ]
     faults = {part: _misfits(part, model.state_dict(), theirs) for part in parts}
-    problems = [problem for found in faults.values() for problem in found]
+    problems = [problem for sentences in faults.values() for problem in sentences]
     if problems:
-        fitting = [part for part, found in faults.items() if not found]
+        fitting = [part for part, sentences in faults.items() if not sentences]
         more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
         advice = (
             f"Take what fits: [train] start_parts = {fitting}.".replace("'", '"')
@@ -87,13 +87,15 @@ def _misfits(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> l
     other = {
         name: tuple(value.shape) for name, value in theirs.items() if name.startswith(f"{part}.")
     }
-    found = [f"that run has no {name} {shape}." for name, shape in own.items() if name not in other]
-    found += [
+    problems = [
+        f"that run has no {name} {shape}." for name, shape in own.items() if name not in other
+    ]
+    problems += [
         f"that run has {name} {shape}, and this model has not."
         for name, shape in other.items()
         if name not in own
     ]
-    return found + [
+    return problems + [
         f"{name} is {other[name]} in that run, and {shape} here."
         for name, shape in own.items()
         if name in other and other[name] != shape

@@ -13,7 +13,7 @@ from retrieval.data.mixing import Labels
 from retrieval.errors import DataError
 from retrieval.model.contracts import TripletIndices
 from retrieval.run.resume import Position
-from retrieval.training.synthetic import Figures
+from retrieval.training.synthetic import Metrics
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Batch:
         labels: (B,).
         indices: what the miner picked; None without a miner.
         own: the combiner's own objective, if it has one.
-        figures: for the log.
+        metrics: for the log.
     """
 
     features: Tensor
@@ -34,7 +34,7 @@ class Batch:
     labels: Tensor
     indices: TripletIndices | None
     own: Tensor | None
-    figures: Figures
+    metrics: Metrics
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ class Watched:
 
 @dataclass(frozen=True)
 class Losses:
-    """What one batch gives: a scalar for each side that trains, figures for the log, and what to
+    """What one batch gives: a scalar for each side that trains, metrics for the log, and what to
     look for NaN in.
     """
 
     metric: Tensor | None
     generator: Tensor | None
-    figures: Figures
+    metrics: Metrics
     watched: tuple[Watched, ...] = ()
 
-    def all_figures(self) -> dict[str, Tensor | int]:
-        """Return the figures, and the losses as "loss" and "generator_loss" where there are any;
+    def all_metrics(self) -> dict[str, Tensor | int]:
+        """Return the metrics, and the losses as "loss" and "generator_loss" where there are any;
         nothing is read.
         """
         losses = {"loss": self.metric, "generator_loss": self.generator}
-        return {**self.figures, **{k: v.detach() for k, v in losses.items() if v is not None}}
+        return {**self.metrics, **{k: v.detach() for k, v in losses.items() if v is not None}}
 
     def refuse(self) -> None:
         """Refuse NaN and infinity; this waits for the device.
@@ -107,9 +107,9 @@ class Watch:
         self._keep(Watched(value.detach(), f"{name} is {{}} ({who})"))
         return value
 
-    def rows(self, made: Tensor, who: str) -> None:
+    def rows(self, rows: Tensor, who: str) -> None:
         """Watch the rows (T, F) that a generator made; see `loss`."""
-        wrong = (made.detach() * 0).sum()  # of a finite number 0, of any other NaN
+        wrong = (rows.detach() * 0).sum()  # of a finite number 0, of any other NaN
         self._keep(Watched(wrong, f"the generator's output became NaN or infinite ({who})"))
 
     def _keep(self, watched: Watched) -> None:
@@ -117,7 +117,7 @@ class Watch:
             refuse([float(watched.value)], [watched.sentence])
         self._kept.append(watched)
 
-    def taken(self) -> tuple[Watched, ...]:
+    def take(self) -> tuple[Watched, ...]:
         """Return what was kept, and forget it."""
         kept, self._kept = tuple(self._kept), []
         return kept
@@ -140,7 +140,9 @@ def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor,
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether no number of them is NaN or infinite; the device is waited for once."""
-    return not tensors or bool(torch.stack([torch.isfinite(each).all() for each in tensors]).all())
+    return not tensors or bool(
+        torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+    )
 
 
 EVERY = 50
@@ -149,18 +151,18 @@ EVERY = 50
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a step left: the step's number, figures and watched numbers by name, and sentences of
+    """What a step left: the step's number, metrics and watched numbers by name, and sentences of
     the latter.
     """
 
     step: int
-    figures: dict[str, Tensor | int | float]
+    metrics: dict[str, Tensor | int | float]
     watched: list[Tensor]
     sentences: list[str]
 
 
 class Tally:
-    """Adds each step's figures to a `Position`'s sums, and looks for NaN; both some steps later, so
+    """Adds each step's metrics to a `Position`'s sums, and looks for NaN; both some steps later, so
     that no step waits.
 
     The sums are those of Python floats in the steps' order, whenever they are read.
@@ -178,18 +180,18 @@ class Tally:
         self._kept: list[_Kept] = []
 
     def add(self, losses: Losses) -> None:
-        """Keep a step's figures, as they are now.
+        """Keep a step's metrics, as they are now.
 
         Raises:
             DataError: see `read`.
         """
-        figures: dict[str, Tensor | int | float] = {
+        metrics: dict[str, Tensor | int | float] = {
             name: _copied(value) if isinstance(value, Tensor) else value
-            for name, value in losses.all_figures().items()
+            for name, value in losses.all_metrics().items()
         }
-        watched = [_copied(each.value) for each in losses.watched]
-        sentences = [each.sentence for each in losses.watched]
-        self._kept.append(_Kept(self._progress().total + 1, figures, watched, sentences))
+        watched = [_copied(number.value) for number in losses.watched]
+        sentences = [number.sentence for number in losses.watched]
+        self._kept.append(_Kept(self._progress().total + 1, metrics, watched, sentences))
         if len(self._kept) >= self._every:
             self.read()
 
@@ -204,7 +206,7 @@ class Tally:
         tensors = [
             value
             for step in kept
-            for value in (*step.watched, *step.figures.values())
+            for value in (*step.watched, *step.metrics.values())
             if isinstance(value, Tensor)
         ]
         numbers = iter(torch.stack(tensors).tolist() if tensors else [])
@@ -212,7 +214,7 @@ class Tally:
         sums, counts = progress.sums, progress.counts
         for step in kept:
             watched = [next(numbers) for _ in step.watched]
-            for name, value in step.figures.items():
+            for name, value in step.metrics.items():
                 sums[name] = sums.get(name, 0.0) + (
                     next(numbers) if isinstance(value, Tensor) else float(value)
                 )

@@ -97,9 +97,9 @@ def _fit_some(
         rows = np.concatenate(
             [np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]]
         )
-        made = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
+        batches = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
         with calling(backbone), torch.inference_mode():
-            x = torch.cat([model.features(batch) for batch in made]).numpy().astype(np.float64)
+            x = torch.cat([model.features(batch) for batch in batches]).numpy().astype(np.float64)
         check_width(x, backbone, model.backbone.features)
         try:
             fit(learner, name, x, labels[rows])

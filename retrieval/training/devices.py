@@ -146,7 +146,7 @@ class _Normalised(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             every = sums.clone()
             distributed.all_reduce(every)
-            shift, stretch = (each.view(shape) / total for each in every.chunk(2))
+            shift, stretch = (half.view(shape) / total for half in every.chunk(2))
             slope = scale if weight is None else scale * _full(weight)
             of_x = ((gradient - shift - normal * stretch) * slope.view(shape)).to(x.dtype)
         of_weight = own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -249,21 +249,21 @@ class Devices:
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         has = has.to(parameters[0].device)
         distributed.all_reduce(has, distributed.ReduceOp.MAX)
-        wanted = [p for p, some in zip(parameters, has.tolist(), strict=True) if some]
-        for parameter in wanted:
+        reduced = [p for p, some in zip(parameters, has.tolist(), strict=True) if some]
+        for parameter in reduced:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([p.grad for p in wanted if p.grad is not None]):
+        for bucket in _buckets([p.grad for p in reduced if p.grad is not None]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             distributed.all_reduce(flat)
             flat /= self.world
-            at = 0
+            start = 0
             for gradient in bucket:
-                gradient.copy_(flat[at : at + gradient.numel()].view_as(gradient))
-                at += gradient.numel()
+                gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+                start += gradient.numel()
 
     def clip(self, parameters: Sequence[Parameter], divided: Collection[int], limit: float) -> None:
-        """Scale gradients so that their norm, over all rows of all processes, is at most `limit`."""
+        """Scale gradients so that their norm over all processes' rows is at most `limit`."""
         squares = parameters[0].new_zeros(2)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -275,7 +275,7 @@ class Devices:
 
 
 class _Gather(torch.autograd.Function):
-    """All processes' rows; the gradient of a row is the sum of those that it has on every process."""
+    """All processes' rows; a row's gradient is the sum of its gradients on every process."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: int, rank: int) -> Tensor:
@@ -303,7 +303,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors in order, of one type and together of some `BUCKET` numbers."""
     bucket: list[Tensor] = []
     for tensor in tensors:
-        full = sum(each.numel() for each in bucket) + tensor.numel() > BUCKET
+        full = sum(gradient.numel() for gradient in bucket) + tensor.numel() > BUCKET
         if bucket and (full or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket = []
@@ -368,24 +368,24 @@ def _by_blocks(
     first, rows = devices.rank * len(codes), len(codes)
     size = min(rows, max(-(-rows // devices.world), PLAIN // _numbers_of_row(whole[0], indices)))
 
-    def block(codes: Tensor, every: Tensor, labels: Tensor, at: int) -> tuple[Tensor, Tensor]:
-        return row_sums(loss, "anchors", codes, labels, (every, whole[1]), at, indices)
+    def block(codes: Tensor, every: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        return row_sums(loss, "anchors", codes, labels, (every, whole[1]), start, indices)
 
     if size == rows:
         return block(codes, whole[0], labels, first)
-    found = [
+    blocks = [
         checkpoint(
             block,
-            codes[at : at + size],
+            codes[start : start + size],
             whole[0],
-            labels[at : at + size],
-            first + at,
+            labels[start : start + size],
+            first + start,
             use_reentrant=False,
             preserve_rng_state=False,  # nothing here is drawn
         )
-        for at in range(0, rows, size)
+        for start in range(0, rows, size)
     ]
-    sums, counts = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+    sums, counts = (torch.stack(parts).sum(0) for parts in zip(*blocks, strict=True))
     return sums, counts
 
 

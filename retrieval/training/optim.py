@@ -38,14 +38,14 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
         "generator": [objective.generator],
     }
     seen: set[int] = set()
-    found: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
+    parameters_of: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
     # what a head shares with its combiner is the combiner's: the first to name a parameter has it
     for name in sorted(modules, key=lambda name: name != "combiner"):
         for parameter in (p for m in modules[name] if m is not None for p in m.parameters()):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found[name].append(parameter)
-    return found
+                parameters_of[name].append(parameter)
+    return parameters_of
 
 
 def set_modes(model: Model, objective: Objective, trains: Collection[Trainable]) -> None:
@@ -89,10 +89,10 @@ def build_optimizer(
         raise RecipeError(
             [f"nothing to train: {', '.join(parts) or 'the phase'} has no parameters."]
         )
-    made: TorchOptimizer = getattr(torch.optim, section.name)(
+    optimizer: TorchOptimizer = getattr(torch.optim, section.name)(
         groups, lr=lr or section.lr, **section.options
     )
-    return made
+    return optimizer
 
 
 @optimizing()
@@ -110,24 +110,24 @@ def build_optimizers(
     Raises:
         RecipeError: nothing that the phase names has parameters.
     """
-    found: dict[str, TorchOptimizer] = {}
+    optimizers: dict[str, TorchOptimizer] = {}
     metric: dict[Trainable, Sequence[Parameter]] = {
         name: p for name, p in parts.items() if name in phase.train and name != "generator"
     }
     if any(metric.values()):
-        found["metric"] = build_optimizer(recipe.optimizer, metric, phase.lr)
+        optimizers["metric"] = build_optimizer(recipe.optimizer, metric, phase.lr)
     if "generator" in phase.train and parts["generator"]:
         own = recipe.generator_optimizer
         # a phase's `lr` stands for that of [optimizer], which is the generator's where it has none
         # of its own
         rate = phase.generator_lr or (phase.lr if own is None else None)
         generator: dict[Trainable, Sequence[Parameter]] = {"generator": parts["generator"]}
-        found["generator"] = build_optimizer(own or recipe.optimizer, generator, rate)
-    if not found:
+        optimizers["generator"] = build_optimizer(own or recipe.optimizer, generator, rate)
+    if not optimizers:
         raise RecipeError(
             [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
         )
-    return found
+    return optimizers
 
 
 @optimizing()

@@ -52,16 +52,16 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count what it made."""
-        made = func(*args, **(kwargs or {}))
-        given = {
+        result = func(*args, **(kwargs or {}))
+        inputs = {
             x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         }
-        for tensor in tree_leaves(made):
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._known and storage._cdata not in given:
+                if storage._cdata not in self._known and storage._cdata not in inputs:
                     self._add(storage)
-        return made
+        return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -109,8 +109,8 @@ def free_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    found = [_meminfo(), _group()]
-    return min((value for value in found if value is not None), default=None)
+    limits = [_meminfo(), _group()]
+    return min((value for value in limits if value is not None), default=None)
 
 
 def _meminfo() -> int | None:
@@ -277,7 +277,7 @@ class _Tried:
             changes = _changes(step)
         self._say(phase, losses, len(labels), seen)
         if not changes:
-            mined = losses.figures.get("mined")
+            mined = losses.metrics.get("mined")
             why = ": the miner found no pair" if mined is not None and int(mined) == 0 else ""
             seen.warnings.append(
                 f"phase '{phase.name}': no weight would change in {number + 1} sampled"
@@ -305,7 +305,7 @@ class _Tried:
         batch, labels = next(batches.epoch(0, start=number))
         return batch.to(self.accelerator.device), labels.to(self.accelerator.device)
 
-    def _memory(self, step: Step, each: float, seen: Seen) -> None:
+    def _memory(self, step: Step, item_bytes: float, seen: Seen) -> None:
         """Say what the recipe's batch will take, from what an item took and from the objective on
         drawn codes.
         """
@@ -325,7 +325,7 @@ class _Tried:
             sizes.append(len(labels))
             peaks.append(allocated.peak)
         free = free_bytes(self.accelerator.device)
-        needed = int(each * self.size) + drawn_out(sizes, peaks, self.size)
+        needed = int(item_bytes * self.size) + drawn_out(sizes, peaks, self.size)
         have = "" if free is None else f"; {shown(free)} are free"
         seen.lines.append(
             f"memory: a batch of {self.size:,} takes about {shown(needed)}, judging by small"
@@ -338,17 +338,17 @@ class _Tried:
             )
 
     def _say(self, phase: Phase, losses: Losses, size: int, seen: Seen) -> None:
-        found = [
+        values = [
             f"{name} {float(value.detach()):.4f}"
             for name, value in (("loss", losses.metric), ("generator loss", losses.generator))
             if value is not None
         ]
-        found += [f"{name} {_short(float(value))}" for name, value in losses.figures.items()]
-        if losses.figures.get("triplets") == 0:
+        values += [f"{name} {_short(float(value))}" for name, value in losses.metrics.items()]
+        if losses.metrics.get("triplets") == 0:
             seen.warnings.append(
                 f"in phase '{phase.name}' the batch has no triplet that the generator could change."
             )
-        seen.lines.append(f"one batch of {size}, phase '{phase.name}': {', '.join(found)}")
+        seen.lines.append(f"one batch of {size}, phase '{phase.name}': {', '.join(values)}")
 
 
 def smaller(sampler: Sampler, size: int) -> Sampler:

@@ -1,4 +1,4 @@
-"""What surrounds the training loop: devices and precision, processes, signals, validation, the log."""
+"""What surrounds the training loop: devices, processes, signals, validation, the log."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             ['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.']
         )
     if AcceleratorState._shared_state:
-        AcceleratorState._reset_state()  # another run of this process may have had another precision
+        # another run of this process may have had another precision
+        AcceleratorState._reset_state()
     refuse_uncompiled(train, on_cpu)
     make_repeatable(train)
     return Accelerator(cpu=on_cpu, mixed_precision=train.precision)
@@ -156,16 +157,16 @@ def together(accelerator: Accelerator, do: Callable[[], Found]) -> Found:
         return do()
     refused: RetrievalError | None = None
     try:
-        found = do()
+        result = do()
     except RetrievalError as error:
         refused = error
-    said = gather_object([None if refused is None else str(refused)])
+    sentences = gather_object([None if refused is None else str(refused)])
     if refused is not None:
         raise refused
-    for sentence in said:
+    for sentence in sentences:
         if sentence is not None:
             raise DataError(sentence)
-    return found
+    return result
 
 
 def going_on(
@@ -286,9 +287,9 @@ def validate(
     )
     metrics = resolve_metrics(run.recipe.evaluate.metrics, run.plugins, always=("map_at_r",))
     distance = None if run.model.combiner is None else run.model.combiner.compute_mat
-    said = Protocol(run, indices, None).arguments(indices, None)
+    protocol = Protocol(run, indices, None).arguments(indices, None)
     return dict(
         evaluate(
-            codes, run.splits.labels[indices], metrics=metrics, distance=distance, **said
+            codes, run.splits.labels[indices], metrics=metrics, distance=distance, **protocol
         ).values
     )

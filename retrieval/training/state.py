@@ -1,4 +1,4 @@
-"""What a checkpoint to resume from holds: all that the next step depends on, beside recipe and data."""
+"""A checkpoint to resume from: all that the next step depends on, beside recipe and data."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Shares:
             f"shard-{progress.phase}-{progress.total}-{rank}of{devices.world}.safetensors"
             for rank in range(devices.world)
         ]
-        taken = {place: entry.pop(key) for place, entry, key in self._places(state)}
-        checkpoint.save(self.folder / names[devices.rank], {"rows": taken})
+        rows = {place: entry.pop(key) for place, entry, key in self._places(state)}
+        checkpoint.save(self.folder / names[devices.rank], {"rows": rows})
         state["shards"] = {
             "files": names,
             "rows": {name: shard.whole for name, shard in self.shards.items()},
@@ -70,7 +70,7 @@ class Shares:
                 f" and the recipe's have {whole}."
             )
         files, world = kept["files"], len(kept["files"])
-        found: dict[str, list[Tensor]] = {}
+        parts_of: dict[str, list[Tensor]] = {}
         for rank, file in enumerate(files):
             cuts = {
                 name: _cut(shard, Shard.of(shard.whole, rank, world))
@@ -80,8 +80,8 @@ class Shares:
                 continue
             for place, rows in checkpoint.load(self.folder / file)["rows"].items():
                 if (cut := cuts[place.split("/")[1]]) is not None:
-                    found.setdefault(place, []).append(rows[cut].clone())
-        for place, parts in found.items():
+                    parts_of.setdefault(place, []).append(rows[cut].clone())
+        for place, parts in parts_of.items():
             where, name, key = place.split("/")
             if where == "modules":
                 module, _, own = name.partition(".")
@@ -101,10 +101,10 @@ class Shares:
         """Return where the divided rows are in a state: their place's name, the dictionary, the
         key.
         """
-        found: list[tuple[str, dict[Any, Any], Any]] = []
+        places: list[tuple[str, dict[Any, Any], Any]] = []
         for name in self.shards:
             module, _, own = name.partition(".")
-            found.append((f"modules/{name}/", state["modules"][module], own))
+            places.append((f"modules/{name}/", state["modules"][module], own))
             shape = self.step.objective.get_parameter(name).shape
             for optimizer in state["optimizers"]:
                 entries, number = (
@@ -124,8 +124,8 @@ class Shares:
                                 f" shape {tuple(value.shape)} and is not of rows, so it cannot be"
                                 " kept. Use SGD, Adam or AdamW."
                             )
-                        found.append((f"{optimizer}/{name}/{key}", entry, key))
-        return found
+                        places.append((f"{optimizer}/{name}/{key}", entry, key))
+        return places
 
     def _number(self, optimizer: str, name: str) -> int:
         """Return the number by which an optimiser's state knows a parameter; −1 where it does not

@@ -220,8 +220,8 @@ def train(
     """Train a recipe into a run's folder, and return the run with its best weights.
 
     An object may take the place of a part that the recipe names, or does not name at all. Training
-    works on a copy; yours stays as it is. Such a run is resumed and loaded only with the same objects,
-    and exported like any other.
+    works on a copy; yours stays as it is. Such a run is resumed and loaded only with the same
+    objects, and exported like any other.
 
     Args:
         recipe: a TOML file, a dictionary of its tables, or a `Recipe`.
@@ -267,7 +267,7 @@ def train(
     tell = report or (print if progress is True else lambda line: None)
     with naming(recipe) if isinstance(recipe, str | PathLike) else nullcontext():
         if resume:
-            folder, made = read_given(
+            folder, checked = read_given(
                 output,
                 recipe,
                 overrides,
@@ -277,14 +277,14 @@ def train(
                 objects=objects,
             )
         else:
-            made = read_recipe(recipe, overrides, plugins, objects=objects)
-            folder = Path(output) if output else Path("runs") / made.name
+            checked = read_recipe(recipe, overrides, plugins, objects=objects)
+            folder = Path(output) if output else Path("runs") / checked.name
         try:
-            with tracking(track, made, tell):
+            with tracking(track, checked, tell):
                 return whole(
                     train_run(
                         folder,
-                        made,
+                        checked,
                         resume=resume,
                         replace=replace,
                         replace_plugins=replace_plugins,
@@ -297,7 +297,7 @@ def train(
 
 def whole(run: OpenedRun) -> Run:
     """Return an opened run with its verbs."""
-    return Run(**{each.name: getattr(run, each.name) for each in fields(run)})
+    return Run(**{field.name: getattr(run, field.name) for field in fields(run)})
 
 
 class _Images(Dataset):
@@ -326,14 +326,14 @@ def _encoded(model: Model, images: Any, batch: int, progress: Progress) -> Embed
         rows = as_rows(images)
         dataset = ArrayDataset(rows, [""] * len(rows), kind="features")
     else:
-        given = as_list(images)
-        for number, image in enumerate(given):
+        listed = as_list(images)
+        for number, image in enumerate(listed):
             if not is_image(image):
                 raise DataError(
                     f"images[{number}]: an image is a path, bytes, a Pillow image, pixels or a"
                     f" tensor, not an object of type {type(image).__name__}."
                 )
-        dataset = _Images(given)
+        dataset = _Images(listed)
     before = next((p.device for p in model.parameters()), torch.device("cpu"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

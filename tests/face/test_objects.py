@@ -249,7 +249,7 @@ def flat(x: Tensor) -> Tensor:
         ),
         (
             {"backbone": flat},
-            r"object.flat gave a function; a backbone factory must give a retrieval.plugin.Backbone",
+            r"object.flat gave a function; a backbone factory must give a retrieval\.plugin\.B",
         ),
         ({"dataset": [1, 2]}, r"object.list gave a list of 2"),
         ({"loss": 3.0}, r"object of type float, which cannot be called"),

@@ -1,4 +1,4 @@
-"""From `import retrieval` to a served index; what may be encoded and added; text paths; progress."""
+"""From `import retrieval` to a served index; what may be encoded and added; progress."""
 
 from __future__ import annotations
 

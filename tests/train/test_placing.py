@@ -124,7 +124,7 @@ def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path:
 def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(
     make: Make, tmp_path: Path
 ) -> None:
-    """The process keeps torch's compiler out where nothing is compiled: here it has the real one."""
+    """The process has torch's real compiler, which is kept out where nothing is compiled."""
     train(tmp_path / "plain", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
     script = Path(__file__).with_name("compile_process.py")
     done = subprocess.run(
