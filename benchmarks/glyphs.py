@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from retrieval import Dataset, hookimpl
+from retrieval import hookimpl
 from retrieval.errors import DataError
+from retrieval.plugin import Dataset
 
 FONTS = Path("/usr/share/fonts")
 FAMILIES = {

@@ -61,7 +61,7 @@ def main() -> None:
             Image.fromarray(pixels).save(folder / "photos" / f"{number:04}.png")
         command = ["index", "create", "photos.index", "photos/", "--model", MODEL]
         subprocess.run([sys.executable, "-m", "retrieval.cli", *command], cwd=folder, check=True)
-        with retrieval.open_index(folder / "photos.index") as index:
+        with retrieval.Index.open(folder / "photos.index") as index:
             found = index.search([np.asarray(one) for one in asked], k=NEAREST)
             right = [
                 [labels[int(Path(hit.id).stem)] == truth for hit in hits]

@@ -40,7 +40,7 @@ def hooks() -> str:
             " for.\n"
         ),
         (
-            "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is a `retrieval.Run`, `app` a"
+            "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is the run that is trained, `app` a"
             " `click.Group`.\n"
         ),
         "What the host gives to a factory that names it, and a recipe cannot set:\n",

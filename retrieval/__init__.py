@@ -1,21 +1,26 @@
 """Train an embedding, export it to ONNX, index it in FAISS, serve image search.
 
     run = retrieval.train("models/digits/recipe.toml", "runs/digits")
-    retrieval.evaluate_run(run)
-    bundle = retrieval.export_run(run)
-    index = retrieval.build_index(bundle, "photos", "photos.index")
+    run.evaluate()
+    run.encode(["a.jpg", "b.jpg"])
+    index = retrieval.Index.create("photos.index", "photos/", model=run.export())
     index.search("query.jpg")
     retrieval.serve(index)
 
-All that a user or a plugin's author imports is here. Each name loads, with torch or FAISS where it
-needs them, on first use. Paths are text or `pathlib.Path`. Where a function takes `progress`, True
-shows the bars that the command line shows, False nothing, and a function is told what is being
-done, how much of it is done, and how much there is to do.
+All that a user imports is here; what a plugin's author imports besides is in `retrieval.plugin`,
+errors are in `retrieval.errors`, and the types of what is returned in `retrieval.results`. Each
+name loads, with torch or FAISS where it needs them, on first use. Paths are text or `pathlib.Path`.
+Where a function takes `progress`, True shows the bars that the command line shows, False nothing,
+and a function is told what is being done, how much of it is done, and how much there is to do.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval.host.cores import limit_threads
@@ -23,120 +28,55 @@ from retrieval.host.hookspecs import hookimpl
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
-    import retrieval.client as client
+    import retrieval.errors as errors
     import retrieval.evaluation.plot as plot
+    import retrieval.plugin as plugin
+    import retrieval.results as results
     import retrieval.serving.store as stores
     import retrieval.serving.store.testing as testing
     from retrieval.client.clients import AsyncClient, Client
-    from retrieval.errors import (
-        BundleError,
-        DataError,
-        MissingDependency,
-        PluginError,
-        RecipeError,
-        RetrievalError,
-        ServerError,
-        StoreError,
-    )
-    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.errors import RetrievalError
     from retrieval.evaluation.evaluation import evaluate
     from retrieval.evaluation.report.write import report
-    from retrieval.evaluation.verify_run import verify_run
-    from retrieval.export.export_backbone import export_backbone
-    from retrieval.export.export_run import export_run
-    from retrieval.host.factory import Part, traits
     from retrieval.host.plugins import create, names
-    from retrieval.model.contracts import (
-        Backbone,
-        Combiner,
-        Dataset,
-        Generator,
-        Learner,
-        Loss,
-        Metric,
-        Miner,
-        Subspace,
-        TrackedRun,
-        Tracker,
-        Transform,
-        TripletIndices,
-    )
-    from retrieval.model.linear import LinearMap
-    from retrieval.model.loss import CheckedLoss
     from retrieval.recipe.read import Recipe, read_recipe
     from retrieval.run.check_data import check_data
-    from retrieval.run.open import Run, load_run
-    from retrieval.serving.bundle import Bundle, open_bundle
+    from retrieval.serving.encoder import Encoder
+    from retrieval.serving.files.places import StrPath
     from retrieval.serving.http.server import serve
-    from retrieval.serving.images import Preprocessing
-    from retrieval.serving.index.creating import build_index
-    from retrieval.serving.index.index import Index, open_index
-    from retrieval.serving.index.index_backend import IndexBackend
-    from retrieval.serving.store.contract import Item, Store
+    from retrieval.serving.index.creating import Index
+    from retrieval.serving.runtime import Device
     from retrieval.training.comparison.compare import compare
-    from retrieval.training.train import train
+    from retrieval.training.train import Run, train
 
     __version__: str
 
 __all__ = [
     "AsyncClient",
-    "Backbone",
-    "Bundle",
-    "BundleError",
-    "CheckedLoss",
     "Client",
-    "Combiner",
-    "DataError",
-    "Dataset",
-    "Generator",
+    "Encoder",
     "Index",
-    "IndexBackend",
-    "Item",
-    "Learner",
-    "LinearMap",
-    "Loss",
-    "Metric",
-    "Miner",
-    "MissingDependency",
-    "Part",
-    "PluginError",
-    "Preprocessing",
     "Recipe",
-    "RecipeError",
     "RetrievalError",
     "Run",
-    "ServerError",
-    "Store",
-    "StoreError",
-    "Subspace",
-    "TrackedRun",
-    "Tracker",
-    "Transform",
-    "TripletIndices",
     "__version__",
-    "build_index",
     "check_data",
-    "client",
     "compare",
     "create",
+    "errors",
     "evaluate",
-    "evaluate_run",
-    "export_backbone",
-    "export_run",
     "hookimpl",
-    "load_run",
+    "load",
     "names",
-    "open_bundle",
-    "open_index",
     "plot",
+    "plugin",
     "read_recipe",
     "report",
+    "results",
     "serve",
     "stores",
     "testing",
     "train",
-    "traits",
-    "verify_run",
 ]
 
 # Both count only before the libraries that read them are loaded: the first use of a name below
@@ -145,59 +85,95 @@ __all__ = [
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 limit_threads()
 
+_MODULES = {
+    "errors": "retrieval.errors",
+    "plot": "retrieval.evaluation.plot",
+    "plugin": "retrieval.plugin",
+    "results": "retrieval.results",
+    "stores": "retrieval.serving.store",
+    "testing": "retrieval.serving.store.testing",
+}
 _load, _ = lazy(
     __name__,
     {
         "retrieval.client.clients": ["AsyncClient", "Client"],
-        "retrieval.errors": [
-            "BundleError",
-            "DataError",
-            "MissingDependency",
-            "PluginError",
-            "RecipeError",
-            "RetrievalError",
-            "ServerError",
-            "StoreError",
-        ],
-        "retrieval.evaluation.evaluate_run": ["evaluate_run"],
+        "retrieval.errors": ["RetrievalError"],
         "retrieval.evaluation.evaluation": ["evaluate"],
         "retrieval.evaluation.report.write": ["report"],
-        "retrieval.evaluation.verify_run": ["verify_run"],
-        "retrieval.export.export_backbone": ["export_backbone"],
-        "retrieval.export.export_run": ["export_run"],
         "retrieval.host.plugins": ["create", "names"],
-        "retrieval.host.factory": ["Part", "traits"],
-        "retrieval.model.contracts": [
-            "Backbone",
-            "Combiner",
-            "Dataset",
-            "Generator",
-            "Learner",
-            "Loss",
-            "Metric",
-            "Miner",
-            "Subspace",
-            "TrackedRun",
-            "Tracker",
-            "Transform",
-            "TripletIndices",
-        ],
-        "retrieval.model.linear": ["LinearMap"],
-        "retrieval.model.loss": ["CheckedLoss"],
         "retrieval.recipe.read": ["Recipe", "read_recipe"],
         "retrieval.run.check_data": ["check_data"],
-        "retrieval.run.open": ["Run", "load_run"],
-        "retrieval.serving.bundle": ["Bundle", "open_bundle"],
+        "retrieval.serving.encoder": ["Encoder"],
         "retrieval.serving.http.server": ["serve"],
-        "retrieval.serving.images": ["Preprocessing"],
-        "retrieval.serving.index.index_backend": ["IndexBackend"],
-        "retrieval.serving.index.creating": ["build_index"],
-        "retrieval.serving.index.index": ["Index", "open_index"],
-        "retrieval.serving.store.contract": ["Item", "Store"],
+        "retrieval.serving.index.creating": ["Index"],
         "retrieval.training.comparison.compare": ["compare"],
-        "retrieval.training.train": ["train"],
+        "retrieval.training.train": ["Run", "train"],
     },
 )
+
+
+def load(
+    source: StrPath,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    plugins: Sequence[str] = (),
+    random_weights: bool = False,
+    variant: str | None = None,
+    device: Device = "auto",
+    **objects: Any,
+) -> Any:
+    """Load what makes embeddings: a pretrained backbone, a run, or a bundle.
+
+    Args:
+        source: a backbone's name, such as "core.efficientnet_lite0"; or the folder of a run, with
+            its best weights, or of a bundle.
+        parameters: of a backbone, as in a recipe: `{"size": 160}`.
+        plugins: of a backbone: further plugin files or modules.
+        random_weights: whether a backbone may be loaded whose weights are random.
+        variant: of a bundle: run this variant of its encoder, such as "int8".
+        device: of a bundle's encoder: "auto", "cpu" or "cuda".
+        objects: what a run was trained with: `dataset`, `backbone`, `combiner`, `loss`, `miner`,
+            `generator` or `learner`, as `train` took them.
+
+    Returns:
+        A `Run` for a run's folder; otherwise an `Encoder`.
+
+    Raises:
+        DataError: there is nothing of the kind, or a run is damaged.
+        RecipeError: a run's recipe no longer fits the installed plugins, or a parameter is wrong.
+        BundleError: the bundle is damaged, or the backbone's weights are random.
+        PluginError: there is no such backbone.
+    """
+    from retrieval.errors import DataError, PluginError
+    from retrieval.serving.files.places import instead, kind_of
+
+    path = Path(source)
+    kind = kind_of(path)
+    if kind == "run":
+        from retrieval.run.open import load_run
+        from retrieval.training.train import whole
+
+        return whole(load_run(path, **objects))
+    if objects:
+        raise DataError(f"{path} is not a run, so {', '.join(objects)} cannot belong to it.")
+    if kind == "bundle":
+        from retrieval.serving.bundle import Bundle
+        from retrieval.serving.encoder import BundleEncoder
+
+        return BundleEncoder(Bundle.open(path, variant=variant, device=device))
+    if kind == "index":
+        raise DataError(f"{path} is an index. Open it with retrieval.Index.open.")
+    if not path.exists() and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", str(source)):
+        from retrieval.training.train import BackboneEncoder
+
+        try:
+            return BackboneEncoder(str(source), parameters or {}, plugins, random_weights)
+        except PluginError as error:
+            raise PluginError(f"{error} Nor is there a folder of that name.") from error
+    raise DataError(
+        f"{path} is neither a run, nor a bundle, nor the name of a backbone"
+        f" (PLUGIN.name).{instead(path, 'run')}"
+    )
 
 
 if not TYPE_CHECKING:  # else a type checker would take a name that there is not for one of any type
@@ -207,22 +183,8 @@ if not TYPE_CHECKING:  # else a type checker would take a name that there is not
             from retrieval.host.version import installed_version
 
             return installed_version()
-        if name == "client":
-            from retrieval import client
-
-            return client
-        if name == "plot":
-            from retrieval.evaluation import plot
-
-            return plot
-        if name == "stores":
-            from retrieval.serving import store as stores
-
-            return stores
-        if name == "testing":
-            from retrieval.serving.store import testing
-
-            return testing
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
         return _load(name)
 
 

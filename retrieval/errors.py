@@ -47,6 +47,16 @@ class DataError(RetrievalError):
     """Items, labels, images or splits that cannot be used as they are."""
 
 
+class Diverged(DataError):
+    """The loss or weights became NaN or infinite; the last good checkpoint is kept."""
+
+
+class Interrupted(RetrievalError):
+    """Training was asked to stop; the last checkpoint holds everything."""
+
+    exit_code = 130
+
+
 class BundleError(RetrievalError):
     """A bundle that is missing, altered, incomplete or from another format version; or an export
     that failed.

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from retrieval import Generator
-from retrieval.plugin_tools import Normalize, full_precision
+from retrieval.plugin import Generator, Normalize, full_precision
 from torch import Tensor, nn
 
 # Where the two halves of a point on the sphere cancel to less than this part of their length, no

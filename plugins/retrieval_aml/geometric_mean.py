@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval import CheckedLoss, DataError
-from retrieval.plugin_tools import Reducer, listed_pairs, nothing
+from retrieval.errors import DataError
+from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, nothing
 from torch import Tensor, nn
 
 STEPS = 60

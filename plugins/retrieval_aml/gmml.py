@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval import LinearMap
-from retrieval.plugin_tools import class_codes, deviations, learner_labels
+from retrieval.plugin import LinearMap, class_codes, deviations, learner_labels
 from scipy.linalg import solve_triangular
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from threadpoolctl import threadpool_limits

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval import LinearMap
-from retrieval.plugin_tools import class_codes, deviations, learner_labels
+from retrieval.plugin import LinearMap, class_codes, deviations, learner_labels
 from scipy.optimize import minimize
 from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from retrieval.plugin_tools import listed_pairs
+from retrieval.plugin import listed_pairs
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.plugin_tools import Distance, full_precision
+from retrieval.plugin import Distance, full_precision
 from torch import Tensor, nn
 
 
@@ -46,7 +46,7 @@ class PairMiner(BaseMiner):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return pairs, see `retrieval.Miner`; in float32 or float64 whatever autocast says."""
+        """Return pairs, see `retrieval.plugin.Miner`; in float32 or float64 whatever autocast says."""
         query = full_precision(embeddings)
         reference = None if ref_emb is None or ref_emb is embeddings else full_precision(ref_emb)
         with torch.autocast(device_type=query.device.type, enabled=False):

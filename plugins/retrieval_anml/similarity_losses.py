@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-from retrieval import CheckedLoss, traits
-from retrieval.plugin_tools import Distance, Reducer, nothing
+from retrieval.plugin import CheckedLoss, Distance, Reducer, nothing, traits
 from torch import Tensor, nn
 
 from retrieval_anml.pair_gap import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
-from retrieval.plugin_tools import Factories, lazy
+from retrieval.plugin import Factories, lazy
 
 if TYPE_CHECKING:
     from retrieval_core.convnet import ConvNet as ConvNet

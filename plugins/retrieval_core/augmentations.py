@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
-from retrieval import Part
-from retrieval.plugin_tools import Factories
+from retrieval.plugin import Factories, Part
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 

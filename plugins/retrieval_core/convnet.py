@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
-from retrieval import Backbone, Preprocessing
+from retrieval.plugin import Backbone, Preprocessing
 from torch import Tensor, nn
 
 Count = Annotated[int, Field(ge=1)]

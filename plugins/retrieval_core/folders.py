@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from retrieval import DataError, Dataset
-from retrieval.errors import did_you_mean
-from retrieval.plugin_tools import (
+from retrieval.errors import DataError, did_you_mean
+from retrieval.plugin import (
     ADVICE,
     ROLES,
     SIDES,
     SPLITS,
     CsvTable,
+    Dataset,
     FileDataset,
     find_images,
     is_missing_text,

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval import LinearMap
-from retrieval.plugin_tools import learner_labels
+from retrieval.plugin import LinearMap, learner_labels
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.neighbors import NeighborhoodComponentsAnalysis

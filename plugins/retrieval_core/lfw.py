@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
-from retrieval import DataError, Dataset
 from retrieval.data.pairs import find_pairs, read_people
-from retrieval.plugin_tools import (
+from retrieval.errors import DataError
+from retrieval.plugin import (
     ADVICE,
+    Dataset,
     FileDataset,
     find_images,
     refuse,

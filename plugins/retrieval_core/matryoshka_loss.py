@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
-from retrieval import Part
-from retrieval.plugin_tools import Normalize, as_given, full_precision
+from retrieval.plugin import Normalize, Part, as_given, full_precision
 from torch import Tensor, nn
 
 Width = Annotated[int, Field(ge=1)]

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from retrieval import DataError, Dataset, MissingDependency
-from retrieval.errors import did_you_mean
-from retrieval.plugin_tools import ArrayDataset, is_missing, refuse, usable
+from retrieval.errors import DataError, MissingDependency, did_you_mean
+from retrieval.plugin import ArrayDataset, Dataset, is_missing, refuse, usable
 
 _FOLDERS = "Export its images into one folder a class, and use core.folder"
 _PICKLED = {

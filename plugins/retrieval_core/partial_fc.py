@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from retrieval import traits
 from retrieval.model.shards import Shard, world_of
-from retrieval.plugin_tools import as_given, full_precision
+from retrieval.plugin import as_given, full_precision, traits
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 

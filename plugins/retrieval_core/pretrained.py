@@ -13,9 +13,8 @@ from urllib.request import getproxies
 
 import torch
 from pydantic import Field
-from retrieval import Backbone, DataError, MissingDependency, Preprocessing, RecipeError
-from retrieval.errors import did_you_mean
-from retrieval.plugin_tools import some
+from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
+from retrieval.plugin import Backbone, Preprocessing, some
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 

@@ -9,11 +9,12 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval import DataError, Dataset
-from retrieval.plugin_tools import (
+from retrieval.errors import DataError
+from retrieval.plugin import (
     ArrayDataset,
     Count,
     Counts,
+    Dataset,
     cache_folder,
     differing,
     read_idx,

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval import DataError, Dataset
-from retrieval.plugin_tools import ArrayDataset, is_missing_text, refuse, sides, usable
+from retrieval.errors import DataError
+from retrieval.plugin import ArrayDataset, Dataset, is_missing_text, refuse, sides, usable
 from retrieval.serving.index.embedded import in_memory
 from retrieval.serving.index.sources import collect
 

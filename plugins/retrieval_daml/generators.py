@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from retrieval import Generator
-from retrieval.plugin_tools import full_precision
+from retrieval.plugin import Generator, full_precision
 from torch import Tensor, nn
 
 Weight = Annotated[float, Field(ge=0)]

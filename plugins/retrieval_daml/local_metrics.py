@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from retrieval import Combiner, RecipeError, TripletIndices
-from retrieval.plugin_tools import Normalize, full_precision
+from retrieval.errors import RecipeError
+from retrieval.plugin import Combiner, Normalize, TripletIndices, full_precision
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional

@@ -8,8 +8,7 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval import CheckedLoss, Combiner
-from retrieval.plugin_tools import Distance, Pairs, Reducer, listed_pairs, nothing
+from retrieval.plugin import CheckedLoss, Combiner, Distance, Pairs, Reducer, listed_pairs, nothing
 from torch import Tensor, nn
 
 Positive = Annotated[float, Field(gt=0)]

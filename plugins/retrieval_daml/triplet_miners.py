@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from retrieval import TripletIndices
-from retrieval.plugin_tools import Distance, full_precision
+from retrieval.plugin import Distance, TripletIndices, full_precision
 from torch import Tensor, nn
 
 from retrieval_daml.paper_losses import (

@@ -20,8 +20,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval import LinearMap, MissingDependency
-from retrieval.plugin_tools import learner_labels
+from retrieval.errors import MissingDependency
+from retrieval.plugin import LinearMap, learner_labels
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 

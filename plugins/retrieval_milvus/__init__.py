@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from retrieval import hookimpl
-from retrieval.plugin_tools import Factories
+from retrieval.plugin import Factories
 
 
 @hookimpl

@@ -9,7 +9,8 @@ import ssl
 from importlib.util import find_spec
 from typing import Any
 
-from retrieval import MissingDependency, StoreError, stores
+from retrieval import stores
+from retrieval.errors import MissingDependency, StoreError
 
 _NAME = re.compile(r"[A-Za-z_](?:_?[A-Za-z0-9])*_?")
 _LONGEST = 200

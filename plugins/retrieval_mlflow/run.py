@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from retrieval import TrackedRun
+from retrieval.plugin import TrackedRun
 
 EXPERIMENT = "retrieval"
 """Where MLFLOW_EXPERIMENT_NAME names none."""

@@ -10,8 +10,7 @@ from pydantic import Field
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval import CheckedLoss
-from retrieval.plugin_tools import Distance, Reducer
+from retrieval.plugin import CheckedLoss, Distance, Reducer
 from torch import Tensor, nn
 
 from retrieval_oahu.combiners import Hedge

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from retrieval import Combiner, Subspace
-from retrieval.plugin_tools import full_precision
+from retrieval.plugin import Combiner, Subspace, full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval import LinearMap
-from retrieval.plugin_tools import class_codes, learner_labels
+from retrieval.plugin import LinearMap, class_codes, learner_labels
 from scipy.linalg import blas
 from sklearn.utils.validation import check_is_fitted, validate_data
 

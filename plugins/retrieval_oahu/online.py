@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval import DataError
-from retrieval.plugin_tools import MetricLearner, class_codes, learner_labels, write_bytes
+from retrieval.errors import DataError
+from retrieval.plugin import MetricLearner, class_codes, learner_labels, write_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 from sklearn.utils.validation import check_is_fitted, validate_data

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval.plugin_tools import read_labels
+from retrieval.plugin import read_labels
 
 if TYPE_CHECKING:
-    from retrieval import Bundle
+    from retrieval.results import Bundle
 Floats = NDArray[np.floating[Any]]
 _BLOCK = 1 << 22
 """Distances that are held at a time."""

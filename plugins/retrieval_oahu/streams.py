@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval import DataError
-from retrieval.plugin_tools import read_labels
+from retrieval.errors import DataError
+from retrieval.plugin import read_labels
 
 
 class Triplet(NamedTuple):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval import LinearMap
-from retrieval.plugin_tools import MetricLearner
+from retrieval.plugin import LinearMap, MetricLearner
 
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 from retrieval_oahu.network import unit

@@ -13,8 +13,7 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning import reducers
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval import Part
-from retrieval.plugin_tools import Sums, as_given, first_row, full_precision
+from retrieval.plugin import Part, Sums, as_given, first_row, full_precision
 from torch import Tensor, nn
 
 from retrieval_pml.pair_matrix import (

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning import distances, losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval import traits
+from retrieval.plugin import traits
 from torch import Tensor
 from torch.nn import functional
 

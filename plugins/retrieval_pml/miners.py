@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from pytorch_metric_learning import miners
-from retrieval import traits
+from retrieval.plugin import traits
 from torch import Tensor
 
 from retrieval_pml.adapters import (

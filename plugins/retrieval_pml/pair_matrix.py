@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from pytorch_metric_learning import distances
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.plugin_tools import first_row
+from retrieval.plugin import first_row
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import torch
 from pytorch_metric_learning import distances, reducers, regularizers
-from retrieval import Part
+from retrieval.plugin import Part
 from torch import Tensor, nn
 
 from retrieval_pml.adapters import (

@@ -10,7 +10,7 @@ from pydantic import Field
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval import traits
+from retrieval.plugin import traits
 from torch import Tensor
 from torch.nn import functional
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval import traits
+from retrieval.plugin import traits
 from torch import Tensor
 
 from retrieval_pml.adapters import (

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval import traits
-from retrieval.plugin_tools import first_row
+from retrieval.plugin import first_row, traits
 from torch import Tensor
 from torch.nn import functional as F
 

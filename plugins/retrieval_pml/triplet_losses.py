@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning import losses, reducers
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval.plugin_tools import Rows, Sums, summed
+from retrieval.plugin import Rows, Sums, summed
 from torch import Tensor
 from torch.nn import functional as F
 

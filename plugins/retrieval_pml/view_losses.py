@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning import losses
-from retrieval import traits
+from retrieval.plugin import traits
 from torch import Tensor, nn
 
 from retrieval_pml.adapters import (

@@ -9,8 +9,7 @@ import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.losses.base_loss_wrapper import BaseLossWrapper
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval import Part, traits
-from retrieval.plugin_tools import as_given, full_precision
+from retrieval.plugin import Part, as_given, full_precision, traits
 from torch import Tensor, nn
 
 from retrieval_pml.adapters import (

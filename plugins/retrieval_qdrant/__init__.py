@@ -5,7 +5,7 @@ server.
 from __future__ import annotations
 
 from retrieval import hookimpl
-from retrieval.plugin_tools import Factories
+from retrieval.plugin import Factories
 
 
 @hookimpl

@@ -15,7 +15,8 @@ from qdrant_client.http.exceptions import (
     ResponseHandlingException,
     UnexpectedResponse,
 )
-from retrieval import StoreError, stores
+from retrieval import stores
+from retrieval.errors import StoreError
 
 Floats = NDArray[np.float32]
 

@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
-from retrieval import DataError, Dataset
-from retrieval.plugin_tools import (
+from retrieval.errors import DataError
+from retrieval.plugin import (
     ArrayDataset,
     Count,
     Counts,
+    Dataset,
     differing,
     find_images,
     read_records,

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval import DataError, Dataset
-from retrieval.plugin_tools import Box, Count, Counts
+from retrieval.errors import DataError
+from retrieval.plugin import Box, Count, Counts, Dataset
 
 from retrieval_sets.published import (
     Lines,

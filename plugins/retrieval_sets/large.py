@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval import DataError, Dataset
-from retrieval.plugin_tools import Box, Count, Counts, some, strict_loads
+from retrieval.errors import DataError
+from retrieval.plugin import Box, Count, Counts, Dataset, some, strict_loads
 
 from retrieval_sets.published import (
     Lines,

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TextIO, TypeVar
 
-from retrieval import DataError, Dataset
-from retrieval.plugin_tools import (
+from retrieval.errors import DataError
+from retrieval.plugin import (
     ADVICE,
     Box,
     Count,
     Counts,
+    Dataset,
     FileDataset,
     differing,
     refuse,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from retrieval import DataError, Dataset
-from retrieval.plugin_tools import Count, Counts, find_images
+from retrieval.errors import DataError
+from retrieval.plugin import Count, Counts, Dataset, find_images
 
 from retrieval_sets.published import (
     Lines,

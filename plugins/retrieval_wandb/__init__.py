@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from retrieval import hookimpl
-from retrieval.plugin_tools import Factories
+from retrieval.plugin import Factories
 
 if find_spec("wandb") is not None:
 

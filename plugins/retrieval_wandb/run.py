@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from retrieval import TrackedRun
+from retrieval.plugin import TrackedRun
 
 SOON = 20.0
 """Seconds after which it is given up that a server answers, where WANDB_INIT_TIMEOUT says nothing:
@@ -22,7 +22,7 @@ class WandbRun:
     """
 
     def __init__(self) -> None:
-        """Load the package, in the thread that calls: see `retrieval.Tracker`."""
+        """Load the package, in the thread that calls: see `retrieval.plugin.Tracker`."""
         self._offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
         if self._offline:
             os.environ.setdefault(
@@ -34,7 +34,7 @@ class WandbRun:
         self._run: Any = None
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or go on with one; see `retrieval.Tracker`.
+        """Begin a run, or go on with one; see `retrieval.plugin.Tracker`.
 
         Offline, each part has a folder of its own under one id.
         """

@@ -27,7 +27,7 @@ def say_json(value: Any) -> None:
     click.echo(re.sub(r"[^\n -~]", _escaped, text))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    if found[0].isprintable():
-        return found[0]
-    return json.dumps(found[0])[1:-1].replace("\x7f", "\\u007f")  # which JSON lets stand
+def _escaped(match: re.Match[str]) -> str:
+    if match[0].isprintable():
+        return match[0]
+    return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")  # which JSON lets stand

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
-from retrieval.cli.loading import loading
+from retrieval.cli.common import loading
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import TRACK_OPTION
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
+from retrieval.cli.common import Number, Place
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import CHANGES, RECIPE, SET_OPTION
-from retrieval.cli.types import Number, Place
 
 
 @click.group()
@@ -65,19 +65,19 @@ def show(
     from retrieval.errors import DataError
     from retrieval.recipe.read import naming, read_recipe
 
-    made = read_recipe(recipe, (*overrides, *changes), extra)
-    target = output or Path(f"{made.name}.png")
+    checked = read_recipe(recipe, (*overrides, *changes), extra)
+    target = output or Path(f"{checked.name}.png")
     if target.suffix.lower() != ".png":
         raise DataError(f"{target} should end in .png, which is what is written.")
     from retrieval.host.files import write_bytes
-    from retrieval.run.preview import preview  # slow to import: a wrong path is said at once
+    from retrieval.run.check_data import preview  # slow to import: a wrong path is said at once
 
     with naming(recipe):
-        picture = preview(made, items, draws)
+        picture = preview(checked, items, draws)
     out = io.BytesIO()
     picture.save(out, format="PNG")
     write_bytes(target, out.getvalue(), DataError)
-    if not made.augmentation.active:
+    if not checked.augmentation.active:
         say("note: the recipe's [augmentation] changes nothing.")
     say(f"{target}: {picture.width} × {picture.height} pixels")
 
@@ -142,9 +142,9 @@ def check(
     from retrieval.host.files import write_json
     from retrieval.run.check_data import check_data  # slow to import: a wrong path is said at once
 
-    found = check_data(sources, model=model, within=within, overrides=overrides, plugins=extra)
-    say(found.text(lines))
+    findings = check_data(sources, model=model, within=within, overrides=overrides, plugins=extra)
+    say(findings.text(lines))
     if output is not None:
-        write_json(output, found.as_dict(), DataError)
-    if not found.clean:
+        write_json(output, findings.as_dict(), DataError)
+    if not findings.clean:
         sys.exit(1)

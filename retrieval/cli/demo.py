@@ -1,12 +1,140 @@
-"""`retrieval demo`."""
+"""`retrieval demo`: the whole product on scikit-learn's digits, and a picture of what was found."""
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Callable
+from importlib.resources import as_file, files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from retrieval.cli import say
+from retrieval.errors import DataError
+from retrieval.host.files import whole_file
+
+if TYPE_CHECKING:
+    from retrieval.run.open import Run
+
+NEIGHBOURS = 10
+
+
+def run_demo(output: Path, say: Callable[[str], None]) -> None:
+    """Make a run, a bundle, an index and a picture in a new folder.
+
+    Args:
+        output: the folder; must not exist.
+        say: is told what is done, line by line.
+
+    Raises:
+        DataError: the folder exists.
+    """
+    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.plot import neighbours
+    from retrieval.export.export_run import export_run
+    from retrieval.recipe.read import read_recipe
+    from retrieval.serving.index.creating import Index
+    from retrieval.training.trainer import train
+
+    if output.exists() and not output.is_dir():
+        raise DataError(f"{output} is a file, and a demo is a folder. Choose another --output.")
+    if output.exists():
+        raise DataError(
+            f"{output} exists already. Remove it with --replace, or choose another --output."
+        )
+    output.mkdir(parents=True)
+    began = time.monotonic()
+
+    say("1. Training on scikit-learn's handwritten digits …")
+    with as_file(files("retrieval.cli") / "demo.toml") as path:
+        recipe = read_recipe(path)
+    run = train(output / "run", recipe, report=lambda line: say(f"   {line}"))
+
+    say("\n2. Evaluating on held-out digits, beside the raw pixels …")
+    results = evaluate_run(run, baseline=True)
+    say(_indented(results.table()))
+
+    say("\n3. Exporting to ONNX …")
+    seen = export_run(run, output / "bundle").manifest.verified
+    say(
+        f"   torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most on {seen.items}"
+        " held-out digits"
+    )
+
+    say("\n4. Indexing …")
+    query_files = _write_images(run, output)
+    with Index.create(
+        output / "index", output / "images", model=output / "bundle", progress=False
+    ) as index:
+        say(f"   {len(index):,} images")
+        say("\n5. Searching …")
+        answers = index.search(query_files, k=NEIGHBOURS)
+        figure = neighbours(
+            index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files]
+        )
+    right = sum(
+        hit.label == file.parent.name
+        for file, hits in zip(query_files, answers, strict=True)
+        for hit in hits
+    )
+    for file, hits in zip(query_files, answers, strict=True):
+        say(f"   a {file.parent.name} finds {' '.join(str(hit.label) for hit in hits)}")
+    say(f"   {right} of {len(query_files) * NEIGHBOURS} right")
+    with whole_file(output / "neighbours.png", DataError) as picture:
+        figure.savefig(picture, dpi=110, format="png")
+
+    say(
+        f"\nDone in {time.monotonic() - began:.0f} s. {output} holds run, bundle, index, images,"
+        " queries and neighbours.png.\nNext:"
+    )
+    say(f"  retrieval serve {output}/index --images {output}/images")
+    say(f"  retrieval search {output}/index {query_files[0]}")
+    say(
+        f"  retrieval train {output}/run/recipe.toml --set loss.alpha=4 --output"
+        f" {output}/second-run"
+    )
+
+
+def _write_images(run: Run, output: Path) -> list[Path]:
+    """Write the test digits as PNG: one of each class as a query, the others to be indexed, in one
+    folder per class.
+    """
+    import numpy as np
+
+    from retrieval.serving.images import from_array
+
+    splits = run.splits
+    chosen: list[int] = []
+    for label in np.unique(splits.labels[splits.query]):
+        chosen.append(int(splits.query[splits.labels[splits.query] == label][0]))
+    written = []
+    for item in splits.query:
+        name = splits.classes[splits.labels[item]]
+        folder = output / ("queries" if int(item) in chosen else "images") / name
+        folder.mkdir(parents=True, exist_ok=True)
+        image = run.dataset[int(item)]
+        file = folder / f"{int(item):04d}.png"
+        (from_array(image) if isinstance(image, np.ndarray) else image).save(file)
+        if int(item) in chosen:
+            written.append(file)
+    return sorted(written)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"   {line}" for line in text.splitlines())
+
+
+def remove(folder: Path) -> None:
+    """Remove an earlier demo's folder.
+
+    Raises:
+        DataError: the folder is not a demo's.
+    """
+    if not (folder / "run" / "recipe.toml").is_file():
+        raise DataError(f"{folder} is not a demo's folder; it is left alone.")
+    shutil.rmtree(folder)
 
 
 @click.command()
@@ -28,8 +156,6 @@ def demo(output: Path, replace: bool) -> None:
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
-    from retrieval.cli.demo_steps import remove, run_demo
-
     if replace and output.exists():
         remove(output)
     run_demo(output, say)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.again import this_command
+from retrieval.cli.common import Place, this_command
 from retrieval.cli.index_common import (
     DEVICE,
     JSON,
@@ -18,7 +18,6 @@ from retrieval.cli.index_common import (
     command,
     quiet_threads,
 )
-from retrieval.cli.types import Place
 
 
 @command(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from retrieval.cli import say, say_json
+from retrieval.cli.common import Choice
 from retrieval.cli.plugins import ALLOW_OPTION
-from retrieval.cli.types import Choice
 
 if TYPE_CHECKING:
     from retrieval.evaluation.evaluate_run import RunEvaluation

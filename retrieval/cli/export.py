@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say
+from retrieval.cli.common import Choice, Number
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
-from retrieval.cli.types import Choice, Number
 
 if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
@@ -191,7 +191,7 @@ def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _report(bundle: Bundle, items: str) -> None:
-    """Say what was written, how far torch and ONNX Runtime are apart, and what the variants lose."""
+    """Print what was written, how far torch and ONNX Runtime differ, and what variants lose."""
     manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     seen = manifest.verified

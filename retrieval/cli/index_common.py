@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
+from retrieval.cli.common import Bytes, Choice, IndexArgument, Pixels
 from retrieval.cli.plugins import plugin_option
-from retrieval.cli.types import Bytes, Choice, IndexArgument, Pixels
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.again import this_command
+from retrieval.cli.common import Place, this_command
 from retrieval.cli.index_common import (
     DEVICE,
     INDEX,
@@ -25,11 +25,10 @@ from retrieval.cli.index_common import (
     tell,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION
-from retrieval.cli.types import Place
 from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.index import Summary
+    from retrieval.serving.index.adding import Summary
     from retrieval.serving.store.address import IndexPlace
     from retrieval.serving.store.contract import Item
 

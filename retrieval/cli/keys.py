@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.types import Choice
+from retrieval.cli.common import Choice
 
 _FILE = click.argument("path", metavar="KEYS", type=click.Path(path_type=Path))
 _OUTPUT = click.option(
@@ -82,11 +82,13 @@ def list_keys(path: Path, as_json: bool) -> None:
     """Print the keys of a file: names, roles and indexes, and no hash."""
     from retrieval.serving.http.keys import read_keys
 
-    found = [key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in read_keys(path)]
+    records = [
+        key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in read_keys(path)
+    ]
     if as_json:
-        say_json(found)
+        say_json(records)
         return
-    for key in found:
+    for key in records:
         name, role, id = key.pop("name"), key.pop("role"), key.pop("id")
         rest = [f"indexes {', '.join(key.pop('indexes'))}"] if "indexes" in key else []
         rest += [f"{what.replace('_', ' ')} {value}" for what, value in key.items() if value != ""]

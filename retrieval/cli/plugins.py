@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.types import Choice
+from retrieval.cli.common import Choice
 
 
 def plugin_option(**settings: Any) -> Callable[..., Any]:
@@ -33,8 +33,8 @@ def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
     from retrieval.host.allow import answering
 
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several processes cannot all be answered
-    asked = alone and sys.stdin.isatty() and sys.stderr.isatty()
-    ctx.with_resource(answering(_confirm if asked else None, allowed))
+    interactive = alone and sys.stdin.isatty() and sys.stderr.isatty()
+    ctx.with_resource(answering(_confirm if interactive else None, allowed))
 
 
 def _confirm(brings: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
-from retrieval.cli.types import Choice
+from retrieval.cli.common import Choice
 
 
 @click.command()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
+from retrieval.cli.common import Bytes, Choice, IndexArgument, Number, Pixels
 from retrieval.cli.plugins import PLUGIN_OPTION
-from retrieval.cli.types import Bytes, Choice, IndexArgument, Number, Pixels
 from retrieval.host.cores import cores
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
@@ -71,11 +71,11 @@ def search_command(
         names, encoded = encode_files(opened.bundle, queries)
         answers = opened.search(encoded, k, candidates=candidates, where=where)
     if as_json:
-        found = [
+        results = [
             {"query": name, "results": [_plain(hit) for hit in hits]}
             for name, hits in zip(names, answers, strict=True)
         ]
-        say_json(found)
+        say_json(results)
     else:
         say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
@@ -195,7 +195,7 @@ Examples:
     ),
 )
 def serve_command(
-    indexes: tuple[str, ...], host: str, port: int, workers: int | None, **given: Any
+    indexes: tuple[str, ...], host: str, port: int, workers: int | None, **options: Any
 ) -> None:
     """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same
     as JSON at POST /v1/search.
@@ -205,7 +205,7 @@ def serve_command(
     _quiet_threads()
     from retrieval.serving.http.server import named, serve
 
-    settings = Settings(workers=workers or cores(), **given)
+    settings = Settings(workers=workers or cores(), **options)
     serve(named(indexes), host=host, port=port, settings=settings)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
-from retrieval.cli.again import this_command
-from retrieval.cli.loading import loading
+from retrieval.cli.common import loading, this_command
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
+from retrieval.errors import Interrupted
 
 ONCE = ("--replace", "--replace-plugins")
 """Options that are not given again when a run goes on."""
@@ -50,13 +50,13 @@ def check(
         from retrieval.recipe.read import naming, read_recipe
 
         keep_compiler_out()
-        made = read_recipe(recipe, (*overrides, *changes), extra)
+        checked = read_recipe(recipe, (*overrides, *changes), extra)
         from retrieval.training.check import (
             run_one_batch,
         )  # slow to import: a wrong path is said at once
 
     with naming(recipe):
-        for line in run_one_batch(made):
+        for line in run_one_batch(checked):
             say(line)
 
 
@@ -136,24 +136,22 @@ def train(
         if resume:
             from retrieval.run.resume import read_given
 
-            folder, made = read_given(
+            folder, checked = read_given(
                 output, recipe, overrides, extra, replace_plugins=replace_plugins, report=say
             )
         else:
-            made = read_recipe(recipe, overrides, extra)
-            folder = output or Path("runs") / made.name
-        from retrieval.training.process import (
-            Interrupted,
-        )  # slow to import: a wrong path is said at once
+            checked = read_recipe(recipe, overrides, extra)
+            folder = output or Path("runs") / checked.name
+        # slow to import: a wrong path is said at once
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 
-    there = _which(folder)
+    before = _which(folder)
     try:
-        with naming(recipe), tracking(track, made, say):
+        with naming(recipe), tracking(track, checked, say):
             train_run(
                 folder,
-                made,
+                checked,
                 resume=resume,
                 replace=replace,
                 replace_plugins=replace_plugins,
@@ -161,7 +159,7 @@ def train(
             )
     except KeyboardInterrupt:
         # a run that --replace was to replace, and did not yet, is not what to go on with
-        begun = resume or _which(folder) != there
+        begun = resume or _which(folder) != before
         go_on = this_command("--resume", without=ONCE) if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {go_on}") from None
     except Interrupted as stopped:

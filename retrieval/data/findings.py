@@ -46,7 +46,7 @@ class Alike:
     distance: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Findings:
     """What `check_data` found.
 
@@ -76,6 +76,9 @@ class Findings:
     complete: bool = True
     notes: Sequence[str] = ()
     flat: Sequence[tuple[int, str]] = ()
+
+    def __repr__(self) -> str:
+        return self.text()
 
     @property
     def clean(self) -> bool:

@@ -22,9 +22,8 @@ from retrieval.evaluation.protocol import Measured, Protocol
 from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
 from retrieval.model.products import CheckedMetric
-from retrieval.run.codes import ItemCodes
 from retrieval.run.folder import write_json
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import ItemCodes, Run, load_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.merging import merged, spans_of
 from retrieval.serving.progress import Progress, shown
@@ -57,7 +56,7 @@ class CandidateStep:
     default: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunEvaluation:
     """What `evaluate_run` found.
 
@@ -87,6 +86,9 @@ class RunEvaluation:
     spread: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return self.table()
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `evaluation-SIDE.json` holds: what nothing was asked of is left out."""

@@ -41,7 +41,7 @@ DEFAULT_METRICS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """What `evaluate` found.
 
@@ -61,6 +61,9 @@ class Evaluation:
     gallery: int
     singletons: int
     groups: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return self.table()
 
     def table(self) -> str:
         """Return the figures as text, one a line, with the counts below."""

@@ -80,7 +80,7 @@ def neighbours(
     if not isinstance(index, Index):
         raise DataError(
             "Neighbours are drawn of an opened index, then the queries:"
-            " neighbours(retrieval.open_index(path), queries)."
+            " neighbours(retrieval.Index.open(path), queries)."
         )
     images = (
         list(queries)

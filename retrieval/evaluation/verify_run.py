@@ -27,8 +27,7 @@ from retrieval.evaluation.verification import Verification, verification
 from retrieval.evaluation.verification_files import write
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
-from retrieval.run.codes import ItemCodes
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import ItemCodes, Run, load_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
 
@@ -83,7 +82,7 @@ class FoldFigures:
     threshold: dict[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunVerification:
     """What `verify_run` found.
 
@@ -104,6 +103,9 @@ class RunVerification:
     folds: dict[str, FoldFigures]
     notes: list[str]
     files: dict[str, str]
+
+    def __repr__(self) -> str:
+        return self.table()
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `verification-SIDE.json` holds."""

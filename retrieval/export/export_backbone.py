@@ -2,32 +2,240 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from retrieval.data.encode import evaluating
 from retrieval.data.kept import ITEMS
-from retrieval.errors import BundleError, RecipeError
-from retrieval.export.export_model import export_model
-from retrieval.export.output import refuse_existing
-from retrieval.export.photos import Photos, example_photos
+from retrieval.errors import BundleError, DataError, RecipeError
+from retrieval.export.export_model import export_model, refuse_existing
 from retrieval.export.variants import VariantName
-from retrieval.export.whitening import affordable, features_of, whitening_head
+from retrieval.host.cores import cores
+from retrieval.host.plugin_calls import calling
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.model.contracts import Backbone
 from retrieval.model.graph import OPSET, TOLERANCE, Exporter
-from retrieval.model.model import Model
+from retrieval.model.guard import check_width
+from retrieval.model.model import Model, Normalize, linear_head
 from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
+from retrieval.serving.image_files import find_images
+from retrieval.serving.images import Preprocessing, decode, from_array
 from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.sessions import ahead
+
+log = logging.getLogger(__name__)
+
+Pixels = NDArray[np.uint8]
+
+_SHOWN = 5
+"""Photos that a message names."""
+_CROPS = 64
+
+
+class Photos:
+    """The user's own photos, found and shuffled, not yet decoded.
+
+    Photos that cannot be read are left out when they are met, and named on the log.
+
+    Args:
+        places: image files, and folders of them; a file that is named twice is one photo.
+        seed: of the order.
+
+    Raises:
+        DataError: a place does not exist, or a folder holds no image.
+    """
+
+    def __init__(self, places: Sequence[StrPath], seed: int) -> None:
+        files_found: dict[Path, None] = {}
+        for place in map(Path, places):
+            if not place.exists():
+                raise DataError(f"{place} does not exist. Name files or folders of photos.")
+            inside = [place]
+            if place.is_dir():
+                below = find_images(place)
+                inside = below.images
+                if dangling := below.dangling(place):
+                    log.warning("%s", dangling)
+            files_found.update((Path(os.path.realpath(file)), None) for file in inside)
+        if not files_found:
+            raise DataError("There are no photos: name files or folders of them.")
+        files = list(files_found)
+        self.files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
+
+    def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
+        """Yield the first photos as uint8 (B, channels, H, W), decoded in threads while earlier
+        ones are used.
+
+        Args:
+            preprocessing: the backbone's.
+            most: how many of them are read.
+            size: B.
+
+        Raises:
+            DataError: none of them can be read.
+        """
+        bad: list[str] = []
+        files = self.files[:most]
+
+        def read(file: Path) -> Pixels | DataError:
+            try:
+                return preprocessing(decode(file))
+            except DataError as fault:
+                return fault
+
+        def sound() -> Iterator[Pixels]:
+            for photo in ahead(read, files, workers=cores(), most=2 * size):
+                meter.update()
+                if isinstance(photo, DataError):
+                    bad.append(str(photo))
+                else:
+                    yield photo
+
+        with Meter("reading photos", len(files), "photos") as meter:
+            photos = sound()
+            while batch := list(itertools.islice(photos, size)):
+                yield np.stack(batch)
+        if len(bad) == len(files):
+            raise DataError(f"None of the {len(bad):,} photos can be read. {bad[0]}")
+        if bad:
+            more = f"\n  - … and {len(bad) - _SHOWN:,} more." if len(bad) > _SHOWN else ""
+            log.warning(
+                "%d of %d photos cannot be read and are left out:%s%s",
+                len(bad),
+                len(files),
+                "".join(f"\n  - {text}" for text in bad[:_SHOWN]),
+                more,
+            )
+
+
+def example_photos(preprocessing: Preprocessing) -> Pixels:
+    """Return 64 crops of the two photographs that come with scikit-learn, uint8 (64, channels, H,
+    W).
+
+    What a backbone is verified on where the user names no photos.
+    """
+    from sklearn.datasets import load_sample_images
+
+    images = load_sample_images().images
+    rng = np.random.default_rng(0)
+    crops = []
+    for number in range(_CROPS):
+        image = images[number % len(images)]
+        height, width = image.shape[:2]
+        side = int(rng.integers(height // 4, height))
+        y, x = rng.integers(0, height - side), rng.integers(0, width - side)
+        crop = np.ascontiguousarray(image[y : y + side, x : x + side])
+        crops.append(preprocessing(from_array(crop)))
+    return np.stack(crops)
+
+
+DIMENSIONS = 128
+"""Width of whitened vectors where nobody names one."""
+
+_FEATURE_BYTES = 1 << 29
+"""Of the features that whitening is fitted on, as float32."""
+_RANK = 1e-9
+"""A direction with less than this share of the largest variance is noise of float32."""
+_SMALL = 1e-6
+"""What is added to each variance, as a share of the largest: no direction is scaled up by more than
+a thousand times the first's.
+"""
+_EXACT_WIDTH = 4096
+"""Wider features go to scikit-learn's randomised solver: their covariance matrix would not fit."""
+
+
+def affordable(features: int, most: int) -> int:
+    """Return how many photos whitening is fitted on at most: `most`, or as many as half a gigabyte
+    of features (F each) has room for.
+    """
+    return max(1, min(most, _FEATURE_BYTES // (4 * features)))
+
+
+def features_of(model: Model, batches: Iterable[NDArray[np.uint8]]) -> NDArray[np.float32]:
+    """Return the backbone's features (N, F) of raw pixels in batches.
+
+    Raises:
+        PluginError: the backbone fails, or gives features of another width than it says.
+        DataError: features are NaN or infinite.
+    """
+    what = f"The backbone {type(model.backbone).__name__}"
+    parts: list[Tensor] = []
+    with evaluating(model):
+        for batch in batches:
+            with calling(what):
+                parts.append(model.features(torch.from_numpy(batch)).float())
+    features: NDArray[np.float32] = torch.cat(parts).numpy()
+    check_width(features, what, model.backbone.features)
+    if not np.isfinite(features).all():
+        raise DataError(f"{what} gives NaN or infinite features of these photos.")
+    return features
+
+
+def whitening_head(
+    features: NDArray[np.floating[Any]], dimensions: int | None = None
+) -> nn.Sequential:
+    """Return the module x ↦ u / ‖u‖, u = D^(−1/2) Vᵀ (x − mean): features (B, F) to unit vectors
+    (B, C).
+
+    V holds the C directions of largest variance, D their variances plus a millionth of the largest.
+    Jégou & Chum, "Negative Evidences and Co-occurrences in Image Retrieval: the Benefit of PCA and
+    Whitening" (ECCV 2012).
+
+    Args:
+        features: (N, F) that it is fitted on.
+        dimensions: C; by default 128, or F where that is less.
+
+    Raises:
+        DataError: there are too few rows for so many dimensions, or they do not vary in so many.
+    """
+    from sklearn.decomposition import PCA
+
+    photos, width = features.shape
+    outputs = min(DIMENSIONS, width) if dimensions is None else dimensions
+    if not 1 <= outputs <= width:
+        raise DataError(
+            f"{outputs:,} dimensions cannot be had: the backbone has {width:,} features. Ask for 1"
+            f" to {width:,} (--dimensions)."
+        )
+    if photos <= outputs:
+        raise DataError(
+            f"{photos:,} photos are too few to whiten {outputs:,} dimensions: more photos than"
+            " dimensions are needed. Name more photos, or ask for fewer dimensions (--dimensions"
+            f" {max(1, photos // 4)})."
+        )
+    # what rounding alone makes of equal features of this size
+    noise = float(np.finfo(np.float32).eps * np.abs(features).max())
+    if float(np.ptp(features, axis=0).max()) <= noise:
+        raise DataError(
+            f"The backbone gives the same features for all {photos:,} photos: there is nothing to"
+            " whiten. Name photos that differ."
+        )
+    exact = width <= _EXACT_WIDTH
+    pca = PCA(outputs, svd_solver="covariance_eigh" if exact else "randomized", random_state=0)
+    pca.fit(features.astype(np.float64) if exact else features)
+    variance = pca.explained_variance_.astype(np.float64)
+    largest = float(variance[0])
+    varied = int((variance > max(_RANK * largest, noise**2)).sum())
+    if varied < outputs:
+        raise DataError(
+            f"The features of the {photos:,} photos vary in {varied:,} directions only: name more"
+            f" photos that differ, or ask for {varied:,} dimensions or fewer (--dimensions)."
+        )
+    components = pca.components_ / np.sqrt(variance + _SMALL * largest)[:, None]
+    return nn.Sequential(*linear_head(components, pca.mean_), Normalize())
+
 
 Places = StrPath | Sequence[StrPath]
 
@@ -101,7 +309,7 @@ def export_backbone(
         BundleError: the backbone's weights are random, or it takes vectors; something is in the
             way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
     """
-    wanted: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
+    variant_names: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
     refuse_existing(Path(output), replace)
     fitted = _photos(whiten, seed)
     checked = _photos(photos, seed) or fitted
@@ -111,7 +319,7 @@ def export_backbone(
         )
     if most_photos < 1:
         raise BundleError(f"At least 1 photo is needed, not {most_photos}.")
-    if "int8" in wanted and checked is None:
+    if "int8" in variant_names and checked is None:
         raise BundleError(
             "The int8 variant is calibrated on photos, and none are named (--photos, or --whiten)."
         )
@@ -119,7 +327,7 @@ def export_backbone(
     built = Model(backbone, nn.Identity())
     if fitted is not None:
         built.head = _whitening(built, fitted, most_photos, dimensions)
-    items, calibration = _items(built, checked, "int8" in wanted)
+    items, calibration = _items(built, checked, "int8" in variant_names)
     with Meter("export", 0, "steps") as meter:
         export_model(
             built,
@@ -127,7 +335,7 @@ def export_backbone(
             Path(output),
             name=model,
             calibration=calibration,
-            variants=wanted,
+            variants=variant_names,
             split=split,
             allow_drift=allow_drift,
             tolerance=tolerance,

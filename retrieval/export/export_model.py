@@ -1,12 +1,14 @@
 """Model → bundle: ONNX graphs and a manifest, compared with torch on real items before the folder
-appears.
+appears, whole or not at all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,23 +21,25 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from retrieval.errors import BundleError
-from retrieval.export.agreed import Graphs
-from retrieval.export.output import whole_folder
 from retrieval.export.variants import VariantName, check_drift, make_variant, measure
 from retrieval.export.verify import (
     Floats,
+    Graphs,
     candidate_overlap,
     checked_items,
     input_of,
     is_normalized,
     onnx_outputs,
 )
+from retrieval.host import files
 from retrieval.model.contracts import Combiner
 from retrieval.model.graph import OPSET, TOLERANCE, Exporter, check_size, ready, session
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.locks import hold
 from retrieval.serving.files.strict_json import problems_of
 from retrieval.serving.manifest import (
+    FILE,
     DistanceEntry,
     Manifest,
     RescorerEntry,
@@ -46,6 +50,69 @@ from retrieval.serving.manifest import (
     write_manifest,
 )
 from retrieval.serving.probe import WIDEST, probe_of
+
+
+@contextlib.contextmanager
+def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
+    """Give a hidden folder beside `output` to fill; it takes the name `output` at the end, or
+    disappears on any fault.
+
+    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, never a half-written
+    `output`; it may be deleted.
+
+    Args:
+        output: the folder to make.
+        replace: whether a bundle that is there already gives way, once the new one is complete.
+
+    Raises:
+        BundleError: something is there that may not be replaced, another process is exporting to
+            it, or the disk is full or refuses.
+    """
+    output = Path(os.path.realpath(output))
+    refuse_existing(output, replace)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with hold(output, "exporting this bundle", BundleError):
+            refuse_existing(output, replace)  # again: who held it until now may have made it
+            with files.whole_folder(
+                output, replace=replace, taken=_exists_already(output)
+            ) as temporary:
+                yield temporary
+                refuse_existing(
+                    output, replace
+                )  # again: a program without our lock may have made it
+    except OSError as fault:
+        raise BundleError(
+            f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left"
+            " behind."
+        ) from fault
+
+
+def refuse_existing(output: Path, replace: bool) -> None:
+    """Refuse to write over what is there, unless it is a bundle (or an empty folder) and may be
+    replaced.
+
+    Raises:
+        BundleError: `output` exists and stays.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise BundleError(f"{output} is a file, and a bundle is a folder. Choose another --output.")
+    if not any(output.iterdir()):
+        return
+    if not (output / FILE).is_file():
+        raise BundleError(f"{output} exists and is not a bundle: name another output.")
+    if not replace:
+        raise _exists_already(output)
+
+
+def _exists_already(output: Path) -> BundleError:
+    return BundleError(
+        f"The bundle {output} exists. Say replace (--replace, in Python replace=True), or name"
+        " another output."
+    )
+
 
 _VARIANTS = ("fp16", "int8")
 
@@ -238,7 +305,7 @@ def _write_split(folder: Path, export: Graphs) -> SplitEntry:
 def _write_rescorer(
     folder: Path, export: Graphs, combiner: Combiner, codes: Tensor | None
 ) -> tuple[Callable[[Floats, Floats], Floats], RescorerEntry]:
-    """Write the rescorer's graph; return a function that runs it, and what the manifest says of it."""
+    """Write the rescorer's graph; return a function that runs it, and its manifest entry."""
     graph, rescore = export.rescorer(combiner)
     (folder / "rescorer.onnx").write_bytes(graph)
     known = torch.from_numpy(export.outputs["code"]) if codes is None else codes

@@ -20,8 +20,7 @@ from retrieval.export.variants import VariantName
 from retrieval.export.verify import is_normalized
 from retrieval.model.graph import OPSET, TOLERANCE, Exporter, ready
 from retrieval.model.model import Model, Normalize, Prefix
-from retrieval.run.codes import ItemCodes
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import ItemCodes, Run, load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
@@ -74,12 +73,12 @@ def export_run(
             the model, or the graph disagrees with it; see `export_model`.
         DataError: an item cannot be read, or the folder is not a run.
     """
-    wanted: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
+    variant_names: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
     run = run if isinstance(run, Run) else load_run(run, or_kept=True)
     folder = run.path / "bundle" if output is None else Path(output)
     splits = run.splits
     chosen = by_class(splits.held_out, splits.labels)
-    if "int8" in wanted and isinstance(run.dataset, KeptInputs):
+    if "int8" in variant_names and isinstance(run.dataset, KeptInputs):
         raise BundleError(
             "The int8 variant is calibrated on training items, and there are none."
             f" {splits.notes[0]}"
@@ -94,13 +93,13 @@ def export_run(
             folder,
             name=run.path.resolve().name,
             labels=splits.labels[chosen],
-            calibration=_load(run, spread(splits.train)) if "int8" in wanted else None,
+            calibration=_load(run, spread(splits.train)) if "int8" in variant_names else None,
             codes=(
                 None
                 if run.model.combiner is None or run.model.combiner.exact
                 else ItemCodes(run, torch.device("cpu"))(spread(splits.held_out, MANY))
             ),
-            variants=wanted,
+            variants=variant_names,
             split=split,
             allow_drift=allow_drift,
             tolerance=tolerance,
@@ -152,9 +151,9 @@ def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
 def _evaluation(path: Path) -> dict[str, float] | None:
     """Return the figures of `retrieval evaluate`, where it was run."""
     try:
-        figures = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))[
+        metrics = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))[
             "figures"
         ]["trained"]
-        return {name: float(value) for name, value in figures.items() if np.isfinite(value)}
+        return {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

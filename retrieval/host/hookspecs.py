@@ -29,20 +29,20 @@ module is imported when something names the factory.
 def retrieval_backbones() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[backbone]` is looked up.
 
-    Each factory gives a `retrieval.Backbone`.
+    Each factory gives a `retrieval.plugin.Backbone`.
     """
 
 
 @hookspec
 def retrieval_datasets() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[data]` is looked up. Each factory gives a `retrieval.Dataset`."""
+    """Called when a recipe's `[data]` is looked up. Each factory gives a `retrieval.plugin.Dataset`."""
 
 
 @hookspec
 def retrieval_losses() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[loss]` is looked up.
 
-    Each factory gives a module with the call of `retrieval.Loss`.
+    Each factory gives a module with the call of `retrieval.plugin.Loss`.
     """
 
 
@@ -50,7 +50,7 @@ def retrieval_losses() -> Factories:  # type: ignore[empty-body]
 def retrieval_miners() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[miner]` is looked up.
 
-    Each factory gives a module with the call of `retrieval.Miner`.
+    Each factory gives a module with the call of `retrieval.plugin.Miner`.
     """
 
 
@@ -58,7 +58,7 @@ def retrieval_miners() -> Factories:  # type: ignore[empty-body]
 def retrieval_generators() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[generator]` is looked up.
 
-    Each factory gives a `retrieval.Generator`, whose `bind` is called with the model's head before
+    Each factory gives a `retrieval.plugin.Generator`, whose `bind` is called with the model's head before
     training.
     """
 
@@ -67,20 +67,20 @@ def retrieval_generators() -> Factories:  # type: ignore[empty-body]
 def retrieval_combiners() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[combiner]` is looked up.
 
-    Each factory gives a `retrieval.Combiner`.
+    Each factory gives a `retrieval.plugin.Combiner`.
     """
 
 
 @hookspec
 def retrieval_learners() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[learner]` is looked up. Each factory gives a `retrieval.Learner`."""
+    """Called when a recipe's `[learner]` is looked up. Each factory gives a `retrieval.plugin.Learner`."""
 
 
 @hookspec
 def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[augmentation] transforms` are looked up.
 
-    Each factory gives a `retrieval.Transform`.
+    Each factory gives a `retrieval.plugin.Transform`.
     """
 
 
@@ -88,14 +88,14 @@ def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
 def retrieval_metrics() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[evaluate] metrics` are looked up.
 
-    Each factory gives a `retrieval.Metric`.
+    Each factory gives a `retrieval.plugin.Metric`.
     """
 
 
 @hookspec
 def retrieval_indexes() -> Factories:  # type: ignore[empty-body]
     """Called when an index back end is named; for a built-in one no plugin but the package's own is
-    asked. Each factory gives a `retrieval.IndexBackend`.
+    asked. Each factory gives a `retrieval.plugin.IndexBackend`.
     """
 
 
@@ -153,7 +153,7 @@ def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
 def retrieval_trackers() -> Factories:  # type: ignore[empty-body]
     """Called when `--track` names one: off unless asked.
 
-    Each factory gives a `retrieval.Tracker`, which is told of one run.
+    Each factory gives a `retrieval.plugin.Tracker`, which is told of one run.
     """
 
 

@@ -58,7 +58,7 @@ def missing(kind: str, name: str) -> str:
     word = KINDS[kind]
     return (
         f"The {word} '{name}' was made in Python and is kept by no plugin. Give the same object"
-        f" again, in Python: retrieval.load_run(…, {word}=…), or retrieval.train(…, {word}=…,"
+        f" again, in Python: retrieval.load(…, {word}=…), or retrieval.train(…, {word}=…,"
         " resume=True)."
     )
 

@@ -31,7 +31,7 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
     """Return a dataset whose columns are checked now, and its items whenever one is asked for."""
     if not isinstance(dataset, Dataset):
         raise PluginError(
-            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset."
+            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset."
         )
     with calling(f"The dataset {name}"):
         return CheckedDataset(dataset, name)

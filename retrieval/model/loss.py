@@ -44,7 +44,7 @@ class CheckedLoss(BaseMetricLossFunction):
         ref_labels: Tensor | None = None,
     ) -> Tensor:
         """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see
-        `retrieval.Loss`.
+        `retrieval.plugin.Loss`.
 
         Raises:
             ValueError: shapes, labels or indices do not fit.

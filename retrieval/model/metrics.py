@@ -1,4 +1,4 @@
-"""Retrieval metrics, query by query; each has the call of `retrieval.Metric`.
+"""Retrieval metrics, query by query; each has the call of `retrieval.plugin.Metric`.
 
 Throughout, R is how many items of the gallery have the query's label, the query itself not counted,
 and rel(i) is 1 when the neighbour at rank i = 1, 2, … has it. Queries with R = 0 have no value: the
@@ -45,7 +45,7 @@ class RecallAt:
         self.depth = self.k = _at_least_one(k, "recall_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return 1.0 or 0.0 for each query (Q,); see `retrieval.Metric`."""
+        """Return 1.0 or 0.0 for each query (Q,); see `retrieval.plugin.Metric`."""
         return np.asarray(matches[:, : self.k].any(axis=1), dtype=np.float64)
 
 
@@ -64,7 +64,7 @@ class PrecisionAt:
         self.depth = self.k = _at_least_one(k, "precision_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
         return np.asarray(np.count_nonzero(matches[:, : self.k], axis=1) / self.k)
 
 
@@ -77,7 +77,7 @@ class RPrecision:
     depth: int | Literal["relevant", "all"] = "relevant"
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
         return np.asarray(np.count_nonzero(_first(matches, relevant), axis=1) / relevant)
 
 
@@ -91,7 +91,7 @@ class MAPAtR:
     depth: int | Literal["relevant", "all"] = "relevant"
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
         return _summed_precision(_first(matches, relevant)) / relevant
 
 
@@ -104,7 +104,7 @@ class MeanAveragePrecision:
     depth: int | Literal["relevant", "all"] = "all"
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
         return _summed_precision(matches) / relevant
 
 
@@ -130,7 +130,7 @@ class NDCGAt:
         self.gain = gain
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
         gains = matches[:, : self.k].astype(np.float64)
         return self.graded(gains, np.arange(gains.shape[1]) < relevant[:, None])
 

@@ -42,7 +42,7 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
     """Return a backbone that has what the host reads of it."""
     if not isinstance(backbone, Backbone):
         raise PluginError(
-            f"{name} gave {shown(backbone)}; a backbone factory must give a retrieval.Backbone."
+            f"{name} gave {shown(backbone)}; a backbone factory must give a retrieval.plugin.Backbone."
         )
     features = getattr(backbone, "features", None)
     if not isinstance(features, int) or isinstance(features, bool) or features < 1:
@@ -54,7 +54,7 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
     if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
         raise PluginError(
             f"The backbone {name} has preprocessing = {shown(preprocessing)}; it must be a"
-            " retrieval.Preprocessing, or None for vectors."
+            " retrieval.plugin.Preprocessing, or None for vectors."
         )
     return backbone
 
@@ -63,7 +63,7 @@ def check_generator(generator: Any, name: str) -> Generator:
     """Return a generator that says whose place it takes."""
     if not isinstance(generator, Generator):
         raise PluginError(
-            f"{name} gave {shown(generator)}; a generator factory must give a retrieval.Generator."
+            f"{name} gave {shown(generator)}; a generator factory must give a retrieval.plugin.Generator."
         )
     if generator.replaces not in ("positive", "negative"):
         raise PluginError(
@@ -91,7 +91,7 @@ def check_combiner(combiner: Any, name: str) -> Combiner:
     """Return a combiner."""
     if not isinstance(combiner, Combiner):
         raise PluginError(
-            f"{name} gave {shown(combiner)}; a combiner factory must give a retrieval.Combiner."
+            f"{name} gave {shown(combiner)}; a combiner factory must give a retrieval.plugin.Combiner."
         )
     return combiner
 
@@ -144,7 +144,7 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
     check_head(head, what, features)
     if combiner is not None and not isinstance(combiner, Combiner):
         raise PluginError(
-            f"{what} gave {shown(combiner)} as its combiner; it must be a retrieval.Combiner or"
+            f"{what} gave {shown(combiner)} as its combiner; it must be a retrieval.plugin.Combiner or"
             " None."
         )
     return head, combiner
@@ -167,14 +167,14 @@ class CheckedMetric:
     def __call__(
         self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return one value per query (Q,); see `retrieval.Metric`."""
+        """Return one value per query (Q,); see `retrieval.plugin.Metric`."""
         return self._checked(len(matches), self.metric, matches, relevant)
 
     @property
     def graded(
         self,
     ) -> Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] | None:
-        """What the metric makes of grades, where it does; see `retrieval.Metric`."""
+        """What the metric makes of grades, where it does; see `retrieval.plugin.Metric`."""
         graded = getattr(self.metric, "graded", None)
         return (
             None

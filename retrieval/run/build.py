@@ -52,10 +52,10 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
                 " gives images."
             ]
         )
-    made = recipe.build("backbone", features=width)
+    backbone_object = recipe.build("backbone", features=width)
     if is_object(recipe.backbone.name):
-        made = as_backbone(made, recipe.backbone.name, width)
-    backbone = check_backbone(made, recipe.backbone.name)
+        backbone_object = as_backbone(backbone_object, recipe.backbone.name, width)
+    backbone = check_backbone(backbone_object, recipe.backbone.name)
     if dataset.kind == "features" and backbone.preprocessing is not None:
         raise RecipeError(
             [
@@ -71,10 +71,10 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
     backbone = build_backbone(recipe, dataset)
     if recipe.combiner is not None:
         name = recipe.combiner.name
-        made = recipe.build(
+        combiner_object = recipe.build(
             "combiner", features=backbone.features, embedding_size=recipe.head.embedding_size
         )
-        combiner = check_combiner(made, name)
+        combiner = check_combiner(combiner_object, name)
         with calling(f"The combiner {name}, asked for build_head({backbone.features}),"):
             built = combiner.build_head(backbone.features)
         check_head(built, f"The combiner {name}", backbone.features)
@@ -122,21 +122,21 @@ class Objective(nn.Module):
 
 
 def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
-    """Return the recipe's loss, miner and generator for a model and a number of training classes."""
-    given: dict[str, Any] = {
+    """Return the recipe's loss, miner and generator for a model and its training classes."""
+    arguments: dict[str, Any] = {
         "features": model.backbone.features,
         "embedding_size": code_size(model),
         "classes": classes,
         "distance": model.combiner,
     }
     assert recipe.loss is not None
-    loss = as_module(recipe.build("loss", **given), "loss", recipe.loss.name)
+    loss = as_module(recipe.build("loss", **arguments), "loss", recipe.loss.name)
     miner = None
     if recipe.miner:
-        miner = as_module(recipe.build("miner", **given), "miner", recipe.miner.name)
+        miner = as_module(recipe.build("miner", **arguments), "miner", recipe.miner.name)
     generator = None
     if recipe.generator:
-        generator = check_generator(recipe.build("generator", **given), recipe.generator.name)
+        generator = check_generator(recipe.build("generator", **arguments), recipe.generator.name)
         with calling(f"The generator {recipe.generator.name}, given the head by bind(head),"):
             _bind(generator, model)
     return Objective(loss, miner, generator)
@@ -156,26 +156,26 @@ class Called(nn.Module):
         return self.call(*arguments, **named)
 
 
-def as_module(made: Any, part: str, name: str) -> nn.Module:
+def as_module(part_object: Any, part: str, name: str) -> nn.Module:
     """Return a loss or miner as a module.
 
     Raises:
         PluginError: the loss or miner cannot be called.
     """
-    if isinstance(made, nn.Module):
-        return made
-    if not callable(made):
+    if isinstance(part_object, nn.Module):
+        return part_object
+    if not callable(part_object):
         raise PluginError(
-            f"The {part} {name} is an object of type {type(made).__name__}, which cannot be called."
-            " Its factory must give a module whose forward takes embeddings and labels."
+            f"The {part} {name} is an object of type {type(part_object).__name__}, which cannot be"
+            " called. Its factory must give a module whose forward takes embeddings and labels."
         )
-    return Called(made)
+    return Called(part_object)
 
 
 def _bind(generator: Generator, model: Model) -> None:
     generator.bind(model.head)
-    theirs = {id(each) for each in (*model.modules(), *model.parameters())}
-    if any(id(each) in theirs for each in (*generator.modules(), *generator.parameters())):
+    theirs = {id(item) for item in (*model.modules(), *model.parameters())}
+    if any(id(item) in theirs for item in (*generator.modules(), *generator.parameters())):
         raise PluginError(
             f"{type(generator).__name__} keeps the head that bind(head) gave it as a part of"
             " itself: its weights would be saved and trained twice. Keep it in a tuple: self._head"

@@ -1,6 +1,4 @@
-"""Look through data before they are trained on: what is broken, there twice, on both sides of the
-split, or labelled in two ways.
-"""
+"""Look at data before training: what is wrong with them, and what the net will see of them."""
 
 from __future__ import annotations
 
@@ -15,15 +13,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 
+from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
+from retrieval.data.loading import BatchMaker, Job, RawInputs, check_sampler, draw_epoch
 from retrieval.data.near import WIDTH, Fingerprint, Measure, Near, Rows, fingerprint, near_pairs
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import OfDataset, OfSources, Subjects
-from retrieval.errors import DataError
+from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
+from retrieval.run.build import build_backbone, build_dataset
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
@@ -53,8 +54,7 @@ def check_data(
     plugins: Sequence[str] = (),
     progress: Progress = True,
 ) -> Findings:
-    """Look for broken files, items that are there twice, leaks across the split, and labels that
-    are likely wrong.
+    """Find what is wrong with data: broken files, duplicates, leaks, labels likely wrong.
 
     Each item is decoded once, by the decoder that training and serving share. The same bytes and
     the same pixels are found by their hashes; images that look the same (saved again, or in another
@@ -99,19 +99,19 @@ def check_data(
     pictured = alone[seen.pictured[alone]]
     if len(pictured):
         limits["picture"] = PICTURES
-        found = near_pairs(
+        pairs = near_pairs(
             seen.pictures[pictured],
             PICTURES,
             same=seen.numbers[pictured],
             what="comparing pictures",
         )
-        near += _pairs(found, pictured, "picture")
-        complete = found.complete
+        near += _pairs(pairs, pictured, "picture")
+        complete = pairs.complete
     if bundle is not None:
         limits["model"] = _copied(subjects, seen, bundle, alone) if within is None else within
-        found = _model_pairs(seen, bundle, alone, limits["model"])
-        near += _pairs(found, alone, "model")
-        complete = complete and found.complete
+        pairs = _model_pairs(seen, bundle, alone, limits["model"])
+        near += _pairs(pairs, alone, "model")
+        complete = complete and pairs.complete
     return Findings(
         checked,
         subjects.items,
@@ -136,7 +136,7 @@ def _subjects(
     """Return what the data are called, and their items."""
     if isinstance(data, Recipe):
         return f"the recipe '{data.name}'", _of_recipe(data)
-    named = [str(each) for each in ([data] if isinstance(data, str | os.PathLike) else data)]
+    named = [str(source) for source in ([data] if isinstance(data, str | os.PathLike) else data)]
     recipes = [name for name in named if name.lower().endswith(".toml")]
     if recipes and len(named) > 1:
         raise DataError("A recipe is checked alone: name one .toml file and nothing else.")
@@ -149,10 +149,10 @@ def _subjects(
         raise DataError(
             "There is nothing to check: name a folder, a CSV file, a table or a recipe."
         )
-    found = [_collected(name, bundle) for name in named]
-    if len({each.features is None for each in found}) > 1:
+    collected = [_collected(name, bundle) for name in named]
+    if len({part.features is None for part in collected}) > 1:
         raise DataError("Images and vectors are checked by themselves: name one kind at a time.")
-    return ", ".join(named), OfSources(found, named)
+    return ", ".join(named), OfSources(collected, named)
 
 
 def _collected(name: str, bundle: Bundle | None) -> Sources:
@@ -223,13 +223,13 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
     waiting: list[tuple[int, NDArray[Any]]] = []
     work = partial(_opened, subjects, bundle)
     with Meter("checking", size, "items") as meter:
-        given = subjects.given(range(size))
-        for row, found in ahead(work, given, workers=min(8, cores()), most=2 * _BATCH):
+        items = subjects.given(range(size))
+        for row, seen_item in ahead(work, items, workers=min(8, cores()), most=2 * _BATCH):
             meter.update()
-            if isinstance(found, DataError):
-                seen.faults[row] = str(found)
+            if isinstance(seen_item, DataError):
+                seen.faults[row] = str(seen_item)
                 continue
-            own, taken, pixels, flat = found
+            own, taken, pixels, flat = seen_item
             if flat is not None:
                 seen.flat[row] = flat
             if own is not None:
@@ -249,14 +249,14 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
 
 
 def _opened(
-    subjects: Subjects, bundle: Bundle | None, given: tuple[int, bytes | DataError | None]
+    subjects: Subjects, bundle: Bundle | None, numbered: tuple[int, bytes | DataError | None]
 ) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None, str | None] | DataError]:
     """Return an item's number with what is seen of it, or why it cannot be read.
 
     Seen are the hash of its file, its fingerprint, what the model takes of it, and why it has few
     levels.
     """
-    row, content = given
+    row, content = numbered
     name = subjects.items[row].name
     try:
         own, item = subjects.open(row, content)
@@ -283,11 +283,11 @@ def _input(bundle: Bundle, item: Image.Image | NDArray[Any]) -> NDArray[Any]:
 
 def _empty(bundle: Bundle, size: int) -> Encoded:
     """Return room for what a model gives of so many items."""
-    said = bundle.manifest
-    vector = np.zeros((size, said.vector), np.float32)
-    query = np.zeros_like(vector) if said.query_vectors else vector
+    manifest = bundle.manifest
+    vector = np.zeros((size, manifest.vector), np.float32)
+    query = np.zeros_like(vector) if manifest.query_vectors else vector
     return Encoded(
-        vector, query, np.zeros((size, said.code or 0), np.float32) if bundle.has_code else None
+        vector, query, np.zeros((size, manifest.code or 0), np.float32) if bundle.has_code else None
     )
 
 
@@ -296,10 +296,10 @@ def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArr
     if not waiting or into is None:
         return
     rows = [row for row, _ in waiting]
-    found = bundle.encode(np.stack([pixels for _, pixels in waiting]), batch=_BATCH)
-    into.vector[rows], into.query[rows] = found.vector, found.query
+    encoded = bundle.encode(np.stack([pixels for _, pixels in waiting]), batch=_BATCH)
+    into.vector[rows], into.query[rows] = encoded.vector, encoded.query
     if into.code is not None:
-        into.code[rows] = found.code
+        into.code[rows] = encoded.code
     waiting.clear()
 
 
@@ -311,7 +311,7 @@ def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
     for row, number in enumerate(seen.numbers.tolist()):
         if number >= 0:
             groups[number].append(row)
-    found: list[Alike] = []
+    pairs: list[Alike] = []
     alone: list[int] = []
     for rows in groups.values():
         alone += {
@@ -320,25 +320,25 @@ def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
         if len(rows) > 1:
             files = set(seen.contents[rows].tolist())
             by: By = "numbers" if subjects.kind == "features" else "pixels"
-            found.append(Alike(tuple(rows), "bytes" if len(files) == 1 and -1 not in files else by))
-    return found, np.array(sorted(alone), np.int64)
+            pairs.append(Alike(tuple(rows), "bytes" if len(files) == 1 and -1 not in files else by))
+    return pairs, np.array(sorted(alone), np.int64)
 
 
-def _pairs(found: Near, rows: Rows, by: By) -> list[Alike]:
+def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
     return [
         Alike((int(rows[one]), int(rows[other])), by, float(apart))
-        for one, other, apart in zip(found.first, found.second, found.distance, strict=True)
+        for one, other, apart in zip(near.first, near.second, near.distance, strict=True)
     ]
 
 
 def _model_pairs(seen: _Seen, bundle: Bundle, rows: Rows, within: float) -> Near:
     """Return the pairs of items that a model has within a distance, as it measures."""
     assert seen.encoded is not None
-    vector, said = np.ascontiguousarray(seen.encoded.vector[rows]), bundle.manifest
-    spans = [(each.start, each.stop) for each in said.subspaces if said.merge == "min"]
+    vector, manifest = np.ascontiguousarray(seen.encoded.vector[rows]), bundle.manifest
+    spans = [(space.start, space.stop) for space in manifest.subspaces if manifest.merge == "min"]
     measure = (
         _measure(bundle, seen.encoded, rows)
-        if bundle.has_code or spans or said.distance.measure == "inner"
+        if bundle.has_code or spans or manifest.distance.measure == "inner"
         else None
     )
     return near_pairs(
@@ -347,33 +347,33 @@ def _model_pairs(seen: _Seen, bundle: Bundle, rows: Rows, within: float) -> Near
         same=seen.numbers[rows],
         spans=spans or (None,),
         measure=measure,
-        candidates=0 if said.rescorer is None else said.rescorer.candidates,
+        candidates=0 if manifest.rescorer is None else manifest.rescorer.candidates,
         what="comparing by the model",
     )
 
 
 def _measure(bundle: Bundle, encoded: Encoded, rows: Rows) -> Measure:
-    def measure(one: int, others: Rows) -> NDArray[np.float64]:
-        return _distances(bundle, encoded, int(rows[one]), encoded, rows[others])
+    def measure(query: int, rows_of_items: Rows) -> NDArray[np.float64]:
+        return _distances(bundle, encoded, int(rows[query]), encoded, rows[rows_of_items])
 
     return measure
 
 
 def _distances(
-    bundle: Bundle, asked: Encoded, one: int, there: Encoded, others: Rows
+    bundle: Bundle, queries: Encoded, number: int, encoded: Encoded, rows: Rows
 ) -> NDArray[np.float64]:
     """Return the distances of an item to others, by a model's own measure; where it goes by scores,
     which depend on what else is found, Euclidean ones.
     """
-    query, vectors = asked.query[one], there.vector[others]
+    query, vectors = queries.query[number], encoded.vector[rows]
     code, codes = (
         (None, None)
-        if asked.code is None or there.code is None
-        else (asked.code[one], there.code[others])
+        if queries.code is None or encoded.code is None
+        else (queries.code[number], encoded.code[rows])
     )
     if bundle.manifest.merge == "score" and code is None:
         return np.asarray(np.linalg.norm(vectors.astype(np.float64) - query, axis=1))
-    return measured(bundle, query, code, vectors, codes, len(others))
+    return measured(bundle, query, code, vectors, codes, len(rows))
 
 
 def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> float:
@@ -383,10 +383,10 @@ def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> floa
         np.unique(np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64))
     ]
     work: Callable[[Any], Any] = partial(_copy, subjects, bundle)
-    given = subjects.given(chosen.tolist())
+    items = subjects.given(chosen.tolist())
     apart = []
     with Meter("measuring copies", len(chosen), "items") as meter:
-        for row, pixels in ahead(work, given, workers=min(8, cores()), most=_BATCH):
+        for row, pixels in ahead(work, items, workers=min(8, cores()), most=_BATCH):
             copy = bundle.encode(pixels[None])
             apart.append(float(_distances(bundle, copy, 0, seen.encoded, np.array([row]))[0]))
             meter.update()
@@ -394,10 +394,81 @@ def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> floa
 
 
 def _copy(
-    subjects: Subjects, bundle: Bundle, given: tuple[int, bytes | DataError | None]
+    subjects: Subjects, bundle: Bundle, numbered: tuple[int, bytes | DataError | None]
 ) -> tuple[int, NDArray[Any]]:
-    _, item = subjects.open(*given)
+    _, item = subjects.open(*numbered)
     assert isinstance(item, Image.Image)
     out = io.BytesIO()
     to_mode(item, "L" if item.mode == "L" else "RGB").save(out, "JPEG", quality=_QUALITY)
-    return given[0], bundle.preprocess(decode(out.getvalue()))
+    return numbered[0], bundle.preprocess(decode(out.getvalue()))
+
+
+MOST = 64
+"""Rows and columns of a sheet."""
+_LEAST, _GAP, _TEXT = (
+    64,
+    4,
+    14,
+)  # pixels: of a picture's shorter side, between pictures, of the line above each row
+
+
+def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
+    """Return a picture of items of the run's first batch: a row for each, first without changes,
+    then as they are changed in further epochs.
+
+    Args:
+        recipe: a checked recipe.
+        items: rows, up to 64.
+        draws: changed pictures in a row, up to 64.
+
+    Raises:
+        RecipeError: its items are no images.
+        DataError: they cannot be read or changed.
+    """
+    dataset = build_dataset(recipe)
+    preprocessing = build_backbone(recipe, dataset).preprocessing
+    if preprocessing is None:
+        raise RecipeError(["[data]: its items are vectors, of which there is nothing to show."])
+    splits = make_splits(dataset, recipe.split)
+    check_sampler(splits.train_labels, recipe.sampler)
+    drawn = draw_epoch(splits.train_labels, recipe.sampler, recipe.seed, 0)[0]
+    places = np.linspace(0, len(drawn) - 1, min(items, MOST, len(drawn))).astype(np.int64)
+    chosen = splits.train[drawn[places]]
+    raw = RawInputs(dataset, preprocessing, budget=0)
+    make = BatchMaker(
+        raw, Changes(recipe.augmentation, built_transforms(recipe)), recipe.seed, len(chosen)
+    )
+    whole = slice(0, len(chosen))
+    columns = [raw.batch(chosen)]
+    if recipe.augmentation.active:
+        columns += [make(Job(chosen, epoch, 0, whole)).numpy() for epoch in range(min(draws, MOST))]
+    names = [f"{dataset.labels[item]}: {dataset.keys[item]}" for item in chosen.tolist()]
+    return _sheet(
+        [[_picture(column[row]) for column in columns] for row in range(len(chosen))], names
+    )
+
+
+def _picture(pixels: np.ndarray) -> Image.Image:
+    """Return pixels (channels, H, W) as an image, enlarged by a whole number where it is small."""
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).convert(
+        "RGB"
+    )
+    factor = max(1, -(-_LEAST // min(image.size)))
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+
+
+def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
+    width, height = rows[0][0].size
+    across, down = width + _GAP, height + _GAP + _TEXT
+    sheet = Image.new("RGB", (across * len(rows[0]) + 3 * _GAP, down * len(rows) + _GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (row, name) in enumerate(zip(rows, names, strict=True)):
+        top = _GAP + number * down
+        fits = sheet.width // 6  # of Pillow's own font, some six pixels a letter
+        draw.text((_GAP, top), name if len(name) <= fits else f"{name[: fits - 1]}…", fill="black")
+        for column, image in enumerate(row):
+            left = (
+                _GAP + column * across + (2 * _GAP if column else 0)
+            )  # what is unchanged stands apart
+            sheet.paste(image, (left, top + _TEXT))
+    return sheet

@@ -107,11 +107,11 @@ def _seal(path: Path) -> None:
     """
     with path.open("rb+") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
-        found = _SUM.search(header)
-        assert found is not None
+        match = _SUM.search(header)
+        assert match is not None
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(8 + found.start(1))
+        file.seek(8 + match.start(1))
         file.write(digest.encode())
         file.flush()
         os.fsync(file.fileno())
@@ -124,19 +124,19 @@ def _verified(content: bytes) -> dict[str, Any]:
         ValueError: the file is not as it was written, or is not a safetensors file.
     """
     end = 8 + int.from_bytes(content[:8], "little")
-    found = _SUM.search(content, 8, min(end, len(content)))
-    if found is not None:
-        digest = hashlib.sha256(memoryview(content)[: found.start(1)])
+    match = _SUM.search(content, 8, min(end, len(content)))
+    if match is not None:
+        digest = hashlib.sha256(memoryview(content)[: match.start(1)])
         digest.update(_BLANK.encode())
-        digest.update(memoryview(content)[found.end(1) :])
-        if digest.hexdigest().encode() != found[1]:
+        digest.update(memoryview(content)[match.end(1) :])
+        if digest.hexdigest().encode() != match[1]:
             raise ValueError("its content does not have the SHA-256 that it was written with")
     header = json.loads(content[8:end])
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict):
         return {}
     # only what was written before there were checksums may lack one
-    if (found is None) != (metadata.get("format") == WITHOUT_CHECKSUM) and "state" in metadata:
+    if (match is None) != (metadata.get("format") == WITHOUT_CHECKSUM) and "state" in metadata:
         raise ValueError("its checksum is missing or illegible")
     return metadata
 
@@ -177,8 +177,8 @@ def _unflatten(node: Any, tensors: dict[str, Tensor]) -> Any:
     if "dict" in node:
         return {k: _unflatten(v, tensors) for k, v in node["dict"]}
     if "list" in node:
-        made = [_unflatten(v, tensors) for v in node["list"]]
-        return tuple(made) if node["tuple"] else made
+        items = [_unflatten(v, tensors) for v in node["list"]]
+        return tuple(items) if node["tuple"] else items
     return node["value"]
 
 

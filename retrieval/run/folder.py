@@ -1,7 +1,7 @@
 """A run's folder: how it comes to be, in which state it is, and who may write to it.
 
 recipe.toml             the recipe as it was run, overrides included, its paths absolute
-run.json                versions, machine, split sizes
+run.json                versions, machine, split sizes, objects made in Python
 plugins/                copies of the recipe's plugin files and folders
 inputs.safetensors      a few held-out inputs: what an export is verified on once the data are gone
 metrics.jsonl           one line per epoch
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import inspect
 import json
 import os
@@ -23,13 +24,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
+from retrieval.data.cache import dataset_identity
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.files import whole_folder, write_text
 from retrieval.host.files import write_json as write_whole
 from retrieval.host.importing import FilePlugin, is_file_plugin
+from retrieval.host.objects import WORDS, described, is_object
 from retrieval.host.plugins import Plugins
-from retrieval.recipe.read import Recipe, to_toml
+from retrieval.model.contracts import Dataset
+from retrieval.recipe.read import Recipe, read_table, to_toml
 from retrieval.recipe.tables import Component, Tables
 from retrieval.serving.files.locks import hold
 
@@ -135,11 +139,11 @@ def create_folder(
     """
     refuse_taken(path, replace)
     place = Path(os.path.realpath(path))
-    taken = DataError(
+    occupied = DataError(
         f"{path} exists already: something else has just made it. Choose another --output."
     )
     try:
-        with whole_folder(place, replace=is_run(place), taken=taken) as temporary:
+        with whole_folder(place, replace=is_run(place), taken=occupied) as temporary:
             (temporary / "checkpoints").mkdir()
             kept = copy_plugins(temporary, recipe)
             (temporary / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
@@ -225,17 +229,17 @@ def absolute_paths(recipe: AnyTables) -> AnyTables:
 
 def _absolute(plugins: Plugins, kind: str, values: Any) -> Any:
     if isinstance(values, list):
-        return [_absolute(plugins, kind, each) for each in values]
+        return [_absolute(plugins, kind, value) for value in values]
     factory = plugins.named(kind, str(values.get("name"))) if isinstance(values, Mapping) else None
     if factory is None:
         return values
-    found = dict(values)
+    table = dict(values)
     for p in factory.parameters:
-        if p.part and p.name in found:
-            found[p.name] = _absolute(plugins, p.part, found[p.name])
-        elif isinstance(found.get(p.name), str) and _takes_path(p.annotation):
-            found[p.name] = str(Path.cwd() / found[p.name])
-    return found
+        if p.part and p.name in table:
+            table[p.name] = _absolute(plugins, p.part, table[p.name])
+        elif isinstance(table.get(p.name), str) and _takes_path(p.annotation):
+            table[p.name] = str(Path.cwd() / table[p.name])
+    return table
 
 
 def _takes_path(annotation: Any) -> bool:
@@ -244,7 +248,7 @@ def _takes_path(annotation: Any) -> bool:
     if get_origin(annotation) is Annotated:
         return _takes_path(inner[0])
     if inner and get_origin(annotation) in (Union, types.UnionType):
-        return str not in inner and any(_takes_path(each) for each in inner)
+        return str not in inner and any(_takes_path(option) for option in inner)
     return inspect.isclass(annotation) and issubclass(annotation, PurePath)
 
 
@@ -259,3 +263,79 @@ def write_json(path: Path, value: Any) -> None:
 
 def _refused(path: Path, error: OSError) -> DataError:
     return DataError(f"{path} cannot be written: {error.strerror or error}.")
+
+
+def objects_of(**objects: Any) -> dict[str, Any]:
+    """Return the objects that were given, by the recipe's table; None stands for none."""
+    tables = {word: table for table, word in WORDS.items()}
+    return {tables[word]: value for word, value in objects.items() if value is not None}
+
+
+def record(recipe: Recipe) -> dict[str, Any]:
+    """Return what `run.json` says of a recipe's objects, by table."""
+    return {table: _recorded(value) for table, value in recipe.objects.items()}
+
+
+def _recorded(value: Any) -> dict[str, Any]:
+    description = described(value)
+    if isinstance(value, Dataset):
+        names = json.dumps([list(map(str, value.labels)), list(map(str, value.keys))])
+        description["items"] = len(value)
+        description["content"] = (
+            f"{dataset_identity(value)}"
+            f" {hashlib.blake2b(names.encode(), digest_size=16).hexdigest()}"
+        )
+    return description
+
+
+def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
+    """Refuse an object for a part of a run that a plugin makes.
+
+    Raises:
+        DataError: there is such a part; the sentence names it.
+    """
+    table, _ = read_table(path / "recipe.toml") if objects else ({}, [])
+    for part in objects:
+        named = table.get(part)
+        name = str(named.get("name")) if isinstance(named, Mapping) else "none"
+        if not is_object(name):
+            raise DataError(
+                f"{path} was trained with [{part}] {name}, not with an object. Leave"
+                f" {WORDS[part]}=… out."
+            )
+
+
+def refuse_others(path: Path, recipe: Recipe) -> None:
+    """Refuse other objects than a run was trained with.
+
+    Raises:
+        DataError: a class, a setting or the dataset's content is another; the sentence says which.
+    """
+    try:
+        before = json.loads((path / "run.json").read_text(encoding="utf-8")).get("objects", {})
+    except (OSError, ValueError, AttributeError) as error:
+        if not recipe.objects:
+            return
+        raise DataError(f"{path / 'run.json'} cannot be read: {error}.") from error
+    now = record(recipe)
+    for part in before:
+        recorded = before[part]
+        if not isinstance(recorded, Mapping) or part not in now or recorded == now[part]:
+            continue
+        raise DataError(
+            f"{path} was trained with another {WORDS[part]}: {_difference(recorded, now[part])}."
+            " Give the object that it was trained with, or train into another folder."
+        )
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the first thing in which two descriptions differ, in words."""
+    if before.get("class") != now["class"]:
+        return f"{before.get('class')} then, {now['class']} now"
+    old, new = before.get("settings") or {}, now["settings"]
+    for name in dict.fromkeys([*old, *new]):
+        if old.get(name) != new.get(name):
+            return f"{name} was {old.get(name)}, and is {new.get(name)}"
+    if before.get("items") != now.get("items"):
+        return f"{before.get('items'):,} items then, {now.get('items'):,} now"
+    return "its items or their labels differ"

@@ -1,6 +1,4 @@
-"""A run: everything built from its recipe, and the folder (`retrieval.run.folder`) that holds what
-came of it.
-"""
+"""A run: everything built from its recipe, its folder, and the codes of its items."""
 
 from __future__ import annotations
 
@@ -13,10 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from retrieval.data.kept import pack_inputs, read_inputs
+from retrieval.data.encode import encode, evaluating
+from retrieval.data.features import backbone_features
+from retrieval.data.kept import KeptInputs, pack_inputs, read_inputs
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
@@ -26,11 +28,18 @@ from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import Objective, build_dataset, build_model, build_objective
-from retrieval.run.folder import INPUTS, checkpoint_file, create_folder, is_run
-from retrieval.run.objects import objects_of, record, refuse_needless, refuse_others
+from retrieval.run.folder import (
+    INPUTS,
+    checkpoint_file,
+    create_folder,
+    is_run,
+    objects_of,
+    record,
+    refuse_needless,
+    refuse_others,
+)
 from retrieval.run.resume import Standing
-from retrieval.run.start import take_weights
-from retrieval.run.weights import load_weights
+from retrieval.run.weights import load_weights, take_weights
 from retrieval.serving.files.places import StrPath, instead
 
 
@@ -106,7 +115,7 @@ class Run:
 
 def run_versions() -> dict[str, str]:
     """Return the versions of what results depend on."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in (
         "embedding-retrieval",
         "torch",
@@ -118,10 +127,10 @@ def run_versions() -> dict[str, str]:
         "timm",
     ):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -254,7 +263,7 @@ def load_run(
         if recipe.learner is None:
             model = build_model(recipe, dataset)
     if recipe.learner is not None:
-        from retrieval.run.learned import load_learned
+        from retrieval.run.weights import load_learned
 
         model = load_learned(recipe, dataset, checkpoint_file(path, "best"))
     else:
@@ -277,13 +286,62 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:
     """Return the checkpoint that evaluation and export read, and what to do if it is damaged."""
-    there = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
-    if not there:
+    names = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
+    if not names:
         raise DataError(f"{path} has no checkpoint yet. Train on, with --resume.")
     advice = "Train again, with --replace."
-    if len(there) > 1:
+    if len(names) > 1:
         advice = (
-            f"Remove it to use {there[1]}.safetensors instead, with the weights of another epoch;"
+            f"Remove it to use {names[1]}.safetensors instead, with the weights of another epoch;"
             " or train again, with --replace."
         )
-    return checkpoint_file(path, there[0]), advice
+    return checkpoint_file(path, names[0]), advice
+
+
+class ItemCodes:
+    """Encodes items of a run by their numbers.
+
+    With a frozen backbone or a learner it starts from the features, which are on disk since
+    training.
+
+    Args:
+        run: a loaded run.
+        device: where to encode.
+
+    Attributes:
+        source: where the items are: the backbone's features, or the run's dataset.
+        from_features: which of the two.
+    """
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run, self.device, self.batch = run, device, run.recipe.evaluate.batch
+        computed_once = run.recipe.backbone.frozen or run.recipe.learner is not None
+        # the few inputs that a run keeps are not the items whose features are on disk
+        self.from_features = computed_once and not isinstance(run.dataset, KeptInputs)
+        self.source: Dataset = run.dataset
+        if self.from_features:
+            self.source = backbone_features(run.model, run.dataset, device, self.batch)
+
+    def __call__(self, indices: NDArray[np.int64], model: Model | None = None) -> Tensor:
+        """Return codes (N, C), float32, on the CPU.
+
+        Args:
+            indices: which items (N,).
+            model: by default the run's own; another one must have the same backbone where features
+                are kept.
+        """
+        model = (model or self.run.model).to(self.device)
+        if isinstance(self.source, KeptInputs):  # few, and already as the encoder takes them
+            with evaluating(model):
+                kept = torch.from_numpy(self.source.inputs[indices]).to(self.device)
+                codes: Tensor = model(kept)[1].float().cpu()
+            return codes
+        return encode(
+            model,
+            self.source,
+            indices,
+            batch=self.batch,
+            device=self.device,
+            progress="encoding",
+            from_features=self.from_features,
+        )

@@ -1,13 +1,11 @@
-"""Going on with a run: with its own recipe and its own copies of plugin files, but for what may
-change.
-"""
+"""Going on with a run, with its own recipe and its own copies of plugin files."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,36 @@ from retrieval.host.importing import FilePlugin, is_file_plugin
 from retrieval.recipe.read import Recipe, apart, check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Tables
 from retrieval.run import checkpoint
-from retrieval.run.folder import absolute_paths, checkpoint_file, has_checkpoint, is_run
-from retrieval.run.objects import refuse_others
-from retrieval.run.position import Position
+from retrieval.run.folder import (
+    absolute_paths,
+    checkpoint_file,
+    has_checkpoint,
+    is_run,
+    refuse_others,
+)
 from retrieval.serving.files.places import StrPath
+
+
+@dataclass
+class Position:
+    """Where training is; part of the checkpoint."""
+
+    phase: int = 0
+    phase_epoch: int = 0
+    epoch: int = 0
+    step: int = 0
+    """Steps done in this epoch."""
+    total: int = 0
+    """Steps done in all."""
+    best: float | None = None
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    stale: int = 0
+    """Validations since the best."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Sums of this epoch's figures so far."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Steps that had each of them: a batch without triplets has no generator's objective."""
+
 
 MAY_CHANGE = re.compile(
     r"train\.(epochs|patience|validate_every|checkpoint_every|workers|device)|phase\.\d+\.epochs|evaluate\..+"
@@ -196,7 +220,7 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
     if refused:
         tables = list(dict.fromkeys(key.partition(".")[0] for key in refused))
         shown = [
-            f"{key} was {_said(before.get(key))}, and is {_said(now.get(key))}"
+            f"{key} was {_text(before.get(key))}, and is {_text(now.get(key))}"
             for key in refused[:6]
         ]
         raise DataError(
@@ -211,7 +235,7 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
     if longer:
         _refuse_lengths(folder, kept, given, progress, longer)
     return [
-        f"{key}: {_said(before.get(key))} → {_said(now.get(key))}" for key in differing
+        f"{key}: {_text(before.get(key))} → {_text(now.get(key))}" for key in differing
     ] + _schedule(given, longer, progress)
 
 
@@ -286,5 +310,5 @@ def _flat(recipe: Tables) -> dict[str, Any]:
     return flat
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return "not set" if value is None else str(value)

@@ -1,13 +1,23 @@
-"""A checkpoint's weights, put into a model."""
+"""Weights of checkpoints: put into a model, taken from another run, and a fitted learner's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from retrieval.errors import DataError
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrieval.errors import DataError, PluginError, RecipeError
+from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model
+from retrieval.model.products import check_learner, model_parts
+from retrieval.recipe.read import Recipe
+from retrieval.run import checkpoint
+from retrieval.run.build import build_backbone
+from retrieval.run.folder import checkpoint_file
 
 
 def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
@@ -24,3 +34,118 @@ def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
             f"{path} holds the weights of another model: {first} The recipe beside it was changed,"
             " or a plugin was."
         ) from error
+
+
+SHOWN = 8
+
+
+def take_weights(model: Model, recipe: Recipe) -> None:
+    """Put the weights of the run that `[train] start_from` names into a model; do nothing where it
+    names none.
+
+    With a learner only the backbone's: it makes the other parts itself.
+
+    Raises:
+        RecipeError: there is no such run, or its weights have other names or shapes; the sentences
+            say which.
+        DataError: its checkpoint is damaged.
+    """
+    if recipe.train.start_from is None:
+        return
+    source = Path(recipe.train.start_from)
+    file = source
+    if source.is_dir():
+        files = [checkpoint_file(source, name) for name in ("best", "last", "previous")]
+        file = next((file for file in files if file.is_file()), files[0])
+    if not file.is_file():
+        raise RecipeError([f"[train] start_from: {source} is not a run with a checkpoint."])
+    theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
+    parts = [
+        part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
+    ]
+    faults = {part: _misfits(part, model.state_dict(), theirs) for part in parts}
+    problems = [problem for sentences in faults.values() for problem in sentences]
+    if problems:
+        fitting = [part for part, sentences in faults.items() if not sentences]
+        more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+        advice = (
+            f"Take what fits: [train] start_parts = {fitting}.".replace("'", '"')
+            if fitting
+            else "No part fits."
+        )
+        shown = [f"[train] start_from: {problem}" for problem in problems[:SHOWN]]
+        raise RecipeError([*shown[:-1], f"{shown[-1].rstrip('.')}{more}. {advice}"])
+    model.load_state_dict(
+        {name: value for name, value in theirs.items() if name.partition(".")[0] in parts},
+        strict=False,
+    )
+
+
+def _misfits(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """Return what keeps a part's weights from fitting, one sentence each."""
+    own = {name: tuple(value.shape) for name, value in ours.items() if name.startswith(f"{part}.")}
+    other = {
+        name: tuple(value.shape) for name, value in theirs.items() if name.startswith(f"{part}.")
+    }
+    problems = [
+        f"that run has no {name} {shape}." for name, shape in own.items() if name not in other
+    ]
+    problems += [
+        f"that run has {name} {shape}, and this model has not."
+        for name, shape in other.items()
+        if name not in own
+    ]
+    return problems + [
+        f"{name} is {other[name]} in that run, and {shape} here."
+        for name, shape in own.items()
+        if name in other and other[name] != shape
+    ]
+
+
+def build_learner(recipe: Recipe, features: int) -> Learner:
+    """Return the recipe's learner, not fitted."""
+    assert recipe.learner is not None
+    learner = recipe.build("learner", features=features)
+    check_learner(learner, recipe.learner.name)
+    return cast(Learner, learner)
+
+
+def fitted_state(learner: Learner) -> dict[str, Any]:
+    """Return a fitted estimator's attributes (scikit-learn's `name_`) that are arrays, numbers or
+    text.
+    """
+    state: dict[str, Any] = {}
+    for name, value in vars(learner).items():
+        if not name.endswith("_") or name.startswith("_"):
+            continue
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+            state[name] = torch.from_numpy(np.array(value))
+        elif isinstance(value, bool | int | float | str) or value is None:
+            state[name] = value
+    return state
+
+
+def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
+    """Return the model of a fitted learner from its checkpoint, without fitting again.
+
+    Raises:
+        DataError: the checkpoint is missing, damaged, or of another recipe.
+    """
+    state = checkpoint.load(path, "Train again, with --replace.")
+    backbone = build_backbone(recipe, dataset)
+    learner = build_learner(recipe, backbone.features)
+    for name, value in state.get("learner", {}).items():
+        setattr(learner, name, value.numpy() if isinstance(value, torch.Tensor) else value)
+    assert recipe.learner is not None
+    name = recipe.learner.name
+    try:
+        head, combiner = model_parts(learner, name, backbone.features)
+    except PluginError as error:
+        raise DataError(
+            f"{path} does not hold what {name} needs: {error.__cause__ or error}."
+        ) from error
+    model = Model(backbone, head, combiner)
+    load_weights(model, state, path)
+    return model.eval()

@@ -571,20 +571,51 @@ def thumbnail(image: Image.Image) -> bytes:
 
 
 def from_array(array: NDArray[Any]) -> Image.Image:
-    """Return a Pillow image of uint8 pixels (H, W), (H, W, 1) or (H, W, 3).
+    """Return a Pillow image of pixels (H, W), (H, W, 1) or (H, W, 3): uint8, or real numbers from 0
+    to 1.
 
     Raises:
-        DataError: another shape or type.
+        DataError: another shape or type, or numbers beyond that range.
     """
     if (
-        array.dtype != np.uint8
+        (array.dtype != np.uint8 and array.dtype.kind != "f")
         or array.ndim not in (2, 3)
         or (array.ndim == 3 and array.shape[2] not in (1, 3))
         or not array.size
     ):
         raise DataError(
-            f"Pixels must be uint8 of shape (H, W) or (H, W, 3), not {array.dtype} {array.shape}."
+            "Pixels must be uint8, or real numbers from 0 to 1, of shape (H, W) or (H, W, 3), not"
+            f" {array.dtype} {array.shape}."
         )
+    if array.dtype.kind == "f":
+        least, most = float(array.min()), float(array.max())
+        if not (least >= 0 and most <= 1):
+            raise DataError(
+                f"Pixels that are real numbers go from 0 to 1, and these from {least:g} to"
+                f" {most:g}. Scale them, or give uint8."
+            )
+        array = np.rint(array * 255).astype(np.uint8)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     return Image.fromarray(np.ascontiguousarray(array))
+
+
+def as_list(images: Any) -> list[Any]:
+    """Return one image or several as a list of what `Bundle.preprocess` takes.
+
+    Tensors become arrays; their channels come first, as torchvision has them. An array of four
+    axes is a batch (N, H, W, channels), a tensor of four axes one (N, channels, H, W).
+    """
+    if isinstance(images, str | bytes | os.PathLike | Image.Image):
+        return [images]
+    if isinstance(images, np.ndarray):
+        return list(images) if images.ndim == 4 else [images]
+    if hasattr(images, "detach"):
+        return [_channels_last(row) for row in (images if images.ndim == 4 else [images])]
+    return [_channels_last(image) if hasattr(image, "detach") else image for image in images]
+
+
+def _channels_last(tensor: Any) -> NDArray[Any]:
+    """Return a tensor (channels, H, W) or (H, W) as an array (H, W, channels) or (H, W)."""
+    array: NDArray[Any] = tensor.detach().cpu().numpy()
+    return array.transpose(1, 2, 0) if array.ndim == 3 else array

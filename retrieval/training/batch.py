@@ -1,9 +1,9 @@
-"""A batch that went through the model, and what it gives."""
+"""A batch that went through the model: its losses, what must be finite, and an epoch's sums."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from retrieval.data.augment import Labels
 from retrieval.errors import DataError
 from retrieval.model.contracts import TripletIndices
-from retrieval.training.synthetic import Figures
+from retrieval.run.resume import Position
+from retrieval.training.synthetic import Metrics
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Batch:
         labels: (B,).
         indices: what the miner picked; None without a miner.
         own: the combiner's own objective, if it has one.
-        figures: for the log.
+        metrics: for the log.
     """
 
     features: Tensor
@@ -33,7 +34,7 @@ class Batch:
     labels: Tensor
     indices: TripletIndices | None
     own: Tensor | None
-    figures: Figures
+    metrics: Metrics
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,21 @@ class Watched:
 
 @dataclass(frozen=True)
 class Losses:
-    """What one batch gives: a scalar for each side that trains, figures for the log, and what to
+    """What one batch gives: a scalar for each side that trains, metrics for the log, and what to
     look for NaN in.
     """
 
     metric: Tensor | None
     generator: Tensor | None
-    figures: Figures
+    metrics: Metrics
     watched: tuple[Watched, ...] = ()
 
-    def all_figures(self) -> dict[str, Tensor | int]:
-        """Return the figures, and the losses as "loss" and "generator_loss" where there are any;
+    def all_metrics(self) -> dict[str, Tensor | int]:
+        """Return the metrics, and the losses as "loss" and "generator_loss" where there are any;
         nothing is read.
         """
         losses = {"loss": self.metric, "generator_loss": self.generator}
-        return {**self.figures, **{k: v.detach() for k, v in losses.items() if v is not None}}
+        return {**self.metrics, **{k: v.detach() for k, v in losses.items() if v is not None}}
 
     def refuse(self) -> None:
         """Refuse NaN and infinity; this waits for the device.
@@ -106,9 +107,9 @@ class Watch:
         self._keep(Watched(value.detach(), f"{name} is {{}} ({who})"))
         return value
 
-    def rows(self, made: Tensor, who: str) -> None:
+    def rows(self, rows: Tensor, who: str) -> None:
         """Watch the rows (T, F) that a generator made; see `loss`."""
-        wrong = (made.detach() * 0).sum()  # of a finite number 0, of any other NaN
+        wrong = (rows.detach() * 0).sum()  # of a finite number 0, of any other NaN
         self._keep(Watched(wrong, f"the generator's output became NaN or infinite ({who})"))
 
     def _keep(self, watched: Watched) -> None:
@@ -116,7 +117,7 @@ class Watch:
             refuse([float(watched.value)], [watched.sentence])
         self._kept.append(watched)
 
-    def taken(self) -> tuple[Watched, ...]:
+    def take(self) -> tuple[Watched, ...]:
         """Return what was kept, and forget it."""
         kept, self._kept = tuple(self._kept), []
         return kept
@@ -139,4 +140,91 @@ def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor,
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether no number of them is NaN or infinite; the device is waited for once."""
-    return not tensors or bool(torch.stack([torch.isfinite(each).all() for each in tensors]).all())
+    return not tensors or bool(
+        torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+    )
+
+
+EVERY = 50
+"""Steps between two readings on a device."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a step left: the step's number, metrics and watched numbers by name, and sentences of
+    the latter.
+    """
+
+    step: int
+    metrics: dict[str, Tensor | int | float]
+    watched: list[Tensor]
+    sentences: list[str]
+
+
+class Tally:
+    """Adds each step's metrics to a `Position`'s sums, and looks for NaN; both some steps later, so
+    that no step waits.
+
+    The sums are those of Python floats in the steps' order, whenever they are read.
+
+    Args:
+        progress: returns that whose sums and counts are kept.
+        every: steps between readings; 1 on a CPU, where nothing waits.
+        stopped: makes the error from a step's number and what was found.
+    """
+
+    def __init__(
+        self, progress: Callable[[], Position], every: int, stopped: Callable[[int, str], DataError]
+    ) -> None:
+        self._progress, self._every, self._stopped = progress, every, stopped
+        self._kept: list[_Kept] = []
+
+    def add(self, losses: Losses) -> None:
+        """Keep a step's metrics, as they are now.
+
+        Raises:
+            DataError: see `read`.
+        """
+        metrics: dict[str, Tensor | int | float] = {
+            name: _copied(value) if isinstance(value, Tensor) else value
+            for name, value in losses.all_metrics().items()
+        }
+        watched = [_copied(number.value) for number in losses.watched]
+        sentences = [number.sentence for number in losses.watched]
+        self._kept.append(_Kept(self._progress().total + 1, metrics, watched, sentences))
+        if len(self._kept) >= self._every:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the device, and add what was kept to the sums.
+
+        Raises:
+            DataError: a loss or a synthetic feature was not finite; it names the first step that
+                had one.
+        """
+        kept, self._kept = self._kept, []
+        tensors = [
+            value
+            for step in kept
+            for value in (*step.watched, *step.metrics.values())
+            if isinstance(value, Tensor)
+        ]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+        progress = self._progress()
+        sums, counts = progress.sums, progress.counts
+        for step in kept:
+            watched = [next(numbers) for _ in step.watched]
+            for name, value in step.metrics.items():
+                sums[name] = sums.get(name, 0.0) + (
+                    next(numbers) if isinstance(value, Tensor) else float(value)
+                )
+                counts[name] = counts.get(name, 0) + 1
+            try:
+                refuse(watched, step.sentences)
+            except DataError as error:
+                raise self._stopped(step.step, str(error)) from error
+
+
+def _copied(value: Tensor) -> Tensor:
+    """Return a scalar as it is now: what it was read from may change before it is read."""
+    return value.detach().reshape(()).to(torch.float64, copy=True)

@@ -22,13 +22,12 @@ from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, code_size
-from retrieval.run.learned import build_learner
 from retrieval.run.open import build_run
+from retrieval.run.weights import build_learner
 from retrieval.training.comparison import space
-from retrieval.training.learn import fit
+from retrieval.training.learn import NOTHING, fit, nothing_to_train
 from retrieval.training.probe import look_ahead, open_some
 from retrieval.training.process import make_accelerator
-from retrieval.training.untrained import NOTHING, nothing_to_train
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:
@@ -97,9 +96,9 @@ def _fit_some(
         rows = np.concatenate(
             [np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]]
         )
-        made = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
+        batches = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
         with calling(backbone), torch.inference_mode():
-            x = torch.cat([model.features(batch) for batch in made]).numpy().astype(np.float64)
+            x = torch.cat([model.features(batch) for batch in batches]).numpy().astype(np.float64)
         check_width(x, backbone, model.backbone.features)
         try:
             fit(learner, name, x, labels[rows])

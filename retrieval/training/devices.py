@@ -1,18 +1,166 @@
-"""What several processes that train one model tell one another: rows of the batch, gradients,
-statistics.
+"""Several processes that train one model: shares of the batch, gradients, batch norm, the loss.
+
+Each process has some rows of the batch. With one process nothing is exchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
-from torch.nn import Parameter
+from torch import Tensor, distributed, nn
+from torch.nn import Parameter, functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-from retrieval.training.batch_norm import whole_batch
+from retrieval.model.contracts import TripletIndices
+from retrieval.model.model import Model
+from retrieval.model.rows import Rows, is_mean, row_sums
+from retrieval.recipe.read import Recipe
+
+NOT_SYNCHRONISED = (
+    "batch norm takes its mean and variance from each process's own share of the batch, so this run"
+    " of {processes} processes is not what one process would train. [train] sync_batch_norm = true"
+    " takes them from the whole batch."
+)
+"""Said of a run of several processes that trains batch norm by shares."""
+
+
+def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
+    """Return whether a phase of the recipe trains a part that has batch norm."""
+    parts = {part for phase in recipe.phases for part in phase.train}
+    trained: Iterable[nn.Module | None] = (
+        model.backbone if "backbone" in parts and not recipe.backbone.frozen else None,
+        model.head if "head" in parts else None,
+    )
+    return any(
+        isinstance(m, _BatchNorm) for part in trained if part is not None for m in part.modules()
+    )
+
+
+def whole_batch(synchronised: bool) -> AbstractContextManager[Any]:
+    """Return a context in which batch norm takes the statistics of all processes' shares, where
+    that is asked for.
+    """
+    return WholeBatch() if synchronised and distributed.is_initialized() else nullcontext()
+
+
+class WholeBatch(TorchFunctionMode):
+    """Inside, `torch.nn.functional.batch_norm` in training takes mean and variance from all
+    processes' shares together.
+
+    No module is exchanged, so the model that is saved and exported is the plain one. Any layer that
+    calls that function is reached, timm's too. Every process must call the same layers in the same
+    order, on the device of its process group.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch, or batch norm over the whole batch in its place."""
+        kwargs = kwargs or {}
+        if func is functional.batch_norm:
+            return _batch_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Do what `torch.nn.functional.batch_norm` does, in training over all processes' rows."""
+    if not training:
+        return functional.batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+    output, mean, variance, count = _Normalised.apply(input, weight, bias, eps)
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    normalised: Tensor = output
+    return normalised
+
+
+class _Normalised(torch.autograd.Function):
+    """(x − mean) / √(variance + eps) · weight + bias; mean and variance of all processes' rows.
+
+    The gradient of x is that of the sum of all processes' objectives; those of weight and bias are
+    this process's part.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the normalised x (B, C, …), and mean (C,), biased variance (C,) and count () of
+        each channel.
+
+        The shares' means and squared deviations are added up as Chan, Golub & LeVeque (1983) do, so
+        nothing cancels.
+        """
+        full = _full(x)
+        rows = [0, *range(2, x.ndim)]
+        count = full.new_tensor([x.numel() / max(1, x.shape[1])])
+        variance, mean = torch.var_mean(full, rows, correction=0)
+        own = torch.cat([count, mean, variance * count])
+        every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(every, own)
+        counts, means, squares = torch.stack(every).tensor_split([1, 1 + len(mean)], dim=1)
+        total = counts.sum()
+        mean = (counts * means).sum(0) / total
+        variance = (squares + counts * (means - mean).square()).sum(0) / total
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, scale, total)
+        shape = _wide(x)
+        y = (full - mean.view(shape)) * scale.view(shape)
+        if weight is not None:
+            y = y * _full(weight).view(shape)
+        if bias is not None:
+            y = y + _full(bias).view(shape)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return y.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias."""
+        x, weight, mean, scale, total = ctx.saved_tensors
+        shape, rows = _wide(x), [0, *range(2, x.ndim)]
+        gradient = _full(gradient)
+        normal = (_full(x) - mean.view(shape)) * scale.view(shape)
+        sums = torch.cat([gradient.sum(rows), (gradient * normal).sum(rows)])
+        own_bias, own_weight = sums.chunk(2)
+        of_x: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            every = sums.clone()
+            distributed.all_reduce(every)
+            shift, stretch = (half.view(shape) / total for half in every.chunk(2))
+            slope = scale if weight is None else scale * _full(weight)
+            of_x = ((gradient - shift - normal * stretch) * slope.view(shape)).to(x.dtype)
+        of_weight = own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = own_bias if ctx.needs_input_grad[2] else None
+        return of_x, of_weight, of_bias, None
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _wide(x: Tensor) -> list[int]:
+    return [1, x.shape[1], *([1] * (x.ndim - 2))]
+
 
 BUCKET = 2**22
 """So many numbers of gradients travel at once: 16 MB, which is what a step takes besides."""
@@ -101,21 +249,21 @@ class Devices:
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         has = has.to(parameters[0].device)
         distributed.all_reduce(has, distributed.ReduceOp.MAX)
-        wanted = [p for p, some in zip(parameters, has.tolist(), strict=True) if some]
-        for parameter in wanted:
+        reduced = [p for p, some in zip(parameters, has.tolist(), strict=True) if some]
+        for parameter in reduced:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([p.grad for p in wanted if p.grad is not None]):
+        for bucket in _buckets([p.grad for p in reduced if p.grad is not None]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             distributed.all_reduce(flat)
             flat /= self.world
-            at = 0
+            start = 0
             for gradient in bucket:
-                gradient.copy_(flat[at : at + gradient.numel()].view_as(gradient))
-                at += gradient.numel()
+                gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+                start += gradient.numel()
 
     def clip(self, parameters: Sequence[Parameter], divided: Collection[int], limit: float) -> None:
-        """Scale gradients so that their norm, over all rows of all processes, is at most `limit`."""
+        """Scale gradients so that their norm over all processes' rows is at most `limit`."""
         squares = parameters[0].new_zeros(2)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -127,7 +275,7 @@ class Devices:
 
 
 class _Gather(torch.autograd.Function):
-    """All processes' rows; the gradient of a row is the sum of those that it has on every process."""
+    """All processes' rows; a row's gradient is the sum of its gradients on every process."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: int, rank: int) -> Tensor:
@@ -155,10 +303,95 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors in order, of one type and together of some `BUCKET` numbers."""
     bucket: list[Tensor] = []
     for tensor in tensors:
-        full = sum(each.numel() for each in bucket) + tensor.numel() > BUCKET
+        full = sum(gradient.numel() for gradient in bucket) + tensor.numel() > BUCKET
         if bucket and (full or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket = []
         bucket.append(tensor)
     if bucket:
         yield bucket
+
+
+PLAIN = 2**20
+"""Numbers of a process's rows with the batch, up to which nothing is computed twice: a loss keeps
+up to some ten such matrices, 40 MB.
+
+In blocks, each computed twice, the same takes more than one and a half times the processor time.
+"""
+
+
+def divided_loss(
+    loss: Any,
+    kind: Rows,
+    codes: Tensor,
+    labels: Tensor,
+    indices: TripletIndices | None,
+    devices: Devices,
+) -> Tensor:
+    """Return the loss of the whole batch; its gradient is this process's part, as `Devices` counts
+    it.
+
+    Of anchors, a process compares its rows with the batch all at once where that takes `PLAIN`
+    numbers or fewer. Above, it compares them in blocks and computes each once more when its
+    gradient is due: so the matrices in memory have `PLAIN` numbers at most, or as many as one
+    process's with its share alone, however many processes there are.
+
+    Args:
+        loss: the loss.
+        kind: how it can be divided.
+        codes: this process's rows (R, C).
+        labels: theirs (R,).
+        indices: what the miner picked in the whole batch, if there is one.
+        devices: the processes.
+    """
+    if kind == "classes":
+        whole = devices.gather(codes), devices.gather(labels)
+        value: Tensor = loss(*whole)
+        return devices.part(value.detach(), value)
+    if kind == "items":
+        sums, counts = row_sums(loss, kind, codes, labels, (codes, labels), 0, None)
+    else:
+        sums, counts = _by_blocks(loss, codes, labels, indices, devices)
+    counts = devices.total(counts)
+    names = loss.sub_loss_names()
+    means = torch.tensor([is_mean(loss, name) for name in names], device=codes.device)
+    over = torch.where(means, counts.clamp(min=1), 1).to(sums.dtype)
+    part = (sums / over).sum()
+    return devices.part(devices.total(part.detach()), part)
+
+
+def _by_blocks(
+    loss: Any, codes: Tensor, labels: Tensor, indices: TripletIndices | None, devices: Devices
+) -> tuple[Tensor, Tensor]:
+    """Return the sums and counts of this process's anchors."""
+    whole = devices.gather(codes), devices.gather(labels)
+    first, rows = devices.rank * len(codes), len(codes)
+    size = min(rows, max(-(-rows // devices.world), PLAIN // _numbers_of_row(whole[0], indices)))
+
+    def block(codes: Tensor, every: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        return row_sums(loss, "anchors", codes, labels, (every, whole[1]), start, indices)
+
+    if size == rows:
+        return block(codes, whole[0], labels, first)
+    blocks = [
+        checkpoint(
+            block,
+            codes[start : start + size],
+            whole[0],
+            labels[start : start + size],
+            first + start,
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing here is drawn
+        )
+        for start in range(0, rows, size)
+    ]
+    sums, counts = (torch.stack(parts).sum(0) for parts in zip(*blocks, strict=True))
+    return sums, counts
+
+
+def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
+    """Return how many numbers one row is compared by: the batch's items, or the triplets that a
+    miner picked for it on average.
+    """
+    picked = 0 if indices is None else len(indices[0]) // len(every)
+    return max(len(every), picked)

@@ -1,4 +1,4 @@
-"""Learners: features → a scikit-learn estimator → a model."""
+"""Runs without a step: a learner, fitted by scikit-learn, and a model that has nothing to train."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset
 from retrieval.run.folder import write_json
-from retrieval.run.learned import build_learner, fitted_state, load_learned
 from retrieval.run.open import Run, begin_folder
-from retrieval.run.start import take_weights
-from retrieval.training.process import make_accelerator
-from retrieval.training.validate import validate
+from retrieval.run.weights import build_learner, fitted_state, load_learned, take_weights
+from retrieval.training.optim import parts_of
+from retrieval.training.process import make_accelerator, validate
 
 
 def fit_learner(
@@ -133,3 +132,31 @@ def _verify(run: Run, features: NDArray[np.float32]) -> None:
                 " something else than arrays and numbers named like `components_`, so it cannot be"
                 " saved. Its fitted attributes must be enough for to_model_parts()."
             )
+
+
+NOTHING = "The model has nothing to train: its features are taken as they are."
+
+
+def nothing_to_train(run: Run) -> bool:
+    """Return whether neither backbone, nor head, nor combiner has a parameter that may change."""
+    assert run.objective is not None
+    parts = parts_of(run.model, run.objective, run.recipe.backbone.frozen)
+    return not any(parts[name] for name in ("backbone", "head", "combiner"))
+
+
+def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, resume: bool) -> Run:
+    """Write a run that is complete without a step, to be evaluated and exported.
+
+    Raises:
+        DataError: see `begin_folder`.
+    """
+    run.splits.notes.append(NOTHING)
+    if not resume:
+        begin_folder(run, report, replace=replace)
+    run.plugins.notify("retrieval_run_start", run=run)
+    checkpoint.save(run.best, {"model": run.model.state_dict(), "metrics": {}})
+    write_json(run.path / "summary.json", {"validation": {}, "epochs": 0, "steps": 0})
+    run.model.eval()
+    run.plugins.notify("retrieval_run_end", run=run, metrics={})
+    report(NOTHING)
+    return run

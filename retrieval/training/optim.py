@@ -1,20 +1,66 @@
-"""Optimisers and schedules by the names that torch gives them."""
+"""What trains: parts, the parameters of each, and their optimisers and schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim import lr_scheduler
 
 from retrieval.errors import RecipeError
 from retrieval.host.lazy import optimizing
+from retrieval.model.model import Model
 from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Optimizer, Phase, Schedule, Trainable
+from retrieval.run.build import Objective
+
+
+def names_of(recipe: Recipe) -> dict[str, str]:
+    """Return what each part is called in messages, by part: "loss pml.triplet_margin"."""
+    return {
+        part: f"{part} {table.name if (table := getattr(recipe, part)) else ''}"
+        for part in ("backbone", "loss", "miner", "generator", "combiner")
+    }
+
+
+def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable, list[Parameter]]:
+    """Return each part's parameters, each parameter once; a frozen backbone has none."""
+    modules: dict[Trainable, Sequence[nn.Module | None]] = {
+        "backbone": [] if frozen else [model.backbone],
+        "head": [model.head],
+        "combiner": [model.combiner],
+        "loss": [objective.loss, objective.miner],
+        "generator": [objective.generator],
+    }
+    seen: set[int] = set()
+    parameters_of: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
+    # what a head shares with its combiner is the combiner's: the first to name a parameter has it
+    for name in sorted(modules, key=lambda name: name != "combiner"):
+        for parameter in (p for m in modules[name] if m is not None for p in m.parameters()):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                parameters_of[name].append(parameter)
+    return parameters_of
+
+
+def set_modes(model: Model, objective: Objective, trains: Collection[Trainable]) -> None:
+    """Put all in training mode but the parts that do not train, which keep their batch statistics
+    too.
+    """
+    model.train()
+    model.backbone.train("backbone" in trains)
+    model.head.train("head" in trains)
+    objective.train()
+    # after the head, loss and miner, all of which may hold the combiner or a layer of it
+    if model.combiner is not None:
+        model.combiner.train("combiner" in trains)
+    if objective.generator is not None:
+        objective.generator.train("generator" in trains)
 
 
 def build_optimizer(
@@ -43,10 +89,10 @@ def build_optimizer(
         raise RecipeError(
             [f"nothing to train: {', '.join(parts) or 'the phase'} has no parameters."]
         )
-    made: TorchOptimizer = getattr(torch.optim, section.name)(
+    optimizer: TorchOptimizer = getattr(torch.optim, section.name)(
         groups, lr=lr or section.lr, **section.options
     )
-    return made
+    return optimizer
 
 
 @optimizing()
@@ -64,24 +110,24 @@ def build_optimizers(
     Raises:
         RecipeError: nothing that the phase names has parameters.
     """
-    found: dict[str, TorchOptimizer] = {}
+    optimizers: dict[str, TorchOptimizer] = {}
     metric: dict[Trainable, Sequence[Parameter]] = {
         name: p for name, p in parts.items() if name in phase.train and name != "generator"
     }
     if any(metric.values()):
-        found["metric"] = build_optimizer(recipe.optimizer, metric, phase.lr)
+        optimizers["metric"] = build_optimizer(recipe.optimizer, metric, phase.lr)
     if "generator" in phase.train and parts["generator"]:
         own = recipe.generator_optimizer
         # a phase's `lr` stands for that of [optimizer], which is the generator's where it has none
         # of its own
         rate = phase.generator_lr or (phase.lr if own is None else None)
         generator: dict[Trainable, Sequence[Parameter]] = {"generator": parts["generator"]}
-        found["generator"] = build_optimizer(own or recipe.optimizer, generator, rate)
-    if not found:
+        optimizers["generator"] = build_optimizer(own or recipe.optimizer, generator, rate)
+    if not optimizers:
         raise RecipeError(
             [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
         )
-    return found
+    return optimizers
 
 
 @optimizing()

@@ -1,17 +1,24 @@
-"""A look ahead, before anything is trained or written: whether a batch fits in memory and would
-change a weight, and whether the files open. It works on copies and puts the random generators back,
-so training goes on as if it had not been.
+"""A look ahead before training: whether batches fit in memory, change a weight, and files open.
+
+It works on copies and puts the random generators back, so that training goes on as if it had not
+been.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from retrieval.data.augment import Labels, built_transforms
 from retrieval.data.loading import TrainBatches
@@ -24,8 +31,110 @@ from retrieval.run.build import Objective, code_size
 from retrieval.run.open import Run
 from retrieval.serving.images import decode
 from retrieval.training.batch import Losses
-from retrieval.training.memory import Allocated, drawn_out, free_bytes, shown
 from retrieval.training.step import Step
+
+_CLOSE = 0.1
+
+
+class Allocated(TorchDispatchMode):
+    """Inside, counts the bytes of the tensors that torch's operations make and that are still
+    there.
+
+    Attributes:
+        peak: the most there were at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it made."""
+        result = func(*args, **(kwargs or {}))
+        inputs = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known and storage._cdata not in inputs:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._now -= size
+
+
+def drawn_out(sizes: Sequence[int], peaks: Sequence[int], size: int) -> int:
+    """Return the bytes that a batch takes, of those that smaller ones took.
+
+    A network's part grows with the batch, that of pairs with its square, that of triplets with its
+    cube: the sum of the first two that is closest to what was measured, none of them negative; of
+    all three where two are not close. (Always three, noise of small batches would be drawn out with
+    the cube.)
+
+    Args:
+        sizes: of the batches that were measured.
+        peaks: the bytes that they took.
+        size: of the batch in question.
+    """
+    from scipy.optimize import nnls
+
+    n = np.asarray(sizes, dtype=np.float64)
+    scale = np.asarray(peaks, dtype=np.float64)
+    for highest in (2, 3):
+        powers = np.arange(1.0, highest + 1)
+        terms = (
+            n[:, None] ** powers / scale[:, None]
+        )  # relative errors: small batches count as much
+        weights, _ = nnls(terms, np.ones(len(n)))
+        if np.abs(terms @ weights - 1).max() < _CLOSE:
+            break
+    return int(weights @ float(size) ** powers)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory that is free on a device: of the GPU, or of this process's machine and
+    control group.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = [_meminfo(), _group()]
+    return min((value for value in limits if value is not None), default=None)
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+        )
+    except (OSError, ValueError, StopIteration):  # not Linux
+        return None
+
+
+def _group() -> int | None:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        return max(0, limit - int((group / "memory.current").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # none, or "max"
+        return None
+
+
+def shown(size: int) -> str:
+    """Return a number of bytes as a person reads it."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{max(1, round(size / 1e6))} MB"
+
 
 WHOLE = 256
 """Batches up to this size are tried as they are; of larger ones some that are smaller."""
@@ -167,7 +276,7 @@ class _Tried:
             changes = _changes(step)
         self._say(phase, losses, len(labels), seen)
         if not changes:
-            mined = losses.figures.get("mined")
+            mined = losses.metrics.get("mined")
             why = ": the miner found no pair" if mined is not None and int(mined) == 0 else ""
             seen.warnings.append(
                 f"phase '{phase.name}': no weight would change in {number + 1} sampled"
@@ -195,7 +304,7 @@ class _Tried:
         batch, labels = next(batches.epoch(0, start=number))
         return batch.to(self.accelerator.device), labels.to(self.accelerator.device)
 
-    def _memory(self, step: Step, each: float, seen: Seen) -> None:
+    def _memory(self, step: Step, item_bytes: float, seen: Seen) -> None:
         """Say what the recipe's batch will take, from what an item took and from the objective on
         drawn codes.
         """
@@ -215,7 +324,7 @@ class _Tried:
             sizes.append(len(labels))
             peaks.append(allocated.peak)
         free = free_bytes(self.accelerator.device)
-        needed = int(each * self.size) + drawn_out(sizes, peaks, self.size)
+        needed = int(item_bytes * self.size) + drawn_out(sizes, peaks, self.size)
         have = "" if free is None else f"; {shown(free)} are free"
         seen.lines.append(
             f"memory: a batch of {self.size:,} takes about {shown(needed)}, judging by small"
@@ -228,17 +337,17 @@ class _Tried:
             )
 
     def _say(self, phase: Phase, losses: Losses, size: int, seen: Seen) -> None:
-        found = [
+        values = [
             f"{name} {float(value.detach()):.4f}"
             for name, value in (("loss", losses.metric), ("generator loss", losses.generator))
             if value is not None
         ]
-        found += [f"{name} {_short(float(value))}" for name, value in losses.figures.items()]
-        if losses.figures.get("triplets") == 0:
+        values += [f"{name} {_short(float(value))}" for name, value in losses.metrics.items()]
+        if losses.metrics.get("triplets") == 0:
             seen.warnings.append(
                 f"in phase '{phase.name}' the batch has no triplet that the generator could change."
             )
-        seen.lines.append(f"one batch of {size}, phase '{phase.name}': {', '.join(found)}")
+        seen.lines.append(f"one batch of {size}, phase '{phase.name}': {', '.join(values)}")
 
 
 def smaller(sampler: Sampler, size: int) -> Sampler:

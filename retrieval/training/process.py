@@ -1,39 +1,118 @@
-"""What surrounds the training loop: devices and precision, what processes settle first, signals,
-TensorBoard, the log after a crash.
-"""
+"""What surrounds the training loop: devices, processes, signals, validation, the log."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 
+from retrieval.data.encode import encode
+from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, RecipeError, RetrievalError
+from retrieval.evaluation.evaluate_run import resolve_metrics
+from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.protocol import Protocol
 from retrieval.host.files import write_text
+from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe
+from retrieval.recipe.tables import Train
+from retrieval.run.build import Objective
+from retrieval.run.checkpoint import python_random_kept
+from retrieval.run.open import Run
 from retrieval.run.resume import Standing, changes, standing
-from retrieval.training.placing import make_repeatable, refuse_uncompiled
+from retrieval.serving.memory import keep_large_blocks
+
+if TYPE_CHECKING:
+    from retrieval.run.open import Run
+
+
+def place(run: Run, objective: Objective, device: torch.device) -> None:
+    """Put model and objective on a device, as `[train]` says; kernels are compiled when they are
+    first called.
+
+    On a CPU the process keeps its large blocks of memory from then on; see `keep_large_blocks`.
+    """
+    train = run.recipe.train
+    if device.type == "cpu":
+        keep_large_blocks()
+    run.device = device
+    run.model.to(device)
+    run.model.channels_last = train.channels_last
+    if train.channels_last:
+        run.model.backbone.to(memory_format=torch.channels_last)
+    objective.to(device)
+    if train.compile:
+        run.model.backbone.compile()
+
+
+def plain(run: Run) -> None:
+    """Run the backbone's own code again; its weights are the same ones."""
+    run.model.backbone._compiled_call_impl = None
+
+
+def refuse_uncompiled(train: Train, on_cpu: bool) -> None:
+    """Refuse `[train] compile` where torch could not compile.
+
+    Raises:
+        RecipeError: it needs a C++ compiler (`CXX`, or the platform's own), and there is none.
+    """
+    if not train.compile or not on_cpu:
+        return
+    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
+        sys.platform, "g++"
+    )
+    if shutil.which(compiler) is None:
+        raise RecipeError(
+            [
+                f"[train] compile: on a CPU torch.compile needs a C++ compiler, and {compiler} is"
+                " not here. Install it, or remove compile."
+            ]
+        )
+
+
+def make_repeatable(train: Train) -> None:
+    """Tell cuBLAS, before it is first used, to give the same bits each time."""
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextlib.contextmanager
+def repeating(train: Train) -> Iterator[None]:
+    """Inside, torch takes algorithms that give the same bits each time, where `[train]
+    deterministic` asks for them.
+    """
+    if not train.deterministic:
+        yield
+        return
+    memory: Any = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # memory that nobody has written is not read either: to fill it would only take time
+    torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = False, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = benchmark, fill
+
 
 Found = TypeVar("Found")
-
-
-class Interrupted(RetrievalError):
-    """Training was asked to stop; the last checkpoint holds everything."""
-
-    exit_code = 130
-
-
-class Diverged(DataError):
-    """The loss or weights became NaN or infinite; the last good checkpoint is kept."""
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
@@ -53,7 +132,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             ['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.']
         )
     if AcceleratorState._shared_state:
-        AcceleratorState._reset_state()  # another run of this process may have had another precision
+        # another run of this process may have had another precision
+        AcceleratorState._reset_state()
     refuse_uncompiled(train, on_cpu)
     make_repeatable(train)
     return Accelerator(cpu=on_cpu, mixed_precision=train.precision)
@@ -77,16 +157,16 @@ def together(accelerator: Accelerator, do: Callable[[], Found]) -> Found:
         return do()
     refused: RetrievalError | None = None
     try:
-        found = do()
+        result = do()
     except RetrievalError as error:
         refused = error
-    said = gather_object([None if refused is None else str(refused)])
+    sentences = gather_object([None if refused is None else str(refused)])
     if refused is not None:
         raise refused
-    for sentence in said:
+    for sentence in sentences:
         if sentence is not None:
             raise DataError(sentence)
-    return found
+    return result
 
 
 def going_on(
@@ -180,3 +260,36 @@ def forget_after(log: Path, step: int) -> None:
         except (json.JSONDecodeError, KeyError, TypeError):
             break  # a line that the crash cut off
     write_text(log, "".join(kept))
+
+
+@python_random_kept()
+def validate(
+    run: Run, dataset: Dataset, from_features: bool, raw: RawInputs | None = None
+) -> dict[str, float]:
+    """Return the recipe's figures on the validation part, each item a query among the others; MAP@R
+    always.
+
+    Args:
+        run: the run; its model keeps its mode.
+        dataset: where the items are (a frozen backbone's features, or the run's own dataset).
+        from_features: whether those are features.
+        raw: the dataset's inputs, where they are kept between calls.
+    """
+    indices = run.splits.validation
+    codes = encode(
+        run.model,
+        dataset,
+        indices,
+        batch=run.recipe.evaluate.batch,
+        device=run.device,
+        from_features=from_features,
+        raw=raw,
+    )
+    metrics = resolve_metrics(run.recipe.evaluate.metrics, run.plugins, always=("map_at_r",))
+    distance = None if run.model.combiner is None else run.model.combiner.compute_mat
+    protocol = Protocol(run, indices, None).arguments(indices, None)
+    return dict(
+        evaluate(
+            codes, run.splits.labels[indices], metrics=metrics, distance=distance, **protocol
+        ).values
+    )

@@ -29,11 +29,16 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase, Trainable
 from retrieval.run.build import Objective
 from retrieval.training.batch import Batch, Losses, Watch
-from retrieval.training.devices import Devices
-from retrieval.training.divided import divided_loss
-from retrieval.training.optim import build_optimizers, prepared, schedules_of
-from retrieval.training.parts import names_of, parts_of, set_modes
-from retrieval.training.synthetic import Figures, Made, choose_triplets, extend, mine
+from retrieval.training.devices import Devices, divided_loss
+from retrieval.training.optim import (
+    build_optimizers,
+    names_of,
+    parts_of,
+    prepared,
+    schedules_of,
+    set_modes,
+)
+from retrieval.training.synthetic import Made, Metrics, choose_triplets, extend, mine
 
 
 class Step:
@@ -179,10 +184,12 @@ class Step:
         if self.rows is not None:
             return self._divided(self.rows, codes.float(), labels)
         batch = self._shared(features.float(), codes.float(), labels)
-        made = self._made(batch)
-        metric = self._metric_loss(batch, made)
-        generator = self._generator_loss(made)
-        return Losses(metric, generator, self._figures(batch, made, metric), self._watch.taken())
+        synthetic = self._synthesize(batch)
+        metric = self._metric_loss(batch, synthetic)
+        generator = self._generator_loss(synthetic)
+        return Losses(
+            metric, generator, self._metrics(batch, synthetic, metric), self._watch.take()
+        )
 
     @optimizing()
     def zero_grad(self) -> None:
@@ -248,33 +255,33 @@ class Step:
             features = self.devices.share(features)
         codes, labels = self.devices.share(codes), self.devices.share(labels)
         indices = self._mined(codes, labels)
-        figures: dict[str, Tensor | int] = (
+        metrics: dict[str, Tensor | int] = (
             {} if indices is None else {"mined": count_indices(indices)}
         )
         own: Tensor | None = None
         if self.model.combiner is not None:
             with calling(self._the("combiner")):
-                given = self.model.combiner.objective(codes, labels, indices)
-            own, theirs = checked_objective(given, self._the("combiner"), codes)
-            figures.update(theirs)
-        return Batch(features, codes, labels, indices, own, figures)
+                objective = self.model.combiner.objective(codes, labels, indices)
+            own, theirs = checked_objective(objective, self._the("combiner"), codes)
+            metrics.update(theirs)
+        return Batch(features, codes, labels, indices, own, metrics)
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
         """Return the losses of a batch of which each process computes a part; there is no generator
         then.
         """
-        indices, figures, own = None, {}, None
+        indices, metrics, own = None, {}, None
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
-            indices, figures, own = batch.indices, {**batch.figures}, batch.own
+            indices, metrics, own = batch.indices, {**batch.metrics}, batch.own
         with calling(self._the("loss")):
             value = divided_loss(self.objective.loss, rows, codes, labels, indices, self.devices)
         value = self.train_table.loss_weight * value
         if own is not None and "combiner" in self.phase.train:
             value = value + own
-            figures["combiner_loss"] = own.detach()
+            metrics["combiner_loss"] = own.detach()
         return Losses(
-            self._watch.loss("loss", value, self.who["loss"]), None, figures, self._watch.taken()
+            self._watch.loss("loss", value, self.who["loss"]), None, metrics, self._watch.take()
         )
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
@@ -282,20 +289,20 @@ class Step:
         combiner then.
         """
 
-        def of(each: Tensor) -> Tensor | None:
+        def of(own_labels: Tensor) -> Tensor | None:
             if self.rows is not None:
-                return self._divided(self.rows, codes, each).metric
-            return self._metric_loss(self._shared(codes, codes, each), None)
+                return self._divided(self.rows, codes, own_labels).metric
+            return self._metric_loss(self._shared(codes, codes, own_labels), None)
 
         own, other = of(labels.own), of(labels.other)
         if own is None or other is None:
             return Losses(None, None, {})
         value = labels.weight * own + (1 - labels.weight) * other
         return Losses(
-            self._watch.loss("loss", value, self.who["loss"]), None, {}, self._watch.taken()
+            self._watch.loss("loss", value, self.who["loss"]), None, {}, self._watch.take()
         )
 
-    def _made(self, batch: Batch) -> Made | None:
+    def _synthesize(self, batch: Batch) -> Made | None:
         """Return what the generator makes of a batch; None where the phase has no use for it, or
         there is no triplet.
         """
@@ -303,44 +310,47 @@ class Step:
         if generator is None or not (self.phase.synthetic or "generator" in self.phase.train):
             return None
         a, p, n = choose_triplets(None if self._mines_after else batch.indices, batch.labels)
-        figures: dict[str, Tensor | int] = {"triplets": int(a.numel())}
+        metrics: dict[str, Tensor | int] = {"triplets": int(a.numel())}
         triplets = batch.features[a], batch.features[p], batch.features[n]
         if a.numel() == 0:
-            return Made(batch.features[:0], triplets, None, None, figures)
+            return Made(batch.features[:0], triplets, None, None, metrics)
         with calling(who):
             synthetic = generator(*triplets)
         like = len(a), batch.features.shape[1]
         checked_rows(synthetic, who, like, batch.features.device, "a synthetic feature a triplet")
         self._watch.rows(synthetic, self.who["generator"])
         replaced = triplets[2 if generator.replaces == "negative" else 1]
-        figures["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
+        metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if not (self._trains_metric and self.phase.synthetic):
-            return Made(synthetic, triplets, None, None, figures)
+            return Made(synthetic, triplets, None, None, metrics)
         codes = self.model.head(synthetic).float()
         extended = extend(batch.codes, batch.labels, codes, (a, p, n), generator.replaces)
         chosen: TripletIndices = extended.triplets
         if self._mines_after and self.objective.miner is not None:
             chosen = mine(self._mine, batch.codes, batch.labels, extended)
-            figures["mined"] = count_indices(chosen)
-        return Made(synthetic, triplets, extended, chosen, figures)
+            metrics["mined"] = count_indices(chosen)
+        return Made(synthetic, triplets, extended, chosen, metrics)
 
-    def _metric_loss(self, batch: Batch, made: Made | None) -> Tensor | None:
+    def _metric_loss(self, batch: Batch, synthetic: Made | None) -> Tensor | None:
         """Return the loss of real samples, of synthetic ones among them, or of both; None where no
         part of the metric trains.
         """
         if not self._trains_metric:
             return None
         real_weight = self.train_table.real_weight
-        if made is None or not self.phase.synthetic:
+        if synthetic is None or not self.phase.synthetic:
             value = self._loss(batch.codes, batch.labels, batch.indices)
         else:
             if (
-                made.extended is None
+                synthetic.extended is None
             ):  # no triplet, so nothing synthetic to train on, but every graph must exist
                 value = batch.codes.sum() * 0.0
             else:
-                reference = {"ref_emb": made.extended.codes, "ref_labels": made.extended.labels}
-                value = self._loss(batch.codes, batch.labels, made.indices, **reference)
+                reference = {
+                    "ref_emb": synthetic.extended.codes,
+                    "ref_labels": synthetic.extended.labels,
+                }
+                value = self._loss(batch.codes, batch.labels, synthetic.indices, **reference)
             if real_weight:
                 value = value + real_weight * self._loss(batch.codes, batch.labels, batch.indices)
         value = self.train_table.loss_weight * value
@@ -348,26 +358,28 @@ class Step:
             value = value + batch.own
         return self._watch.loss("loss", value, self.who["loss"])
 
-    def _generator_loss(self, made: Made | None) -> Tensor | None:
+    def _generator_loss(self, synthetic: Made | None) -> Tensor | None:
         """Return the generator's objective; None where it does not train, has nothing to train, or
         made nothing.
         """
         generator, who = self.objective.generator, self._the("generator")
-        if made is None or generator is None or not len(made.features):
+        if synthetic is None or generator is None or not len(synthetic.features):
             return None
         if "generator" not in self.phase.train or not any(True for _ in generator.parameters()):
             return None
         with calling(who):
-            given = generator.objective(*made.triplets, made.features, self.model.feature_distance)
-        value = checked_scalar(given, f"{who}'s objective", made.features, generator)
+            objective = generator.objective(
+                *synthetic.triplets, synthetic.features, self.model.feature_distance
+            )
+        value = checked_scalar(objective, f"{who}'s objective", synthetic.features, generator)
         return self._watch.loss("generator loss", value, self.who["generator"])
 
-    def _figures(self, batch: Batch, made: Made | None, metric: Tensor | None) -> Figures:
-        """Return the batch's figures for the log."""
-        figures = {**batch.figures, **(made.figures if made is not None else {})}
+    def _metrics(self, batch: Batch, synthetic: Made | None, metric: Tensor | None) -> Metrics:
+        """Return the batch's metrics for the log."""
+        metrics = {**batch.metrics, **(synthetic.metrics if synthetic is not None else {})}
         if batch.own is not None and metric is not None and "combiner" in self.phase.train:
-            figures["combiner_loss"] = batch.own.detach()
-        return figures
+            metrics["combiner_loss"] = batch.own.detach()
+        return metrics
 
     # --- the parts, called
     # -------------------------------------------------------------------------------
@@ -409,9 +421,11 @@ class Step:
         """
         assert self.objective.miner is not None
         with calling(self._the("miner")):
-            found = self.objective.miner(codes, labels, **reference)
-        others = reference.get("ref_emb", codes)
-        return checked_indices(found, self._the("miner"), (len(codes), len(others)), codes.device)
+            indices = self.objective.miner(codes, labels, **reference)
+        columns = reference.get("ref_emb", codes)
+        return checked_indices(
+            indices, self._the("miner"), (len(codes), len(columns)), codes.device
+        )
 
     def _loss(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor

@@ -16,7 +16,7 @@ from retrieval.model.contracts import TripletIndices
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 Replaces = Literal["positive", "negative"]
-Figures = Mapping[str, Tensor | int]
+Metrics = Mapping[str, Tensor | int]
 """What a batch gives for the log, by name."""
 
 
@@ -48,33 +48,33 @@ class Made:
         extended: the batch with their codes behind it; None in a phase whose loss does not see
             them.
         indices: what the loss is given of the extended batch.
-        figures: for the log.
+        metrics: for the log.
     """
 
     features: Tensor
     triplets: Triplets
     extended: Extended | None
     indices: TripletIndices | None
-    figures: Figures
+    metrics: Metrics
 
 
 def extend(
-    codes: Tensor, labels: Tensor, made: Tensor, triplets: Triplets, replaces: Replaces
+    codes: Tensor, labels: Tensor, synthetic: Tensor, triplets: Triplets, replaces: Replaces
 ) -> Extended:
     """Return the batch followed by the synthetic samples.
 
     Args:
         codes: (B, C) of the batch.
         labels: (B,).
-        made: (T, C), the codes of one synthetic sample a triplet.
+        synthetic: (T, C), the codes of one synthetic sample a triplet.
         triplets: rows of the batch, each (T,).
         replaces: whose place a synthetic sample takes.
     """
     a, p, n = triplets
-    rows = torch.arange(len(codes), len(codes) + len(made), device=codes.device)
+    rows = torch.arange(len(codes), len(codes) + len(synthetic), device=codes.device)
     positive = replaces == "positive"
     return Extended(
-        torch.cat([codes, made]),
+        torch.cat([codes, synthetic]),
         torch.cat([labels, labels[a if positive else n]]),
         (a, rows, n) if positive else (a, p, rows),
         replaces,
@@ -98,7 +98,7 @@ def mine(
     """
     codes, reference = codes.detach(), extended.codes.detach()
     real = torch.arange(len(reference), device=codes.device) < len(codes)
-    found: list[list[Tensor]] = []
+    picks: list[list[Tensor]] = []
     for label in torch.unique(labels):
         rows = (labels == label).nonzero().squeeze(1)
         own = extended.labels == label
@@ -116,8 +116,8 @@ def mine(
         whole = (
             3 if len(mapped) == 3 else 2
         )  # of a triplet all goes, of two lists of pairs only the pair
-        found.append([x[other] for x in mapped[:whole]] + mapped[whole:])
-    merged = tuple(torch.cat(part) for part in zip(*found, strict=True))
+        picks.append([x[other] for x in mapped[:whole]] + mapped[whole:])
+    merged = tuple(torch.cat(part) for part in zip(*picks, strict=True))
     return merged  # type: ignore[return-value]
 
 
@@ -136,9 +136,9 @@ def _one_negative(labels: Tensor) -> Triplets:
     a, p = (same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)).nonzero(
         as_tuple=True
     )
-    others = (~same).float()
-    usable = others.sum(1)[a] > 0
+    negatives = (~same).float()
+    usable = negatives.sum(1)[a] > 0
     a, p = a[usable], p[usable]
     if a.numel() == 0:
         return a, p, a
-    return a, p, torch.multinomial(others[a], 1).squeeze(1)
+    return a, p, torch.multinomial(negatives[a], 1).squeeze(1)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.errors import PluginError, did_you_mean
+from retrieval.errors import Interrupted, PluginError, did_you_mean
 from retrieval.host.files import write_json
 from retrieval.host.hookspecs import hookimpl
 from retrieval.host.plugin_calls import failure
@@ -23,7 +23,6 @@ from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import TrackedRun, Tracker
 from retrieval.recipe.read import Recipe
 from retrieval.run.open import Run, run_versions
-from retrieval.training.process import Interrupted
 
 FILE = "trackers.json"
 """In a run's or comparison's folder: by tracker its key, and the sentence of one that failed."""
@@ -60,10 +59,10 @@ class Tracking:
         name: str | None = None,
         group: str | None = None,
     ) -> None:
-        whole = dict.fromkeys(full_name(plugins, each) for each in names)
+        whole = dict.fromkeys(full_name(plugins, name) for name in names)
         self._name, self._group = name, group
         self._followers = [
-            _Follower(each, plugins.build("trackers", {"name": each}), tell) for each in whole
+            _Follower(full, plugins.build("trackers", {"name": full}), tell) for full in whole
         ]
         self._begun = False
 
@@ -100,11 +99,11 @@ class Tracking:
             return
         self._begun = True
         plain = json.loads(json.dumps(configuration, default=str))
-        for each in self._followers:
-            key = _kept(folder).get(each.tracker_name, {}).get("key")
-            each.begin_with(folder, TrackedRun(name, self._group, plain, key))
-        for each in self._followers:
-            each.wait(FIRST_PATIENCE)
+        for follower in self._followers:
+            key = _kept(folder).get(follower.tracker_name, {}).get("key")
+            follower.begin_with(folder, TrackedRun(name, self._group, plain, key))
+        for follower in self._followers:
+            follower.wait(FIRST_PATIENCE)
 
     def figures(self, figures: Mapping[str, float], epoch: int | None = None) -> None:
         """Tell figures: an epoch's, or final ones."""
@@ -117,14 +116,14 @@ class Tracking:
         self._tell(lambda tracker: tracker.table(title, rows))
 
     def _tell(self, call: Callable[[Tracker], Any]) -> None:
-        for each in self._followers if self._begun else ():
-            each.call(call)
+        for follower in self._followers if self._begun else ():
+            follower.call(call)
 
     def close(self, how: Literal["finished", "stopped", "failed"]) -> None:
         """End every tracker's run, and wait for that a while."""
         self._tell(lambda tracker: tracker.end(how))
-        for each in self._followers if self._begun else ():
-            each.close(PATIENCE)
+        for follower in self._followers if self._begun else ():
+            follower.close(PATIENCE)
 
 
 class _Follower(threading.Thread):
@@ -156,12 +155,12 @@ class _Follower(threading.Thread):
                 call(self._tracker)
             except (Exception, SystemExit) as error:
                 what = f"The tracker {self.tracker_name}"
-                said = (
+                sentence = (
                     failure(what, error)
                     if isinstance(error, Exception)
                     else f"{what} failed: it wanted to end the process"
                 )
-                self._fail(f"{said}. The run goes on without it.")
+                self._fail(f"{sentence}. The run goes on without it.")
                 return
 
     def _fail(self, sentence: str) -> None:
@@ -175,10 +174,10 @@ class _Follower(threading.Thread):
         self._calls.put(call)
 
     def wait(self, seconds: float) -> None:
-        taken = threading.Event()
-        self._calls.put(lambda tracker: taken.set())
+        reached = threading.Event()
+        self._calls.put(lambda tracker: reached.set())
         ends = 0.0
-        while not taken.wait(0.02) and self.is_alive() and (ends := ends + 0.02) < seconds:
+        while not reached.wait(0.02) and self.is_alive() and (ends := ends + 0.02) < seconds:
             pass
         self._tell()
 
@@ -212,15 +211,15 @@ def full_name(plugins: Plugins, name: str) -> str:
             f"The plugin '{name}' offers several trackers: name one of {', '.join(offered)}."
         )
     wrong = plugins.disabled("trackers")
-    if why := [said for full, said in wrong.items() if name in (full, full.partition(".")[0])]:
+    if why := [reason for full, reason in wrong.items() if name in (full, full.partition(".")[0])]:
         raise PluginError(why[0])
-    there = (
+    offer = (
         f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}"
         if known
         else "there is none yet"
     )
     raise PluginError(
-        f"There is no tracker '{name}' ({there}).{did_you_mean(name, known)} wandb and mlflow are"
+        f"There is no tracker '{name}' ({offer}).{did_you_mean(name, known)} wandb and mlflow are"
         " there once their packages are: pip install 'embedding-retrieval[wandb]' or"
         " 'embedding-retrieval[mlflow]'."
     )
@@ -240,16 +239,16 @@ def tracking(
     Raises:
         PluginError: there is no such tracker.
     """
-    made = Tracking(names, recipe.loaded, tell, name=name, group=group)
+    trackers = Tracking(names, recipe.loaded, tell, name=name, group=group)
     manager = recipe.loaded.manager
     if names:
-        manager.register(made, FILE)
+        manager.register(trackers, FILE)
     try:
-        with ending(made):
-            yield made
+        with ending(trackers):
+            yield trackers
     finally:
         if names:
-            manager.unregister(made)
+            manager.unregister(trackers)
 
 
 @contextmanager
@@ -268,12 +267,12 @@ def ending(tracking: Tracking) -> Iterator[None]:
 
 def failures(folders: Sequence[Path]) -> list[str]:
     """Return what trackers failed in, each sentence once, with how many of the folders it is of."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for folder in folders:
         for entry in _kept(folder).values():
-            if said := entry.get("failed"):
-                found[str(said)] = found.get(str(said), 0) + 1
-    return [f"{said} ({count} of {len(folders)} runs)" for said, count in found.items()]
+            if sentence := entry.get("failed"):
+                counts[str(sentence)] = counts.get(str(sentence), 0) + 1
+    return [f"{sentence} ({count} of {len(folders)} runs)" for sentence, count in counts.items()]
 
 
 _writing = threading.Lock()
@@ -284,8 +283,8 @@ def _kept(folder: Path) -> dict[str, dict[str, str]]:
     one there.
     """
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return {str(name): dict(entry) for name, entry in found.items()}
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return {str(name): dict(entry) for name, entry in content.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from retrieval.data.augment import Labels, built_transforms
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
-from retrieval.errors import DataError, RetrievalError
+from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase
@@ -35,29 +35,27 @@ from retrieval.run.folder import (
     write_json,
 )
 from retrieval.run.open import Run, begin_folder, build_run, load_run
-from retrieval.run.position import Position
-from retrieval.run.resume import Standing
+from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
-from retrieval.training.batch import all_finite, moved, reads_at_once
-from retrieval.training.batch_norm import NOT_SYNCHRONISED, trains_batch_norm
-from retrieval.training.placing import place, plain, repeating
+from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
+from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
+from retrieval.training.learn import nothing_to_train, write_untrained
 from retrieval.training.probe import look_ahead
 from retrieval.training.process import (
-    Diverged,
-    Interrupted,
     forget_after,
     going_on,
     make_accelerator,
+    place,
+    plain,
+    repeating,
     stopping,
     tensorboard,
     together,
+    validate,
 )
 from retrieval.training.state import fitting, restore, save
 from retrieval.training.step import Step
-from retrieval.training.tally import EVERY, Tally
-from retrieval.training.untrained import nothing_to_train, write_untrained
-from retrieval.training.validate import validate
 
 NO_TRIPLETS = (
     "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more,"
@@ -113,8 +111,8 @@ class Trainer:
         self._stop = threading.Event()
         self._files: list[str] = []
         self.warnings: list[str] = []
-        several = accelerator.num_processes > 1 and not self.recipe.train.sync_batch_norm
-        if several and trains_batch_norm(run.model, self.recipe):
+        shares_batches = accelerator.num_processes > 1 and not self.recipe.train.sync_batch_norm
+        if shares_batches and trains_batch_norm(run.model, self.recipe):
             self.warnings.append(NOT_SYNCHRONISED.format(processes=accelerator.num_processes))
         every = 1 if reads_at_once(run.device) else EVERY
         self.tally = Tally(lambda: self.progress, every, self._stopped)
@@ -219,7 +217,7 @@ class Trainer:
                 raise self._stopped(self.progress.total + 1, str(error)) from error
             raise
         self.tally.add(losses)
-        return losses.all_figures()
+        return losses.all_metrics()
 
     def _stopped(self, step: int, what: str) -> Diverged:
         return Diverged(
@@ -255,11 +253,11 @@ class Trainer:
         improved = False
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
-            found = validate(self.run, self.dataset, self.recipe.backbone.frozen, self.raw)
-            metrics |= {f"validation_{name}": value for name, value in found.items()}
-            if progress.best is None or found["map_at_r"] > progress.best:
-                progress.best, progress.stale, improved = found["map_at_r"], 0, True
-                progress.best_metrics = dict(found)
+            validation = validate(self.run, self.dataset, self.recipe.backbone.frozen, self.raw)
+            metrics |= {f"validation_{name}": value for name, value in validation.items()}
+            if progress.best is None or validation["map_at_r"] > progress.best:
+                progress.best, progress.stale, improved = validation["map_at_r"], 0, True
+                progress.best_metrics = dict(validation)
             else:
                 progress.stale += 1
         record: dict[str, Any] = {
@@ -274,9 +272,9 @@ class Trainer:
         )
         if metrics.get("triplets") == 0:
             warnings.append(NO_TRIPLETS)
-        said, self.warnings = self.warnings, []
-        if said or warnings:
-            record["warnings"] = [*said, *warnings]
+        earlier, self.warnings = self.warnings, []
+        if earlier or warnings:
+            record["warnings"] = [*earlier, *warnings]
         self.run.plugins.notify(
             "retrieval_epoch_end", run=self.run, epoch=progress.epoch, metrics=metrics
         )

@@ -32,8 +32,8 @@ def written(folder: Path, header: str, line: Callable[[int, str, str], str]) -> 
     return folder / "m.csv"
 
 
-def dataset(file: Path) -> retrieval.Dataset:
-    made: retrieval.Dataset = retrieval.create("dataset", "core.csv", manifest=str(file))
+def dataset(file: Path) -> retrieval.plugin.Dataset:
+    made: retrieval.plugin.Dataset = retrieval.create("dataset", "core.csv", manifest=str(file))
     return made
 
 

@@ -25,10 +25,10 @@ N = 12
 VECTORS = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
 LABELS = [f"class {i % 3}" for i in range(N)]
 Columns = dict[str, Any]
-Write = Callable[[Path, Columns], retrieval.Dataset]
+Write = Callable[[Path, Columns], retrieval.plugin.Dataset]
 
 
-def npz(folder: Path, columns: Columns) -> retrieval.Dataset:
+def npz(folder: Path, columns: Columns) -> retrieval.plugin.Dataset:
     arrays = {
         f"{name}s" if name != "features" else name: np.array(values)
         for name, values in columns.items()
@@ -37,7 +37,7 @@ def npz(folder: Path, columns: Columns) -> retrieval.Dataset:
     return retrieval.create("dataset", "core.features", file=str(folder / "v.npz"))
 
 
-def parquet(folder: Path, columns: Columns) -> retrieval.Dataset:
+def parquet(folder: Path, columns: Columns) -> retrieval.plugin.Dataset:
     listed = {
         name: values.tolist() if hasattr(values, "tolist") else values
         for name, values in columns.items()
@@ -126,7 +126,7 @@ def test_hugging_face_labels_pass_the_gate(tmp_path: Path) -> None:
             retrieval.create("dataset", "core.huggingface", source=str(tmp_path / name), test=None)
 
 
-class Own(retrieval.Dataset):
+class Own(retrieval.plugin.Dataset):
     """A plugin's own dataset."""
 
     kind = "features"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from retrieval import LinearMap
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Learner
+from retrieval.plugin import LinearMap
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from retrieval import Backbone, RecipeError
+from retrieval.errors import RecipeError
 from retrieval.host.plugins import create
+from retrieval.plugin import Backbone
 from torch import Tensor
 from torch.nn import functional
 

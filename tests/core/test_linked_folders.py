@@ -13,7 +13,7 @@ from PIL import Image
 from retrieval.client.folder import walk
 from retrieval.data.findings import Findings
 from retrieval.errors import DataError
-from retrieval.export.photos import Photos
+from retrieval.export.export_backbone import Photos
 from retrieval.host.walk import files_below, leads_nowhere
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.sources import collect

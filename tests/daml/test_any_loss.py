@@ -102,7 +102,7 @@ def test_beside_a_discriminator_it_trains_both(make: Make, name: str) -> None:
     inputs, labels = next(iter(of.batches.epoch(0)))
     losses = of.step.losses(inputs, labels)
     assert losses.metric is not None and torch.isfinite(losses.metric)
-    alone = losses.metric - losses.figures["combiner_loss"]
+    alone = losses.metric - losses.metrics["combiner_loss"]
     reach = torch.autograd.grad(
         alone,
         [p for part in ("head", "combiner") for p in of.step.parts[part]],

@@ -240,7 +240,7 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
         torch.manual_seed(0)
         losses = plain.step.losses(features, labels)
         assert losses.metric is not None and losses.generator is not None
-        own = losses.figures["combiner_loss"]
+        own = losses.metrics["combiner_loss"]
         return float(losses.metric.detach() - own), float(own), float(losses.generator.detach())
 
     torch.manual_seed(0)

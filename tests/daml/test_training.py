@@ -141,7 +141,7 @@ def test_any_loss_with_a_reference_set_trains_with_synthetic_samples(
         checkpoint.seed_everything(0)
         losses = of.step.losses(inputs, labels)
         assert losses.metric is not None and torch.isfinite(losses.metric)
-        assert float(losses.figures["synthetic_shift"]) > 0
+        assert float(losses.metrics["synthetic_shift"]) > 0
         values.append(losses.metric.item())
     assert values[0] != values[1]
 

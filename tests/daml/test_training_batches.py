@@ -55,7 +55,7 @@ def test_a_miner_picks_before_or_after_generation(
     picked_from_both = [call for call in calls if call[1]]
     assert len(picked_from_both) == (0 if when == "before" else 3)  # once a class
     if when == "after":
-        assert losses.figures["triplets"] == 36  # each positive pair of the batch
+        assert losses.metrics["triplets"] == 36  # each positive pair of the batch
 
 
 def test_what_is_mined_after_generation_by_loops() -> None:

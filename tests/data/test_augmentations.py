@@ -23,7 +23,7 @@ from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.run.preview import preview
+from retrieval.run.check_data import preview
 from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -246,7 +246,7 @@ class TestViews:
         """Without any label, digits are found better than by an untrained net (SimCLR's loss, Chen
         et al., ICML 2020).
         """
-        from retrieval import evaluate_run, train
+        from retrieval import train
 
         recipe = Recipe(
             data={"name": "core.digits"},
@@ -279,7 +279,7 @@ class TestViews:
         before = read_recipe({**recipe.model_dump(exclude_unset=True), **few})
         untrained = train(before, tmp_path / "untrained", progress=False)
         trained, raw = (
-            evaluate_run(each, progress=False).figures["trained"]["map_at_r"]
+            each.evaluate(progress=False).figures["trained"]["map_at_r"]
             for each in (run, untrained)
         )
         assert trained > raw + 0.1

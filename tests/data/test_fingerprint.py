@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from retrieval import Backbone
 from retrieval.data.features import fingerprint
+from retrieval.plugin import Backbone
 from torch import Tensor, nn
 
 

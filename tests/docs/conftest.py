@@ -78,7 +78,7 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give `page`, `python_block` and `command` every page, block and command line that there is."""
+    """Give `page`, `python_block` and `command` every page, block and command line."""
     blocks = [block for page in PAGES for block in read_blocks(page)]
     if "page" in metafunc.fixturenames:
         metafunc.parametrize("page", PAGES, ids=lambda page: page.name)

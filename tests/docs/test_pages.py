@@ -127,14 +127,15 @@ def test_metrics(reader: Any, root: Path) -> None:
     reader.follow(root / "docs" / "metrics.md")
 
 
-def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+def notebook(reader: Any, blocks: list[Any]) -> tuple[list[str], list[str]]:
+    """Run a page as one notebook: a block goes on where the one before it ended. Return what its
+    code printed, and what the page shows.
+    """
     names: dict[str, Any] = {}
     printed, shown = [], []
     with contextlib.chdir(reader.folder):
-        for block in blocks(root / "docs" / "learners.md"):
-            if (
-                block.language == "python"
-            ):  # one notebook: a block goes on where the one before it ended
+        for block in blocks:
+            if block.language == "python":
                 out = io.StringIO()
                 with contextlib.redirect_stdout(out):
                     exec(compile(block.body, str(block), "exec"), names)
@@ -143,11 +144,25 @@ def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
                 shown.append(block.body)
             else:
                 reader.do(block)
+    return printed, shown
+
+
+def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+    printed, shown = notebook(reader, blocks(root / "docs" / "learners.md"))
     assert printed == shown and len(shown) == 5
     assert (reader.folder / "learners_map.png").read_bytes().startswith(b"\x89PNG")
     assert Bundle.open(reader.folder / "digits_nca.bundle").manifest.distance.exact
     run = load_run(reader.folder / "runs" / "digits_nca")
     assert run.recipe.learner is not None and run.recipe.learner.parameters["random_state"] == 1
+
+
+def test_python(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+    page = blocks(root / "docs" / "python.md")
+    assert sum(len(block.body.splitlines()) for block in page if block.language == "python") <= 35
+    printed, shown = notebook(reader, page)
+    hidden = re.compile(r"\d+| \(best\)")  # another machine trains to other numbers
+    assert [hidden.sub("", text) for text in printed] == [hidden.sub("", text) for text in shown]
+    assert len(list(reader.folder.glob("python_*.png"))) == 3
 
 
 def test_errors_shows_what_its_code_prints(

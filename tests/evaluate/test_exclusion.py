@@ -20,8 +20,7 @@ from retrieval.evaluation.reordered import expanded, reranked
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
 from retrieval.recipe.tables import Expansion, Rerank
-from retrieval.run.codes import ItemCodes
-from retrieval.run.open import load_run
+from retrieval.run.open import ItemCodes, load_run
 
 ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r", "map"]
 

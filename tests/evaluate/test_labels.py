@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from array_rows import ArrayRows
-from retrieval import DataError, evaluate, plot
+from retrieval import evaluate, plot
+from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.exclusion import Exclusion
 from retrieval.evaluation.pairwise import pairwise

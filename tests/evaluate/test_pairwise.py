@@ -113,8 +113,7 @@ WIDE, PART = 2048, 4096
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
     """A folder as `retrieval embed` writes it, of vectors without originals."""
     from retrieval.serving.embedding.embedding import EmbeddedPart, write_part
-    from retrieval.serving.index.embedded import Plan
-    from retrieval.serving.index.embedded import Embedded
+    from retrieval.serving.index.embedded import Embedded, Plan
     from retrieval.serving.index.locations import PLAN, Source
 
     folder.mkdir()

@@ -22,7 +22,7 @@ from retrieval.evaluation.verification import Verification, verification
 from retrieval.evaluation.verify_run import pair_distances, verify_run
 from retrieval.export.export_run import export_run
 from retrieval.recipe.read import check_recipe
-from retrieval.run import codes as run_codes
+from retrieval.run import open as run_open
 from retrieval.run.open import Run, load_run
 from retrieval.training.trainer import train
 
@@ -181,7 +181,7 @@ def test_each_item_is_encoded_once(
         asked.extend(args[2].tolist())
         return encode(*args, **options)
 
-    monkeypatch.setattr(run_codes, "encode", counted)
+    monkeypatch.setattr(run_open, "encode", counted)
     results = verify_run(run)
     assert len(asked) == len(set(asked)) == results.pairs.items < 600
 

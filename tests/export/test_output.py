@@ -11,8 +11,7 @@ import threading
 import pytest
 import torch
 from retrieval.errors import BundleError
-from retrieval.export.export_model import export_model
-from retrieval.export.output import whole_folder
+from retrieval.export.export_model import export_model, whole_folder
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from torch import nn

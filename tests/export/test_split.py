@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from retrieval import export_backbone, export_run, train
+from retrieval import train
 from retrieval.cli.app import app
 from retrieval.errors import BundleError
+from retrieval.export.export_backbone import export_backbone
 from retrieval.export.export_model import export_model
+from retrieval.export.export_run import export_run
 from retrieval.model.model import Model, Normalize, build_head
 from retrieval.serving.bundle import Bundle
 from torch import nn
@@ -129,7 +131,8 @@ def test_a_head_that_cannot_be_exported_leaves_nothing(net, digits, tmp_path):
 
 FROZEN = """
 import torch
-from retrieval import Backbone, Preprocessing, hookimpl
+from retrieval import hookimpl
+from retrieval.plugin import Backbone, Preprocessing
 
 class Filters(Backbone):
     '''Sixteen fixed filters and a batch normalisation whose statistics are not the initial ones.'''

@@ -144,7 +144,7 @@ def test_a_variant_that_drifts_is_not_written_unless_allowed(trained, digits, tm
 
 
 def test_calibration_is_what_the_caller_gave(trained, digits, tmp_path):
-    """Ranges come from calibration alone: with black images for calibration, real ones are cut off."""
+    """Ranges come from calibration alone: black images for calibration cut real ones off."""
     found = []
     for number, calibration in enumerate((digits[0][:150], digits[0][:150] * 0)):
         manifest = export_model(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import retrieval
+from retrieval.results import BundleEncoder
 from torch import Tensor, nn
 
 SMALL: dict[str, Any] = {
@@ -21,12 +22,12 @@ SMALL: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """A module of somebody who has never heard of `retrieval.Backbone`."""
+    """A module of somebody who has never heard of `retrieval.plugin.Backbone`."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU())
-        self.preprocessing = retrieval.Preprocessing((8, 8), 1)
+        self.preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.layers(images)
@@ -45,6 +46,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> retrieval.Run:
     """A run of the small recipe, trained once."""
     return retrieval.train(SMALL, tmp_path_factory.mktemp("runs") / "small", progress=False)
+
+
+@pytest.fixture(scope="session")
+def bundle(trained: retrieval.Run, tmp_path_factory: pytest.TempPathFactory) -> BundleEncoder:
+    """The bundle of that run, exported once."""
+    return trained.export(tmp_path_factory.mktemp("bundles") / "bundle", progress=False)
 
 
 @pytest.fixture(scope="session")

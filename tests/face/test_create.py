@@ -18,7 +18,7 @@ def test_names_are_listed_by_kind() -> None:
 
 def test_an_unknown_kind_is_refused_with_the_closest() -> None:
     with pytest.raises(
-        retrieval.PluginError, match=r"There is no kind 'los' .*Did you mean 'loss'\?"
+        retrieval.errors.PluginError, match=r"There is no kind 'los' .*Did you mean 'loss'\?"
     ):
         retrieval.names("los")
 
@@ -47,12 +47,12 @@ def test_parts_of_parts_are_names_tables_or_objects() -> None:
 def test_what_training_gives_in_a_recipe_is_a_parameter_here() -> None:
     backbone = retrieval.create("backbone", "core.features", features=7)
     assert backbone.features == 7
-    with pytest.raises(retrieval.RecipeError, match=r"\[backbone\] features: is required"):
+    with pytest.raises(retrieval.errors.RecipeError, match=r"\[backbone\] features: is required"):
         retrieval.create("backbone", "core.features")
 
 
 def test_every_problem_is_told_at_once() -> None:
-    with pytest.raises(retrieval.RecipeError) as caught:
+    with pytest.raises(retrieval.errors.RecipeError) as caught:
         retrieval.create(
             "loss", "pml.triplet_margin", margn=0.1, swap="yes", distance="pml.cosin_similarity"
         )
@@ -66,5 +66,5 @@ def test_every_problem_is_told_at_once() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_closest() -> None:
-    with pytest.raises(retrieval.PluginError, match=r"Did you mean 'pml.triplet_margin'\?"):
+    with pytest.raises(retrieval.errors.PluginError, match=r"Did you mean 'pml.triplet_margin'\?"):
         retrieval.create("loss", "pml.triplet_margn")

@@ -11,21 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import retrieval
-from retrieval import DataError, PluginError, StoreError
+from retrieval.errors import DataError, PluginError, StoreError
+from retrieval.results import BundleEncoder
 
 from .conftest import SMALL, Net
 
 
-@pytest.fixture(scope="module")
-def bundle(trained: retrieval.Run, tmp_path_factory: pytest.TempPathFactory) -> retrieval.Bundle:
-    return retrieval.export_run(
-        trained, tmp_path_factory.mktemp("bundles") / "bundle", progress=False
-    )
-
-
 @pytest.fixture
-def index(bundle: retrieval.Bundle, photos: Path, tmp_path: Path) -> Iterator[retrieval.Index]:
-    with retrieval.build_index(bundle, photos, tmp_path / "index", progress=False) as opened:
+def index(bundle: BundleEncoder, photos: Path, tmp_path: Path) -> Iterator[retrieval.Index]:
+    with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
         yield opened
 
 
@@ -57,7 +51,7 @@ def test_a_closed_index_says_so(index: retrieval.Index, photos: Path) -> None:
         lambda: retrieval.plot.neighbours(index, query),
     ):
         with pytest.raises(
-            StoreError, match=r"was closed. Open it again with retrieval\.open_index"
+            StoreError, match=r"was closed. Open it again with retrieval\.Index\.open"
         ):
             use()  # type: ignore[no-untyped-call]
 
@@ -69,21 +63,23 @@ def test_a_port_that_is_none_is_refused(index: retrieval.Index, port: Any) -> No
 
 
 def test_a_side_that_a_run_does_not_have(trained: retrieval.Run) -> None:
-    for measure in (retrieval.evaluate_run, retrieval.verify_run):
+    for measure in (trained.evaluate, trained.verify):
         with pytest.raises(DataError, match='"test" or "validation", not on \'tst\''):
-            measure(trained, side="tst", progress=False)
+            measure(side="tst", progress=False)
+    with pytest.raises(DataError, match="train, validation, test, gallery, and no side 'tst'"):
+        trained.labels("tst")
     assert not list(trained.path.glob("*tst*"))
 
 
 def test_one_name_stands_for_a_list_of_one(trained: retrieval.Run, tmp_path: Path) -> None:
-    found = retrieval.evaluate_run(trained, metrics="recall_at_1", progress=False)
+    found = trained.evaluate(metrics="recall_at_1", progress=False)
     assert list(found.figures["trained"]) == ["recall_at_1"]
-    made = retrieval.export_run(trained, tmp_path / "bundle", variants="fp16", progress=False)
-    assert list(made.manifest.variants) == ["fp16"]
+    made = trained.export(tmp_path / "bundle", variants="fp16", progress=False)
+    assert list(made.bundle.manifest.variants) == ["fp16"]
 
 
 def test_what_cannot_be_indexed_encoded_or_drawn(
-    bundle: retrieval.Bundle, photos: Path, tmp_path: Path
+    bundle: BundleEncoder, photos: Path, tmp_path: Path
 ) -> None:
     from PIL import Image
 
@@ -93,11 +89,13 @@ def test_what_cannot_be_indexed_encoded_or_drawn(
         (photos, 0, "batch must be at least 1, not 0"),
     ):
         with pytest.raises(DataError, match=said):
-            retrieval.build_index(bundle, sources, tmp_path / "index", batch=batch, progress=False)  # type: ignore[arg-type]
+            retrieval.Index.create(
+                tmp_path / "index", sources, model=bundle, batch=batch, progress=False
+            )  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="images go to encode_images"):
-        bundle.encode([query])  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"retrieval\.open_index\(path\), queries"):
+        bundle.bundle.encode([query])  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"retrieval\.Index\.open\(path\), queries"):
         retrieval.plot.neighbours(str(tmp_path), query)  # type: ignore[arg-type]
 
 
@@ -120,32 +118,35 @@ def test_what_is_no_object_is_refused(tmp_path: Path, given: dict[str, Any], sai
 
 
 def test_what_is_in_the_way_is_answered_in_python(
-    trained: retrieval.Run, index: retrieval.Index, bundle: retrieval.Bundle, photos: Path
+    trained: retrieval.Run, index: retrieval.Index, bundle: BundleEncoder, photos: Path
 ) -> None:
     with pytest.raises(
         DataError, match=r'In Python: resume=True, overrides=\["train\.epochs=…"\]; replace=True'
     ):
         retrieval.train(SMALL, trained.path, progress=False)
-    with pytest.raises(retrieval.BundleError, match="in Python replace=True"):
-        retrieval.export_run(trained, bundle.path, progress=False)
+    with pytest.raises(retrieval.errors.BundleError, match="in Python replace=True"):
+        trained.export(bundle.path, progress=False)
     with pytest.raises(StoreError, match="in Python replace=True"):
-        retrieval.build_index(bundle, photos, index.path, progress=False)
-    with pytest.raises(StoreError, match=r"in Python retrieval\.build_index"):
-        retrieval.open_index(bundle.path)
+        retrieval.Index.create(index.path, photos, model=bundle, progress=False)
+    with pytest.raises(StoreError, match=r"in Python retrieval\.Index\.create"):
+        retrieval.Index.open(bundle.path)
 
 
-def test_a_misspelt_name_of_the_package_is_suggested() -> None:
-    with pytest.raises(AttributeError) as missing:
-        getattr(retrieval, "Recip")  # noqa: B009
-    assert (
-        missing.value.name == "Recip" and missing.value.obj is retrieval
-    )  # what Python suggests from
-
-
-def test_a_folder_that_is_not_there_is_not_called_empty(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"gone is not a run: there is no such folder\. Name a folder"
+def test_what_cannot_be_loaded_is_said(
+    index: retrieval.Index, bundle: BundleEncoder, tmp_path: Path
+) -> None:
+    for source, said in (
+        (tmp_path, "neither a run, nor a bundle, nor the name of a backbone"),
+        (index.path, "is an index. Open it with retrieval.Index.open"),
+        ("gone", "neither a run, nor a bundle, nor the name of a backbone"),
     ):
-        retrieval.load_run(tmp_path / "gone")
-    with pytest.raises(DataError, match="is not a run: it holds no recipe"):
-        retrieval.load_run(tmp_path)
+        with pytest.raises(DataError, match=said):
+            retrieval.load(str(source))
+    with pytest.raises(PluginError, match=r"Did you mean 'core.convnet'\? Nor is there a folder"):
+        retrieval.load("core.convnt")
+    with pytest.raises(DataError, match="is not a run, so dataset cannot belong to it"):
+        retrieval.load(bundle.path, dataset=[])
+    with pytest.raises(
+        retrieval.errors.BundleError, match=r"The weights of core\.convnet are random"
+    ):
+        retrieval.load("core.convnet")

@@ -14,87 +14,35 @@ import retrieval
 ROOT = Path(__file__).parents[2]
 
 VERBS = {
-    "build_index",
     "check_data",
     "compare",
     "create",
     "evaluate",
-    "evaluate_run",
-    "export_backbone",
-    "export_run",
-    "load_run",
+    "load",
     "names",
-    "open_bundle",
-    "open_index",
     "read_recipe",
     "report",
     "serve",
     "train",
-    "verify_run",
 }
-CLASSES = {"AsyncClient", "Bundle", "Client", "Index", "Recipe", "Run"}
-CONTRACTS = {
-    "Backbone",
-    "Combiner",
-    "Dataset",
-    "Generator",
-    "IndexBackend",
-    "Item",
-    "Learner",
-    "Loss",
-    "Metric",
-    "Miner",
-    "Preprocessing",
-    "Store",
-    "Subspace",
-    "TrackedRun",
-    "Tracker",
-    "Transform",
-    "TripletIndices",
-}
-HELP = {
-    "CheckedLoss",
-    "LinearMap",
-    "Part",
-    "__version__",
-    "client",
-    "hookimpl",
-    "plot",
-    "stores",
-    "testing",
-    "traits",
-}
-ERRORS = {
-    "BundleError",
-    "DataError",
-    "MissingDependency",
-    "PluginError",
-    "RecipeError",
-    "RetrievalError",
-    "ServerError",
-    "StoreError",
-}
+CLASSES = {"AsyncClient", "Client", "Encoder", "Index", "Recipe", "RetrievalError", "Run"}
+MODULES = {"errors", "plot", "plugin", "results", "stores", "testing"}
+HELP = {"__version__", "hookimpl"}
 
 
 def test_dir_shows_exactly_the_face() -> None:
-    assert set(dir(retrieval)) == VERBS | CLASSES | CONTRACTS | HELP | ERRORS
-    assert set(retrieval.__all__) == set(dir(retrieval))
+    assert set(dir(retrieval)) == VERBS | CLASSES | MODULES | HELP
+    assert set(retrieval.__all__) == set(dir(retrieval)) and len(retrieval.__all__) <= 25
 
 
 def test_every_name_loads() -> None:
-    for name in dir(retrieval):
-        value = getattr(retrieval, name)
-        assert callable(value) or name in (
-            "client",
-            "plot",
-            "stores",
-            "testing",
-            "__version__",
-            "TripletIndices",
-            "hookimpl",
-        )
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+    for name in VERBS | CLASSES | MODULES | HELP:
+        assert getattr(retrieval, name) is not None
+    for module in (retrieval.plugin, retrieval.results):
+        assert module.__all__ and all(hasattr(module, name) for name in module.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'") as missing:
         retrieval.trian  # noqa: B018
+    assert missing.value.name == "trian" and missing.value.obj is retrieval  # Python suggests by it
 
 
 @pytest.mark.parametrize("name", sorted(VERBS))
@@ -111,7 +59,7 @@ def test_importing_and_listing_are_light(process: Callable[..., Any]) -> None:
 
 def test_the_serving_half_needs_no_torch(process: Callable[..., Any]) -> None:
     code = (
-        "import retrieval, sys; retrieval.open_index, retrieval.build_index, retrieval.open_bundle;"
+        "import retrieval, sys; retrieval.Index.create, retrieval.Encoder, retrieval.load;"
         " print('torch' in sys.modules)"
     )
     assert process("-c", code).out.split() == ["False"]
@@ -121,36 +69,31 @@ TYPED = """
 from pathlib import Path
 from typing import Any, assert_type
 import retrieval
+from retrieval.results import BundleEncoder
 
 run = retrieval.train("recipe.toml", "runs/a", progress=False)
 assert_type(run, retrieval.Run)
-assert_type(retrieval.load_run(Path("runs/a")), retrieval.Run)
-bundle = retrieval.export_run(run, "bundle")
-assert_type(bundle, retrieval.Bundle)
-assert_type(retrieval.export_backbone("core.efficientnet_lite0", "bundle", whiten="photos"), retrieval.Bundle)
-assert_type(retrieval.open_bundle("bundle"), retrieval.Bundle)
-index = retrieval.build_index(bundle, "photos", Path("photos.index"))
-opened: retrieval.Index = index
-reveal_type(index)
-assert_type(retrieval.open_index("photos.index"), retrieval.Index)
+assert_type(run.evaluate(side="test"), retrieval.results.RunEvaluation)
+encoder = run.export("bundle")
+assert_type(encoder, BundleEncoder)
+index = retrieval.Index.create(Path("photos.index"), "photos", model=encoder)
+assert_type(index, retrieval.Index)
+assert_type(retrieval.Index.open("photos.index"), retrieval.Index)
+assert_type(index.search("query.jpg"), retrieval.results.Hits)
+assert_type(index.add(images=[b""], ids=["a"]), retrieval.results.Added)
 assert_type(retrieval.report(["runs/a", run.path], map="pca"), Path)
-assert_type(retrieval.check_data("photos", model=bundle).clean, bool)
+assert_type(retrieval.check_data("photos", model="bundle").clean, bool)
 assert_type(retrieval.compare([Path("a.toml"), "b.toml"], seeds=3, progress=False).conclusion, str)
 assert_type(retrieval.names("loss"), list[str])
 assert_type(retrieval.create("loss", "pml.triplet_margin", margin=0.1), Any)
 assert_type(retrieval.read_recipe({"data": {}}), retrieval.Recipe)
 assert_type(retrieval.Recipe(data={}), retrieval.Recipe)
 assert_type(retrieval.__version__, str)
-error: retrieval.RetrievalError = retrieval.RecipeError(["x"])
-contracts: tuple[type, ...] = (retrieval.Backbone, retrieval.Combiner, retrieval.Dataset, retrieval.Generator)
+error: retrieval.RetrievalError = retrieval.errors.RecipeError(["x"])
+contracts: tuple[type, ...] = (retrieval.plugin.Backbone, retrieval.plugin.Combiner)
 reveal_type(retrieval.evaluate)
-reveal_type(retrieval.evaluate_run)
-reveal_type(retrieval.verify_run)
 reveal_type(retrieval.serve)
-reveal_type(retrieval.compare)
-reveal_type(retrieval.report)
-reveal_type(retrieval.CheckedLoss)
-reveal_type(retrieval.LinearMap)
+reveal_type(retrieval.plugin.CheckedLoss)
 reveal_type(retrieval.trian)
 """
 
@@ -169,5 +112,4 @@ def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
     errors = [line for line in said if ": error:" in line]
     assert len(errors) == 1 and 'Module has no attribute "trian"' in errors[0], done.stdout
     revealed = [line.partition("Revealed type is ")[2] for line in said if "Revealed type" in line]
-    assert len(revealed) == 10 and "Index" in revealed[0] and "Any" not in revealed[5]
-    assert all("def (" in text for text in revealed[1:9])
+    assert len(revealed) == 4 and all("def (" in text for text in revealed[:3])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .conftest import SMALL, Net
 
 
-class Digits(retrieval.Dataset):
+class Digits(retrieval.plugin.Dataset):
     """A dataset that somebody wrote in a notebook."""
 
     def __init__(self, count: int = 1797) -> None:
@@ -77,7 +77,7 @@ def test_the_objects_are_trained_and_yours_stay_as_they_are(
 
 def test_the_width_of_features_is_measured(own: retrieval.Run) -> None:
     assert own.model.backbone.features == 32
-    assert own.model.preprocessing == retrieval.Preprocessing((8, 8), 1)
+    assert own.model.preprocessing == retrieval.plugin.Preprocessing((8, 8), 1)
 
 
 def test_a_module_that_says_nothing_gets_images_as_for_imagenet(tmp_path: Path) -> None:
@@ -117,20 +117,20 @@ def test_the_folder_says_what_it_needs(own: retrieval.Run) -> None:
 
 
 def test_it_is_opened_with_the_same_objects_and_evaluated(own: retrieval.Run) -> None:
-    opened = retrieval.load_run(str(own.path), **objects())
+    opened = retrieval.load(str(own.path), **objects())
     for name, value in opened.model.state_dict().items():
         assert torch.equal(value, own.model.state_dict()[name])
-    retrieval.evaluate_run(opened, progress=False)
+    opened.evaluate(progress=False)
     figures = json.loads((own.path / "evaluation-test.json").read_text(encoding="utf-8"))["figures"]
     assert figures["trained"]["recall_at_1"] > 0.5
 
 
 def test_without_its_objects_it_is_refused_with_all_that_are_missing(own: retrieval.Run) -> None:
-    with pytest.raises(retrieval.RecipeError) as caught:
-        retrieval.load_run(own.path)
+    with pytest.raises(retrieval.errors.RecipeError) as caught:
+        retrieval.load(own.path)
     assert len(caught.value.problems) == 3
-    assert "retrieval.load_run(…, dataset=…)" in str(caught.value)
-    with pytest.raises(retrieval.RecipeError, match="made in Python"):
+    assert "retrieval.load(…, dataset=…)" in str(caught.value)
+    with pytest.raises(retrieval.errors.RecipeError, match="made in Python"):
         retrieval.train(own.path / "recipe.toml", own.path, resume=True, progress=False)
 
 
@@ -145,32 +145,33 @@ def test_without_its_objects_it_is_refused_with_all_that_are_missing(own: retrie
 def test_other_objects_are_refused(
     own: retrieval.Run, other: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(retrieval.DataError, match=sentence):
-        retrieval.load_run(own.path, **objects(**other))
+    with pytest.raises(retrieval.errors.DataError, match=sentence):
+        retrieval.load(own.path, **objects(**other))
 
 
 def test_an_object_of_another_class_is_refused(own: retrieval.Run) -> None:
     from pytorch_metric_learning.losses import ContrastiveLoss
 
     with pytest.raises(
-        retrieval.DataError, match=r"another loss: .*TripletMarginLoss then, .*ContrastiveLoss now"
+        retrieval.errors.DataError,
+        match=r"another loss: .*TripletMarginLoss then, .*ContrastiveLoss now",
     ):
-        retrieval.load_run(own.path, **(objects() | {"loss": ContrastiveLoss()}))
+        retrieval.load(own.path, **(objects() | {"loss": ContrastiveLoss()}))
 
 
 def test_changed_items_are_refused(own: retrieval.Run) -> None:
     given = objects()
     given["dataset"].arrays[17, 3, 3] ^= 1
-    with pytest.raises(retrieval.DataError, match="its items or their labels differ"):
-        retrieval.load_run(own.path, **given)
+    with pytest.raises(retrieval.errors.DataError, match="its items or their labels differ"):
+        retrieval.load(own.path, **given)
 
 
 def test_an_object_for_a_plugins_part_is_refused(trained: retrieval.Run) -> None:
     with pytest.raises(
-        retrieval.DataError,
+        retrieval.errors.DataError,
         match=r"\[backbone\] core.convnet, not with an object. Leave backbone=… out",
     ):
-        retrieval.load_run(trained.path, backbone=Net())
+        retrieval.load(trained.path, backbone=Net())
 
 
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache: Path, tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache: Path, tmp_path:
     )
     retrieval.train(TABLES, tmp_path / "half", progress=False, **objects())
     longer = TABLES | {"train": {"epochs": 2}}
-    with pytest.raises(retrieval.DataError, match=r"another loss: margin was 0\.2"):
+    with pytest.raises(retrieval.errors.DataError, match=r"another loss: margin was 0\.2"):
         retrieval.train(
             longer, tmp_path / "half", resume=True, progress=False, **objects(margin=0.4)
         )
@@ -189,14 +190,14 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache: Path, tmp_path:
 
 
 def test_it_is_exported_like_any_other(own: retrieval.Run, tmp_path: Path) -> None:
-    bundle = retrieval.export_run(own, tmp_path / "bundle", progress=False)
+    bundle = own.export(tmp_path / "bundle", progress=False)
     digit = Digits().arrays[3]  # type: ignore[index]
     with torch.inference_mode():
         expected = own.model(torch.from_numpy(digit)[None, None])[1].numpy()
-    assert bundle.encode_image(digit).vector == pytest.approx(expected, abs=1e-5)
+    assert bundle.encode(digit, progress=False) == pytest.approx(expected, abs=1e-5)
 
 
-class Half(retrieval.Combiner):
+class Half(retrieval.plugin.Combiner):
     """Half of the Euclidean distance, of one learned map."""
 
     exact = True
@@ -227,7 +228,7 @@ def test_a_loss_whose_distance_is_the_combiner_keeps_it(cache: Path, tmp_path: P
     assert loss.distance is combiner
     assert run.recipe.miner is not None and run.recipe.miner.name == "object.MultiSimilarityMiner"
     with pytest.raises(
-        retrieval.RecipeError,
+        retrieval.errors.RecipeError,
         match=r"\[combiner\] object.Half needs a loss that takes a `distance`",
     ):
         retrieval.train(
@@ -248,7 +249,7 @@ def flat(x: Tensor) -> Tensor:
         ),
         (
             {"backbone": flat},
-            r"object.flat gave a function; a backbone factory must give a retrieval.Backbone",
+            r"object.flat gave a function; a backbone factory must give a retrieval\.plugin\.B",
         ),
         ({"dataset": [1, 2]}, r"object.list gave a list of 2"),
         ({"loss": 3.0}, r"object of type float, which cannot be called"),
@@ -259,8 +260,8 @@ def test_what_breaks_a_contract_is_refused_before_anything_is_written(
     cache: Path, tmp_path: Path, part: dict[str, Any], sentence: str
 ) -> None:
     if isinstance(part.get("backbone"), nn.Conv2d):
-        part["backbone"].preprocessing = retrieval.Preprocessing((8, 8), 1)
-    with pytest.raises(retrieval.PluginError, match=sentence):
+        part["backbone"].preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
+    with pytest.raises(retrieval.errors.PluginError, match=sentence):
         retrieval.train(SMALL, tmp_path / "run", progress=False, **part)
     assert not (tmp_path / "run").exists()
 
@@ -269,7 +270,7 @@ def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(
     cache: Path, tmp_path: Path
 ) -> None:
     class Mean(nn.Module):
-        preprocessing = retrieval.Preprocessing((8, 8), 1)
+        preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
 
         def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
             super().__init__()

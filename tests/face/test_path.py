@@ -1,15 +1,26 @@
-"""From `import retrieval` to a served index; text paths; progress."""
+"""From `import retrieval` to a served index; what may be encoded and added; progress."""
 
 from __future__ import annotations
 
 import json
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import retrieval
+import torch
+from PIL import Image
+from retrieval.results import BundleEncoder
 
 from .conftest import SMALL
+
+
+@pytest.fixture
+def index(bundle: BundleEncoder, photos: Path, tmp_path: Path) -> Any:
+    with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
+        yield opened
 
 
 def test_from_import_to_a_served_index_in_ten_lines(
@@ -20,9 +31,8 @@ def test_from_import_to_a_served_index_in_ten_lines(
     query = next(photos.glob("0/*.png"))
     # the ten lines
     run = retrieval.train(SMALL, "runs/digits")
-    retrieval.evaluate_run(run)
-    bundle = retrieval.export_run(run)
-    index = retrieval.build_index(bundle, "photos", "photos.index")
+    run.evaluate()
+    index = retrieval.Index.create("photos.index", "photos", model=run.export())
     hits = index.search(query, k=3)
     server = retrieval.serve(index, port=0, wait=False)
     assert server is not None
@@ -47,48 +57,149 @@ def test_from_import_to_a_served_index_in_ten_lines(
 
 
 def test_what_comes_back_says_what_it_is(
-    trained: retrieval.Run, photos: Path, tmp_path: Path
+    trained: retrieval.Run, bundle: BundleEncoder, index: retrieval.Index, photos: Path
 ) -> None:
-    bundle = retrieval.export_run(trained, str(tmp_path / "bundle"), progress=False)
-    with retrieval.build_index(
-        str(tmp_path / "bundle"), str(photos), str(tmp_path / "index"), progress=False
-    ) as index:
-        assert index.summary is not None and index.summary.count == len(index) == 60
-        said = [repr(trained), repr(bundle), repr(index), repr(trained.recipe)[:2000]]
+    said = [repr(trained), repr(bundle), repr(index)]
+    assert index.summary is not None and index.summary.count == len(index) == 60
     assert (
         "core.digits, core.convnet, pml.triplet_margin" in said[0] and str(trained.path) in said[0]
     )
     assert "images of 1 × 8 × 8 to vectors of 16" in said[1]
     assert "60 items" in said[2] and "vectors of 16" in said[2]
-    assert all(text.count("\n") <= 1 and len(text) < 300 for text in said[:3])
+    assert all(text.count("\n") <= 1 and len(text) < 300 for text in said)
+    (epoch,) = trained.history
+    assert epoch["epoch"] == 0 and 0 < epoch["validation_map_at_r"] < 1
+    assert f"<td>{epoch['loss']:.4g}</td>" in trained._repr_html_()
+    assert repr(trained.evaluate(progress=False)).splitlines()[1].startswith("recall_at_1   0.")
+    hits = index.search(next(photos.glob("0/*.png")), k=2)
+    assert repr(hits).splitlines()[0].split() == ["distance", "label", "id"]
+    assert len(repr(hits).splitlines()) == 3 and hits._repr_html_().count("<tr>") == 3
 
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_paths_are_text_or_paths(
     kind: type[str] | type[Path], trained: retrieval.Run, photos: Path, tmp_path: Path
 ) -> None:
-    run = retrieval.load_run(kind(trained.path))
-    retrieval.evaluate_run(run, progress=False)
-    retrieval.export_run(kind(trained.path), kind(tmp_path / "bundle"), progress=False)
-    assert retrieval.open_bundle(kind(tmp_path / "bundle")).manifest.vector == 16
-    retrieval.build_index(
-        kind(tmp_path / "bundle"), kind(photos), kind(tmp_path / "i"), progress=False
+    run = retrieval.load(kind(trained.path))
+    assert isinstance(run, retrieval.Run)
+    bundle = run.export(kind(tmp_path / "bundle"), progress=False)
+    assert retrieval.load(kind(bundle.path)).bundle.manifest.vector == 16
+    retrieval.Index.create(
+        kind(tmp_path / "i"), kind(photos), model=kind(bundle.path), progress=False
     ).close()
-    with retrieval.open_index(kind(tmp_path / "i")) as index:
+    with retrieval.Index.open(kind(tmp_path / "i")) as index:
         assert len(index) == 60
-    retrieval.evaluate_run(run, bundle=kind(tmp_path / "bundle"), progress=False)
-    retrieval.verify_run(run, draw=40, folds=2, bundle=kind(tmp_path / "bundle"), progress=False)
+    run.evaluate(bundle=kind(bundle.path), progress=False)
+    run.verify(draw=40, folds=2, bundle=kind(bundle.path), progress=False)
 
 
-def test_progress_off_prints_nothing(
+def test_whatever_holds_an_image_has_its_embedding(
+    trained: retrieval.Run, bundle: BundleEncoder, photos: Path
+) -> None:
+    files = sorted(photos.glob("*/*.png"))[:3]
+    pictures = [Image.open(file) for file in files]
+    arrays = [np.array(picture) for picture in pictures]
+    tensor = torch.from_numpy(np.stack(arrays))[:, None]
+    for encoder in (trained, bundle):
+        expected = encoder.encode(files, progress=False)
+        assert expected.shape == (3, 16) and expected.dtype == np.float32
+        for images in (
+            list(map(str, files)),
+            [file.read_bytes() for file in files],
+            pictures,
+            arrays,
+            [array / 255 for array in arrays],
+            np.stack(arrays)[..., None],
+            tensor,
+            list(tensor.float() / 255),
+        ):
+            assert np.array_equal(encoder.encode(images, progress=False), expected)
+        for one in (files[0], pictures[0], arrays[0], tensor[0]):
+            assert encoder.encode(one, progress=False) == pytest.approx(expected[:1], abs=1e-6)
+    assert bundle.encode(files, progress=False) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        (5, r"images\[1\]: an image is .* not an object of type int"),
+        (np.full((8, 8), 2.0), r"images\[1\]: Pixels that are real numbers go from 0 to 1"),
+        (np.full((8, 8), np.nan), r"images\[1\]: Pixels that are real numbers go from 0 to 1"),
+        (np.zeros((8, 8), np.int64), r"images\[1\]: Pixels must be uint8, or real numbers"),
+        ("gone.png", r"images\[1\]: gone.png cannot be read"),
+    ],
+)
+def test_what_is_no_image_is_named(
+    trained: retrieval.Run, bundle: BundleEncoder, photos: Path, image: Any, said: str
+) -> None:
+    file = next(photos.glob("*/*.png"))
+    for encoder in (trained, bundle):
+        with pytest.raises(retrieval.errors.DataError, match=said):
+            encoder.encode([file, image], progress=False)
+
+
+def test_a_side_is_encoded_in_the_order_of_its_labels(trained: retrieval.Run) -> None:
+    for side in ("train", "validation", "test", "gallery"):
+        found, labels = trained.encode(side, progress=False), trained.labels(side)
+        assert len(found) == len(labels) > 0
+    items = trained.splits.query[:4]
+    assert trained.labels("gallery")[:4].tolist() == [
+        trained.dataset.labels[item] for item in items
+    ]
+    images = [trained.dataset[int(item)] for item in items]
+    assert trained.encode(images, progress=False) == pytest.approx(found[:4], abs=1e-6)
+
+
+def test_a_pretrained_backbone_encodes_and_is_exported(
+    cache: Path, photos: Path, tmp_path: Path
+) -> None:
+    files = sorted(photos.glob("*/*.png"))[:3]
+    parameters = {"size": 8, "width": 8, "depth": 2, "layers": 1}
+    encoder = retrieval.load("core.convnet", parameters=parameters, random_weights=True)
+    found = encoder.encode(files, progress=False)
+    assert f"images of 1 × 8 × 8 to vectors of {found.shape[1]}" in repr(encoder)
+    bundle = encoder.export(tmp_path / "bundle", progress=False)
+    assert bundle.encode(files, progress=False) == pytest.approx(found, abs=1e-4)
+    with retrieval.Index.create(tmp_path / "i", files, model=encoder, progress=False) as index:
+        assert len(index) == 3  # exported for the index, which keeps its own bundle
+
+
+def test_images_from_memory_are_added(index: retrieval.Index, photos: Path) -> None:
+    pixels = np.array(Image.open(next(photos.glob("3/*.png"))))
+    added = index.add(
+        images=[pixels, 255 - pixels],
+        ids=["a", "b"],
+        labels=np.array([3, 4]),  # type: ignore[arg-type]
+        metadata=[{"hue": 1}, {}],
+        keep="copy",
+        progress=False,
+    )
+    assert (added.added, added.changed, len(index)) == (2, 0, 62)
+    hit = index.search(255 - pixels, k=1)[0]
+    assert (hit.id, hit.label) == ("b", "4") and hit.distance == pytest.approx(0, abs=1e-5)
+    assert index.get("a")["a"].metadata == {"hue": 1} and index.store.original("a") is not None
+    assert index.add(images=255 - pixels, ids=["a"], progress=False).changed == 1
+    with pytest.raises(retrieval.errors.DataError, match="2 images need as many ids, not 1"):
+        index.add(images=[pixels, pixels], ids=["c"])
+    with pytest.raises(
+        retrieval.errors.DataError, match=r"1 of 2 items .*\n.*images\[1\]: an image"
+    ):
+        index.add(images=[pixels, 5], ids=["c", "d"], progress=False)
+    assert len(index) == 63
+
+
+def test_progress_off_prints_nothing_and_lines_go_to_report(
     cache: Path, photos: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = retrieval.train(SMALL, tmp_path / "run", progress=False)
-    retrieval.evaluate_run(run, progress=False)
-    retrieval.verify_run(run, draw=40, folds=2, progress=False)
-    bundle = retrieval.export_run(run, progress=False)
-    retrieval.build_index(bundle, photos, tmp_path / "index", progress=False).close()
+    lines: list[str] = []
+    run = retrieval.train(SMALL, tmp_path / "run", progress=False, report=lines.append)
+    run.evaluate(progress=False)
+    run.verify(draw=40, folds=2, progress=False)
+    run.encode("test", progress=False)
+    bundle = run.export(progress=False)
+    retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False).close()
     assert capfd.readouterr() == ("", "")
+    assert any(line.startswith("epoch 1: loss") for line in lines)
 
 
 def test_progress_is_told_to_a_function(cache: Path, photos: Path, tmp_path: Path) -> None:
@@ -99,18 +210,9 @@ def test_progress_is_told_to_a_function(cache: Path, photos: Path, tmp_path: Pat
 
     run = retrieval.train(SMALL, tmp_path / "run", progress=note)
     assert ("training", 10, 10) in told
-    retrieval.evaluate_run(run, progress=note)
+    run.evaluate(progress=note)
     assert any(what == "encoding" and done == total for what, done, total in told)
-    bundle = retrieval.export_run(run, progress=note)
+    bundle = run.export(progress=note)
     assert any("bundle" in what for what, _, _ in told)
-    retrieval.build_index(bundle, photos, tmp_path / "index", progress=note).close()
+    retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=note).close()
     assert ("encoding", 60, 60) in told
-
-
-def test_lines_of_training_go_to_report(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines: list[str] = []
-    retrieval.train(SMALL, tmp_path / "run", progress=False, report=lines.append)
-    assert any(line.startswith("epoch 1: loss") for line in lines)
-    assert capsys.readouterr().out == ""

@@ -40,11 +40,11 @@ def test_a_file_and_python_give_equal_recipes(tmp_path: Path) -> None:
 def test_the_sentences_are_the_files_and_all_at_once(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(tomli_w.dumps(WRONG), encoding="utf-8")
-    with pytest.raises(retrieval.RecipeError) as of_file:
+    with pytest.raises(retrieval.errors.RecipeError) as of_file:
         retrieval.read_recipe(file)
-    with pytest.raises(retrieval.RecipeError) as of_class:
+    with pytest.raises(retrieval.errors.RecipeError) as of_class:
         retrieval.Recipe(**WRONG)
-    with pytest.raises(retrieval.RecipeError) as of_dictionary:
+    with pytest.raises(retrieval.errors.RecipeError) as of_dictionary:
         retrieval.read_recipe(WRONG)
     assert of_file.value.problems == of_class.value.problems == of_dictionary.value.problems
     assert len(of_file.value.problems) == 5
@@ -61,7 +61,7 @@ def test_changes_are_applied_and_the_dictionary_stays_as_it_is() -> None:
 
 
 def test_a_value_that_no_file_can_hold_is_refused() -> None:
-    with pytest.raises(retrieval.RecipeError, match=r"\[loss\] distance: is of type object"):
+    with pytest.raises(retrieval.errors.RecipeError, match=r"\[loss\] distance: is of type object"):
         retrieval.Recipe(**{**SMALL, "loss": {"name": "pml.triplet_margin", "distance": object()}})
 
 
@@ -85,6 +85,6 @@ def test_an_object_stands_in_the_place_of_a_part(cache: Path, tmp_path: Path) ->
 
 def test_text_in_the_place_of_a_table_is_answered_in_both_languages() -> None:
     with pytest.raises(
-        retrieval.RecipeError, match=r'or in Python data=\{"name": "core\.digits"\}\.'
+        retrieval.errors.RecipeError, match=r'or in Python data=\{"name": "core\.digits"\}\.'
     ):
         retrieval.Recipe(**{**SMALL, "data": "core.digits"})

@@ -1,4 +1,4 @@
-"""The weights of a run before its first step and after its last, by the part that they belong to."""
+"""The weights of a run before its first step and after its last, by part."""
 
 from __future__ import annotations
 

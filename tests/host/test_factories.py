@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import pytest
 import torch
 from pydantic import Field
-from retrieval import Part
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.factory import Factory
 from retrieval.host.values import type_text
+from retrieval.plugin import Part
 from torch import Tensor, nn
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pytest
-from retrieval import traits
 from retrieval.errors import PluginError
 from retrieval.host.factory import Factory
+from retrieval.plugin import traits
 from torch import Tensor, nn
 
 

@@ -26,22 +26,23 @@ FLOORS = [
     {"evaluation", "export"},
     {"training"},
     {"cli"},
-    {"__init__", "plugin_tools"},
+    {"plugin", "results"},
+    {"__init__"},
 ]
 """Lowest first.
 
 A module imports from lower floors and from its own folder, in functions and for type checkers too.
 """
 
-PUBLIC = {"retrieval.errors", "retrieval.plugin_tools"}
+PUBLIC = {"retrieval.errors", "retrieval.plugin", "retrieval.results"}
 
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 
-MOST_ENTRIES = 14
+MOST_ENTRIES = 15
 
 MOST_INNER = 10
 
-# A plugin imports the face and `retrieval.plugin_tools`; what one needs besides is here.
+# A plugin imports the face, `retrieval.plugin` and `retrieval.errors`; what one needs besides is here.
 INNER = {
     "retrieval.data.pairs": {"find_pairs", "read_people"},
     "retrieval.model.metrics": {"retrieval_metrics"},
@@ -193,7 +194,7 @@ def test_plugins_import_the_face_and_what_is_listed() -> None:
     }
     allowed = {(module, name) for module, names in INNER.items() for name in names}
     assert len(allowed) <= MOST_INNER
-    assert not used - allowed, "import it from `retrieval` or `retrieval.plugin_tools`"
+    assert not used - allowed, "import it from `retrieval.plugin`, or give it a place in INNER"
     assert not allowed - used, "no plugin needs it any more"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 import pytest
-from retrieval.cli.types import Bytes, Pixels
+from retrieval.cli.common import Bytes, Pixels
 from retrieval.errors import StoreError
 from retrieval.serving.files.places import instead
 
@@ -126,7 +126,7 @@ def test_another_component_drops_the_parameters_of_the_one_before(
 
 
 def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    from retrieval.export.output import refuse_existing as refuse_bundle
+    from retrieval.export.export_model import refuse_existing as refuse_bundle
     from retrieval.serving.index.creating import refuse_existing as refuse_index
 
     file = tmp_path / "file"
@@ -146,8 +146,7 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
     run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
     assert (
         instead(run, "bundle")
-        == f" It is a run. Make its bundle with: retrieval export {run} (in Python"
-        " retrieval.export_run)"
+        == f" It is a run. Make its bundle with: retrieval export {run} (in Python run.export())"
     )
     assert instead(bundle, "run") == " It is a bundle. Name the run that it was exported from."
     assert instead(bundle, "index").startswith(
@@ -155,7 +154,7 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
     )
     assert (
         instead(tmp_path, "index")
-        == " Make one with 'retrieval index create' (in Python retrieval.build_index)."
+        == " Make one with 'retrieval index create' (in Python retrieval.Index.create)."
     )
     (tmp_path / "bundle").symlink_to(bundle)  # as in a demo's folder
     assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retrieval.host.lazy import keep_compiler_out, kept_out, optimizing
 from retrieval.host import lazy
+from retrieval.host.lazy import keep_compiler_out, kept_out, optimizing
 
 UNUSED = [
     "torch._dynamo",
@@ -119,7 +119,7 @@ def test_no_garbage_is_looked_for_while_loading() -> None:
     script = """
 import gc
 import sys
-from retrieval.cli.loading import loading
+from retrieval.cli.common import loading
 
 kept = [[] for _ in range(50_000)]
 with loading():

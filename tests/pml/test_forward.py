@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import retrieval
 import torch
-from retrieval import RecipeError
+from retrieval.errors import RecipeError
 from retrieval.host.factory import Factory
 from torch import nn
 

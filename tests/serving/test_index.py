@@ -225,7 +225,8 @@ def test_a_wrong_back_end_is_refused_before_anything_is_encoded(
 
 PLUGIN = '''
 import numpy as np
-from retrieval import IndexBackend, hookimpl
+from retrieval import hookimpl
+from retrieval.plugin import IndexBackend
 
 class Brute(IndexBackend):
     """Compare with everything, in NumPy.

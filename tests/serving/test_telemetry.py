@@ -16,7 +16,7 @@ STRACE = shutil.which("strace")
 SEARCH = """
 import sys, time
 import retrieval
-with retrieval.open_index(sys.argv[1]) as index:
+with retrieval.Index.open(sys.argv[1]) as index:
     index.search(sys.argv[2], k=1)
 time.sleep(2)
 """

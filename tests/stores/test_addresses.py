@@ -95,7 +95,7 @@ def test_a_secret_is_refused_and_not_repeated(text: str, cli: Any, tmp_path: Pat
         assert told.code == 2 and "environment variable" in told.err
         assert "ter2" not in told.err + told.out
     with pytest.raises(StoreError) as fault:
-        retrieval.open_index(text)
+        retrieval.Index.open(text)
     assert "ter2" not in str(fault.value)
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_read_is_a_sentence(text: str, said: str) -> None:
 
 def test_a_scheme_that_is_not_there(cli: Any) -> None:
     with pytest.raises(PluginError) as fault:
-        retrieval.open_index("shelv://host/photos", plugins=[EVERYTHING])
+        retrieval.Index.open("shelv://host/photos", plugins=[EVERYTHING])
     said = str(fault.value)
     assert "There is no store 'shelv' (there are: local://, " in said and " shelf://, " in said
     assert "Did you mean 'shelf'?" in said
@@ -182,7 +182,7 @@ def test_a_store_that_is_none(body: str, said: str, tmp_path: Path) -> None:
         f" {body}}}\n"
     )
     with pytest.raises((PluginError, StoreError)) as fault:
-        retrieval.open_index("odd://here", plugins=[str(file)])
+        retrieval.Index.open("odd://here", plugins=[str(file)])
     assert said in str(fault.value)
 
 
@@ -193,14 +193,16 @@ def test_an_index_at_an_address_knows_where_it_is(tmp_path: Path, plain_bundle: 
     place.drop()
     bundle = Bundle.open(plain_bundle, threads=1)
     place.create(bundle, widths_of(bundle), identity="mine").close()
-    with retrieval.open_index(address, plugins=[EVERYTHING]) as index:
+    with retrieval.Index.open(address, plugins=[EVERYTHING]) as index:
         assert str(index.path) == address and index.identity == "mine"
         assert address in repr(index)
     with pytest.raises(StoreError, match=f"^The index {address} was closed"):
         index.search(b"")
     with pytest.raises(StoreError, match="exists already"):
-        retrieval.build_index(plain_bundle, [], address, plugins=[EVERYTHING])
+        retrieval.Index.create(address, [], model=plain_bundle, plugins=[EVERYTHING])
     with pytest.raises(DataError, match="are of folders"):
-        retrieval.build_index(plain_bundle, [], f"{address}2", plugins=[EVERYTHING], backend="hnsw")
+        retrieval.Index.create(
+            f"{address}2", [], model=plain_bundle, plugins=[EVERYTHING], backend="hnsw"
+        )
     place.drop()
     assert not (tmp_path / "items").exists() and not place.exists()

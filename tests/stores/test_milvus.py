@@ -138,7 +138,7 @@ def test_another_index_in_the_same_server(index: stores.RemoteStore, milvus: Any
     longer.drop()
     assert index.changed() is None and not longer.exists()
     for name in ("a__g1", "a-b", "", "1a", "ä", "a" * 300, "a%20b"):
-        with pytest.raises(retrieval.StoreError, match="names no index"):
+        with pytest.raises(retrieval.errors.StoreError, match="names no index"):
             MilvusPlace(stores.Address.parse(f"milvus://{milvus.place}/{name}"))
 
 
@@ -150,7 +150,9 @@ def test_what_is_long(index: stores.RemoteStore) -> None:
     index.upsert([item("kept", original=original), *some(20)], opened().sha256)
     assert index.original("kept") == original
     long = item("long", metadata={"a": "é" * 40_000}, original=b"x")
-    with pytest.raises(retrieval.DataError, match=r"'long' has 80,\d+ bytes of label, metadata"):
+    with pytest.raises(
+        retrieval.errors.DataError, match=r"'long' has 80,\d+ bytes of label, metadata"
+    ):
         index.upsert([item("good"), long], opened().sha256)
     assert index.count() == 21 and index.settings()["fields"] == ["price", "tags"]
     index.upsert([item("kept")], opened().sha256)
@@ -213,7 +215,7 @@ def test_more_items_than_milvus_finds(
 ) -> None:
     index.upsert(some(10), opened().sha256)
     monkeypatch.setattr(type(index), "most_found", 5)
-    with pytest.raises(retrieval.StoreError, match="at most 5 items"):
+    with pytest.raises(retrieval.errors.StoreError, match="at most 5 items"):
         index.search(normal(1, 12, 0), 6, opened().sha256)
 
 
@@ -314,7 +316,7 @@ def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Pa
         place.open() as store,
     ):
         sha256 = store.generations()[0].bundle
-        bundle = retrieval.open_bundle(store.bundle(store.generations()[0]))
+        bundle = retrieval.load(store.bundle(store.generations()[0])).bundle
         store.upsert([item("late", 0, bundle)], sha256)
         milvus.kill()
         with pytest.raises(stores.StoreUnavailable, match="does not answer"):

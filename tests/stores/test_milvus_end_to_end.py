@@ -189,7 +189,7 @@ def model(cluster: SimpleNamespace | None, plain_bundle: Path, tmp_path: Path) -
         run = retrieval.train(
             recipe, tmp_path / "run", overrides=["train.epochs=2"], progress=False
         )
-    return retrieval.export_run(run, tmp_path / "demo").path
+    return run.export(tmp_path / "demo").path
 
 
 def embed_on(cluster: SimpleNamespace, bundle: Path, folder: Path, output: Path) -> Path:
@@ -343,11 +343,11 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
         first = (
             folder if cluster is None else embed_on(cluster, model, folder, tmp_path / "vectors")
         )
-        retrieval.build_index(model, [first], address, progress=False)
-        retrieval.build_index(model, [folder], tmp_path / "local.index", progress=False)
-        local = stack.enter_context(retrieval.open_index(tmp_path / "local.index"))
-        index = stack.enter_context(retrieval.open_index(f"{address}?timeout={SECONDS}"))
-        writing = stack.enter_context(retrieval.open_index(f"{address}?timeout=2"))
+        retrieval.Index.create(address, [first], model=model, progress=False)
+        retrieval.Index.create(tmp_path / "local.index", [folder], model=model, progress=False)
+        local = stack.enter_context(retrieval.Index.open(tmp_path / "local.index"))
+        index = stack.enter_context(retrieval.Index.open(f"{address}?timeout={SECONDS}"))
+        writing = stack.enter_context(retrieval.Index.open(f"{address}?timeout=2"))
         urls = [stack.enter_context(serving(f"{address}?timeout=2", tmp_path)) for _ in range(2)]
         scene = Scene(milvus, index, local, urls, images[40:46])
 

@@ -55,7 +55,7 @@ def test_the_commands_of_the_page(
         assert "1 added" in said["index add"] and "items: 12" in said["index show"]
         assert "generation 2 is served" in said["index migrate"]
         assert "generation 1 is served again" in said["index rollback"]
-        with retrieval.open_index(tmp_path / "photos.copy") as copy:
+        with retrieval.Index.open(tmp_path / "photos.copy") as copy:
             assert len(copy) == 12
     finally:
         store_place(address).drop()

@@ -104,8 +104,8 @@ def test_snapshots_go_both_ways(journal: Any, tmp_path: Path, cli: Call) -> None
     done = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
     assert done.code == 0 and f"Restored {second}" in done.out
     with (
-        retrieval.open_index(journal.address, plugins=["retrieval_acme"]) as one,
-        retrieval.open_index(second, plugins=["retrieval_acme"]) as other,
+        retrieval.Index.open(journal.address, plugins=["retrieval_acme"]) as one,
+        retrieval.Index.open(second, plugins=["retrieval_acme"]) as other,
     ):
         assert str(other.path) == second and one.identity == other.identity and len(other) == 30
         query = sorted((tmp_path / "digits").rglob("*.png"))[3]
@@ -152,7 +152,7 @@ def test_what_a_killed_create_left_is_added_to(
     options: dict[str, Any] = {"plugins": ["retrieval_acme"], "progress": False}
     with pytest.raises(StoreError, match=r"exists already\. Add to it with 'retrieval index add'"):
         create_index(address, plain_bundle, [tmp_path / "digits"], **options)
-    with retrieval.open_index(address, plugins=["retrieval_acme"]) as index:
+    with retrieval.Index.open(address, plugins=["retrieval_acme"]) as index:
         there = len(index)
         assert 0 < there < 30
         added = index.add(tmp_path / "digits", progress=False)

@@ -87,7 +87,7 @@ def test_one_process_opens_a_folder(index: stores.RemoteStore, process: Any) -> 
 
 def test_names_and_servers_that_are_not_there(cli: Any) -> None:
     for name in ("a~b", "a..b", "", ".a", "a%20b", "a" * 200):
-        with pytest.raises(retrieval.StoreError, match="names no index"):
+        with pytest.raises(retrieval.errors.StoreError, match="names no index"):
             QdrantPlace(stores.Address.parse(f"qdrant://host/{name}"))
     told = cli("index", "list", "qdrant://127.0.0.1:9/photos?timeout=1")
     assert told.code == 2 and "does not answer" in told.err and "Traceback" not in told.err

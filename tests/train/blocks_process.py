@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from retrieval import create
 from retrieval.model.rows import row_sums
-from retrieval.training import divided
+from retrieval.training import devices
 from retrieval.training.devices import Devices
 from torch import Tensor, nn
 
@@ -35,8 +35,8 @@ def rows_at_a_time(loss: Any, codes: Tensor, indices: Any, plain: int) -> tuple[
         calls.append(len(given[2]))
         return row_sums(*given)
 
-    with patch.object(divided, "PLAIN", plain), patch.object(divided, "row_sums", counted):
-        value = divided.divided_loss(
+    with patch.object(devices, "PLAIN", plain), patch.object(devices, "row_sums", counted):
+        value = devices.divided_loss(
             loss, "anchors", codes[own], LABELS[own], indices, Devices(accelerator)
         )
         value.backward()

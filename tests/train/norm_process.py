@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from retrieval.training.batch_norm import WholeBatch
+from retrieval.training.devices import WholeBatch
 from torch import Tensor, nn
 
 accelerator = Accelerator(cpu=True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from comparing import LOSSES, RECIPE, go
-from retrieval.errors import DataError
+from retrieval.errors import DataError, Interrupted
 from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.recipe.read import check_recipe
 from retrieval.recipe.tables import Range
@@ -26,7 +26,6 @@ from retrieval.training.comparison.jobs import Job, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.result import Contestant
 from retrieval.training.comparison.search import Proposals, Trial, search
-from retrieval.training.process import Interrupted
 from scipy.stats import kstest
 
 SLOW = '''

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import tomli_w
-from retrieval.errors import DataError
+from retrieval.errors import DataError, Interrupted
 from retrieval.run.folder import is_complete
 from retrieval.training.comparison.compare import compare
-from retrieval.training.process import Interrupted
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 

@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 PIXELS = (load_digits().images[:40] * 15.9).astype(np.uint8)
 
 
-class Items(retrieval.Dataset):
+class Items(retrieval.plugin.Dataset):
     """Digits, with what a test puts in place of an item or a column."""
 
     def __init__(self, make: Callable[[np.ndarray], Any] = lambda x: x, **columns: Any) -> None:
@@ -77,9 +77,9 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
         ),
         (lambda x: {}["x"], "failed: KeyError: 'x'"),
         (
-            lambda x: open("nowhere/3.png"),
+            lambda x: Path("nowhere/3.png").read_bytes(),
             "cannot read it: No such file or directory",
-        ),  # noqa: SIM115, PTH123
+        ),
         (
             lambda x: Image.fromarray(x.astype(np.float32)),
             r"gave an image that is floating-point grey \(mode F\)",

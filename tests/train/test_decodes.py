@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.data.datasets import FileDataset
-from retrieval.errors import DataError
-from retrieval.training.process import Interrupted
+from retrieval.errors import DataError, Interrupted
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
 

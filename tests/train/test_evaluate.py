@@ -52,6 +52,7 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(
     assert figures["bundle"]["recall_at_1"] == pytest.approx(
         figures["trained"]["recall_at_1"], abs=0.011
     )
+    assert set(figures) == {"trained", "raw pixels", "bundle"}
     assert 0 < figures["trained"]["nmi"] <= 1
     assert figures["raw pixels"]["recall_at_1"] > 0.9
     assert json.loads((tmp_path / "run" / "evaluation-test.json").read_text()) == json.loads(
@@ -60,6 +61,9 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(
     text = results.table()
     assert "raw pixels" in text
     assert ("exhaustive" in text) == (combiner is not None)
+    logged = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
+    validation = evaluate_run(run, side="validation").figures
+    assert set(validation) == {"trained"} and validation["trained"] == pytest.approx(logged)
     if combiner is not None:
         overlap = results.candidates.overlap_at_10
         by_count = [overlap[count] for count in sorted(overlap, key=int)]
@@ -87,28 +91,11 @@ def test_a_metric_with_parameters_reaches_log_table_and_json(make: Make, tmp_pat
     assert found["core.precision_at(k=3)"] == found["precision_at_3"] > 0
 
 
-def test_a_baseline_is_measured_where_it_is_asked_for(make: Make, tmp_path: Path) -> None:
-    run = trained(make, tmp_path / "run")
-    measured = evaluate_run(run, baseline=True)
-    assert set(measured.figures) == {"trained", "raw pixels"}
-    assert (
-        json.loads((tmp_path / "run" / "evaluation-test.json").read_text())["figures"]
-        == measured.figures
-    )
-    assert set(evaluate_run(run).figures) == {"trained"}
-
-
 def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run", backbone={"name": "toolbox.net", "frozen": True})
     assert evaluate_run(run).figures["trained"]["recall_at_1"] == pytest.approx(
         brute_force_recall_at_1(run), abs=1e-9
     )
-
-
-def test_the_validation_side_gives_what_training_logged(make: Make, tmp_path: Path) -> None:
-    run = trained(make, tmp_path / "run")
-    logged = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
-    assert evaluate_run(run, side="validation").figures["trained"] == pytest.approx(logged)
 
 
 def test_a_side_without_items_is_refused(make: Make, tmp_path: Path) -> None:

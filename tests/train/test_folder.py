@@ -287,7 +287,7 @@ def test_a_claim_ends_with_its_block(tmp_path: Path) -> None:
 
 
 def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieval.cli.again import this_command
+    from retrieval.cli.common import this_command
     from retrieval.cli.train import ONCE
 
     monkeypatch.setattr(

@@ -20,7 +20,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import build_run, load_run
 from retrieval.training import probe
 from retrieval.training.check import run_one_batch
-from retrieval.training.memory import Allocated, drawn_out, free_bytes
+from retrieval.training.probe import Allocated, drawn_out, free_bytes
 from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import train
 

@@ -18,8 +18,7 @@ import torch
 from retrieval.errors import PluginError, RecipeError
 from retrieval.run import checkpoint
 from retrieval.training import trainer
-from retrieval.training.placing import repeating
-from retrieval.training.process import make_accelerator
+from retrieval.training.process import make_accelerator, repeating
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
@@ -70,7 +69,7 @@ def test_on_a_cpu_large_blocks_are_kept_for_the_next_batch() -> None:
     code = """
 import resource, sys, torch
 from retrieval.run.build import Objective
-from retrieval.training.placing import place
+from retrieval.training.process import place
 from types import SimpleNamespace
 train = SimpleNamespace(channels_last=False, compile=False)
 run = SimpleNamespace(recipe=SimpleNamespace(train=train), model=torch.nn.Linear(2, 2))
@@ -125,7 +124,7 @@ def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path:
 def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(
     make: Make, tmp_path: Path
 ) -> None:
-    """The process keeps torch's compiler out where nothing is compiled: here it has the real one."""
+    """The process has torch's real compiler, which is kept out where nothing is compiled."""
     train(tmp_path / "plain", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
     script = Path(__file__).with_name("compile_process.py")
     done = subprocess.run(

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import tomli_w
-from retrieval.errors import PluginError
+from retrieval.errors import Interrupted, PluginError
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import load_run
 from retrieval.training import tracking as module
 from retrieval.training.comparison.compare import compare
 from retrieval.training.comparison.written import differences, figures
-from retrieval.training.process import Interrupted
 from retrieval.training.tracking import FILE, failures, tracking
 from retrieval.training.trainer import train
 

@@ -158,68 +158,53 @@ def test_a_losss_own_parameters_train_and_take_their_rates_factor(
 SGD = {"name": "SGD", "lr": 1e-2}
 
 
-@pytest.mark.parametrize(
-    ("tables", "times"),
-    [
-        ({}, (1, 1, 1, 1)),
-        ({"phase": [{"lr": 1e-1}]}, (10, 10, 10, 10)),
-        ({"phase": [{"generator_lr": 2e-1}]}, (1, 1, 1, 20)),
-        ({"phase": [{"lr": 1e-1, "generator_lr": 2e-1}]}, (10, 10, 10, 20)),
-        ({"generator_optimizer": SGD, "phase": [{"lr": 1e-1}]}, (10, 10, 10, 1)),
-        (
-            {"generator_optimizer": SGD, "phase": [{"lr": 1e-1, "generator_lr": 3e-2}]},
-            (10, 10, 10, 3),
-        ),
-        (
-            {"optimizer": SGD | {"lr_factor": {"head": 2.0, "combiner": 3.0, "generator": 4.0}}},
-            (1, 2, 3, 4),
-        ),
-        (
-            {
-                "optimizer": SGD | {"lr_factor": {"head": 2.0, "generator": 4.0}},
-                "phase": [{"lr": 1e-1}],
-            },
-            (10, 20, 10, 40),
-        ),
-        (
-            {
-                "generator_optimizer": SGD | {"lr_factor": {"generator": 5.0}},
-                "phase": [{"lr": 1e-1, "generator_lr": 2e-2}],
-            },
-            (10, 10, 10, 10),
-        ),
-    ],
-)
-def test_rates_and_factors_reach_what_they_name(
-    make: Make, tmp_path: Path, tables: dict[str, Any], times: tuple[int, ...]
-) -> None:
-    """One step of plain gradient descent: so many times the rate, so many times the way, part by
-    part.
-    """
-    ways = []
-    for changes in ({}, tables):
-        phase = [{"epochs": 1, **changes.get("phase", [{}])[0]}]
+RATES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"phase": [{"lr": 1e-1}]}, (10, 10, 10, 10)),
+    ({"phase": [{"generator_lr": 2e-1}]}, (1, 1, 1, 20)),
+    ({"phase": [{"lr": 1e-1, "generator_lr": 2e-1}]}, (10, 10, 10, 20)),
+    ({"generator_optimizer": SGD, "phase": [{"lr": 1e-1}]}, (10, 10, 10, 1)),
+    (
+        {"optimizer": SGD | {"lr_factor": {"head": 2.0, "combiner": 3.0, "generator": 4.0}}},
+        (1, 2, 3, 4),
+    ),
+    (
+        {
+            "generator_optimizer": SGD | {"lr_factor": {"generator": 5.0}},
+            "phase": [{"lr": 1e-1, "generator_lr": 2e-2}],
+        },
+        (10, 10, 10, 10),
+    ),
+]
+"""Tables, and how many times the plain rate each part then has: backbone, head, combiner, generator."""
+
+
+def test_rates_and_factors_reach_what_they_name(make: Make, tmp_path: Path) -> None:
+    """One step of plain gradient descent: so many times the rate, so many times the way."""
+    parts = ("model.backbone", "model.head", "model.combiner", "generator")
+
+    def ways(tables: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
         given = {
             **STILL,
             "generator": GENERATOR,
             "combiner": {"name": "toolbox.local"},
             "sampler": {"classes": 4, "items": 4, "batches": 1},
             "optimizer": SGD,
-            **changes,
-            "phase": phase,
+            **tables,
+            "phase": [{"epochs": 1, **tables.get("phase", [{}])[0]}],
         }
         made = make(**given)
-        before, after = start(tmp_path, made), weights(fit(tmp_path, made, f"run{len(ways)}"))
-        ways.append(
-            {name: after[name].double() - before[name].double() for name in moved(before, after)}
-        )
-    assert ways[0].keys() == ways[1].keys()
-    for part, factor in zip(
-        ("model.backbone", "model.head", "model.combiner", "generator"), times, strict=True
-    ):
-        names = [name for name in ways[0] if name.startswith(part)]
-        one, other = (torch.cat([way[name].flatten() for name in names]).norm() for way in ways)
-        assert other / one == pytest.approx(factor, rel=1e-3), part
+        before, after = start(tmp_path, made), weights(fit(tmp_path, made, name))
+        return {item: after[item].double() - before[item].double() for item in moved(before, after)}
+
+    def length(way: dict[str, torch.Tensor], part: str) -> float:
+        return float(torch.cat([way[n].flatten() for n in way if n.startswith(part)]).norm())
+
+    plain = ways({}, "plain")
+    for number, (tables, times) in enumerate(RATES):
+        way = ways(tables, f"run{number}")
+        assert plain.keys() == way.keys()
+        for part, factor in zip(parts, times, strict=True):
+            assert length(way, part) / length(plain, part) == pytest.approx(factor, rel=1e-3), part
 
 
 def test_a_figure_is_the_mean_of_the_batches_that_have_it(

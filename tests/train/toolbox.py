@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_metric_learning import losses
-from retrieval import Backbone, Combiner, Dataset, Generator, Preprocessing, hookimpl
+from retrieval import hookimpl
+from retrieval.plugin import Backbone, Combiner, Dataset, Generator, Preprocessing
 from torch import Tensor, nn
 
 

@@ -18,8 +18,7 @@ from retrieval.evaluation.protocol import Protocol
 from retrieval.evaluation.relevance import Relevance, graded_values
 from retrieval.evaluation.verification import roc_curve
 from retrieval.model.metrics import metric
-from retrieval.run.codes import ItemCodes
-from retrieval.run.open import Run
+from retrieval.run.open import ItemCodes, Run
 
 Items = NDArray[np.int64]
 Floats = NDArray[np.float64]

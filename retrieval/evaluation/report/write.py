@@ -31,8 +31,7 @@ def report(
     map: str = "tsne",
     progress: Progress = True,
 ) -> Path:
-    """Write what runs can and cannot do into one HTML file, which needs no server and loads
-    nothing.
+    """Write one HTML file on what runs can and cannot do; it needs no server and loads nothing.
 
     What is looked at is bounded, so that a large test set takes little more memory than its codes,
     and the file stays small.

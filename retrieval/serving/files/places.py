@@ -14,21 +14,21 @@ Kind = Literal["run", "bundle", "index"]
 _MARKS: dict[Kind, str] = {"index": "index.json", "run": "recipe.toml", "bundle": "manifest.json"}
 _MAKE = {
     "run": "Name a folder that training wrote.",
-    "bundle": "Make one with 'retrieval export' (in Python retrieval.export_run).",
-    "index": "Make one with 'retrieval index create' (in Python retrieval.build_index).",
+    "bundle": "Make one with 'retrieval export' (in Python run.export()).",
+    "index": "Make one with 'retrieval index create' (in Python retrieval.Index.create).",
 }
 _INSTEAD = {
     (
         "run",
         "bundle",
-    ): "Make its bundle with: retrieval export {0} (in Python retrieval.export_run)",
+    ): "Make its bundle with: retrieval export {0} (in Python run.export())",
     ("run", "index"): "Make its bundle with 'retrieval export {0}', then index images with that.",
     (
         "bundle",
         "index",
     ): (
         "Make an index with: retrieval index create NAME IMAGES --bundle {0} (in Python"
-        " retrieval.build_index)"
+        " retrieval.Index.create)"
     ),
     ("bundle", "run"): "Name the run that it was exported from.",
     ("index", "bundle"): "The bundles that embedded its items lie in {0}/bundles.",

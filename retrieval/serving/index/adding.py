@@ -16,17 +16,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from retrieval.errors import DataError, at_least_one, listed
 from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits, decode, full_size, read_image, thumbnail
+from retrieval.serving.images import (
+    Limits,
+    as_list,
+    decode,
+    from_array,
+    full_size,
+    read_image,
+    thumbnail,
+    to_png,
+)
 from retrieval.serving.index.embedded import Embedded, Vectors
 from retrieval.serving.index.locations import Origin, Original, Source, Sources, is_embedding
+from retrieval.serving.index.parquet import label_text
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.sessions import ahead
+from retrieval.serving.store.address import IndexPlace
 from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
 
 if TYPE_CHECKING:
@@ -68,6 +80,33 @@ class Added:
     repeated: int = 0
     left_out: tuple[str, ...] = ()
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What building an index did, and how long it took.
+
+    Attributes:
+        path: the index.
+        count: items in it.
+        skipped: why an image could not be used, a sentence each.
+        repeated: files that were named more than once and taken once.
+        resumed: items that an interrupted run had added already.
+        backend: the back end's name, chosen or given; at an address the store's.
+        recall_at_10: of an approximate back end, else None.
+        seconds: how long it took.
+        left_out: a sentence on the files of folders that are not images, for each reason.
+    """
+
+    path: IndexPlace
+    count: int
+    skipped: tuple[str, ...]
+    repeated: int
+    resumed: int
+    backend: str
+    recall_at_10: float | None
+    seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 _REST_IS_THERE = (
@@ -148,6 +187,75 @@ def add_sources(
         repeated=collected.repeated,
         left_out=collected.left_out,
         seconds=time.monotonic() - began,
+    )
+
+
+def add_images(
+    index: Index,
+    images: Any,
+    ids: Sequence[str] | None,
+    labels: Sequence[str | None] | None,
+    metadata: Sequence[Mapping[str, Any]] | None,
+    settings: Settings,
+    keep: Keep,
+    skip_bad: bool,
+) -> Added:
+    """Embed images from memory, or rows of features, and add them; see `Index.add`."""
+    began = time.monotonic()
+    vectors = index.bundle.manifest.input.kind == "features"
+    contents = list(np.atleast_2d(images)) if vectors else as_list(images)
+    for name, values in (("ids", ids), ("labels", labels), ("metadata", metadata)):
+        count = 0 if values is None else len(values)
+        if (values is not None or name == "ids") and count != len(contents):
+            raise DataError(
+                f"{len(contents):,} images need as many {name}, not {count:,}:"
+                f" index.add(images=…, {name}=…)."
+            )
+    sources = [
+        Source(str(id), label_text(label), None, dict(facts))
+        for id, label, facts in zip(
+            [] if ids is None else ids,
+            [None] * len(contents) if labels is None else labels,
+            [{}] * len(contents) if metadata is None else metadata,
+            strict=True,
+        )
+    ]
+    refuse_twice(Sources(sources))
+    keep = "nothing" if keep == "reference" else keep
+    settings = replace(settings, features=FEATURES in index.generation.widths)
+    originals = (
+        (source, f"images[{number}]", _original(f"images[{number}]", content))
+        for number, (source, content) in enumerate(zip(sources, contents, strict=True))
+    )
+    writer = _Writer(index, keep)
+    writer.take(embed(index.bundle, originals, settings, keep=keep), len(sources), strict=False)
+    if writer.faults and not skip_bad:
+        raise _unusable(writer.faults, len(sources), _REST_IS_THERE)
+    return Added(
+        added=writer.added,
+        changed=writer.changed,
+        skipped=tuple(writer.faults),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _original(name: str, content: Any) -> Original:
+    """Return an image from memory as the pipeline reads it: its file's path, or its bytes."""
+    if isinstance(content, str | os.PathLike):
+        return Path(content)
+    if isinstance(content, np.ndarray) and content.ndim == 1:
+        return content.astype(np.float32)
+    try:
+        picture = from_array(content) if isinstance(content, np.ndarray) else content
+        if isinstance(picture, bytes):
+            return picture
+        if isinstance(picture, Image.Image):
+            return to_png(picture)
+    except DataError as fault:
+        return DataError(f"{name}: {fault}")
+    return DataError(
+        f"{name}: an image is a path, bytes, a Pillow image, pixels or a tensor, not an object of type"
+        f" {type(content).__name__}."
     )
 
 

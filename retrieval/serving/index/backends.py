@@ -97,6 +97,6 @@ def make_backend(
     if not isinstance(backend, IndexBackend):
         raise PluginError(
             f"The index back end '{name}' made a {type(backend).__name__}, not a"
-            " retrieval.IndexBackend."
+            " retrieval.plugin.IndexBackend."
         )
     return backend

@@ -7,9 +7,9 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.host.files import rename_whole
@@ -17,9 +17,9 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Added, add_sources
+from retrieval.serving.index.adding import Added, Summary, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
-from retrieval.serving.index.index import Index, Summary
+from retrieval.serving.index.index import Index as OpenedIndex
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
@@ -32,113 +32,141 @@ from retrieval.serving.store.structure import Wanted
 from retrieval.serving.store.writing import create_local
 
 
-def build_index(
-    bundle: StrPath | Bundle,
-    sources: StrPath | Sequence[StrPath],
-    output: StrPath | Address,
-    *,
-    backend: str = "auto",
-    options: Mapping[str, Any] | None = None,
-    plugins: Sequence[str] = (),
-    variant: str | None = None,
-    keep: Keep = "reference",
-    keep_features: bool = False,
-    skip_bad: bool = False,
-    replace: bool = False,
-    batch: int = 32,
-    workers: int | None = None,
-    limits: Limits | None = None,
-    progress: Progress = True,
-    device: Device = "auto",
-) -> Index:
-    """Embed items, create an index of them, whole or not at all, and open it.
+@runtime_checkable
+class Exports(Protocol):
+    """What has a bundle, or is exported to one for a while: a `retrieval.Encoder`."""
 
-    An interrupted run leaves `<output>.partial`; the same call goes on from there. At an address it
-    leaves the index with what was added until then, and `Index.add` goes on. A failed run leaves
-    nothing.
+    def exported(self) -> AbstractContextManager[Path]:
+        """Return a context in which the bundle's folder is there."""
 
-    Args:
-        bundle: a bundle, or its folder.
-        sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz`
-            features; see `retrieval.serving.index.sources.collect`. An empty list makes an empty
-            index.
-        output: the folder to write, whose parent must exist; or the address of a store that a
-            plugin brings, as text.
-        backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's
-            `PLUGIN.name`.
-        options: the back end's parameters.
-        plugins: files or modules to load as plugins besides the installed ones.
-        variant: encode with this variant of the encoder; queries will be, too.
-        keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
-        keep_features: keep the backbone's features too, so that another head takes seconds
-            (`Index.migrate`). The bundle is split, or takes features.
-        skip_bad: leave out images that cannot be used, each reported on standard error, instead of
-            refusing all.
-        replace: put the new index in the place of one that is there; at an address that is deleted
-            first.
-        batch: items that go through the encoder at once.
-        workers: threads that decode; as many as there are cores by default.
-        limits: the largest images that are decoded.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
-        device: of the encoder: "auto", "cpu" or "cuda".
 
-    Returns:
-        The index, to which items can be added. Its `summary` says what was done.
+class Index(OpenedIndex):
+    """An index of images or vectors: create or open one, change it, and search it all the while.
 
-    Raises:
-        DataError: images that cannot be used, or an id twice: all are found, the first ten named.
-        StoreError: the output exists, another process is building it, or it cannot be written.
-        BundleError: the bundle cannot be used, or gives no features that could be kept.
-        PluginError: the back end does not exist, or refuses its parameters.
+    Its methods may be called from several threads at once.
     """
-    began = time.monotonic()
-    place = place_of(output)
-    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    adding: dict[str, Any] = {
-        "keep": keep,
-        "skip_bad": skip_bad,
-        "batch": at_least_one("batch", batch),
-        "workers": workers,
-        "limits": limits,
-    }
 
-    def opened() -> tuple[Bundle, dict[str, int]]:
-        whole = (
-            bundle
-            if isinstance(bundle, Bundle)
-            else Bundle.open(bundle, variant=variant, device=device)
-        )
-        return whole, widths_of(whole, features=features_of(whole) if keep_features else None)
+    @classmethod
+    def create(
+        cls,
+        path: StrPath | Address,
+        sources: StrPath | Sequence[StrPath] = (),
+        *,
+        model: StrPath | Bundle | Exports,
+        backend: str = "auto",
+        options: Mapping[str, Any] | None = None,
+        plugins: Sequence[str] = (),
+        variant: str | None = None,
+        keep: Keep = "reference",
+        keep_features: bool = False,
+        skip_bad: bool = False,
+        replace: bool = False,
+        batch: int = 32,
+        workers: int | None = None,
+        limits: Limits | None = None,
+        progress: Progress = True,
+        device: Device = "auto",
+    ) -> Self:
+        """Embed items, create an index of them, whole or not at all, and open it.
 
-    if isinstance(place, Address):
-        address_place = _free_address(place, plugins, replace, backend != "auto" or bool(options))
-        whole, widths = opened()
-        if replace:
-            address_place.drop()
-        with showing(progress):
-            summary = _fill_address(
-                address_place, address_place.create(whole, widths), named, adding, device
-            )
-    else:
-        target = place.absolute()
-        refuse_existing(target, replace)
-        structure = _structure(backend, options, plugins)
-        whole, widths = opened()
-        with showing(progress), hold(target, "building this index", StoreError):
-            refuse_existing(target, replace)  # again: who held it until now may have made it
-            partial = target.with_name(f"{target.name}.partial")
-            try:
-                store = _begun(partial, whole, widths, structure, keep, plugins)
-                summary = _fill_folder(partial, store, named, adding, device)
-                rename_whole(partial, target, replace=replace, taken=_exists(target))
-            except Exception:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-        summary = dataclasses.replace(summary, path=target)
-    summary = dataclasses.replace(summary, seconds=time.monotonic() - began)
-    index = Index.open(summary.path, device=device, plugins=plugins)
-    index.summary = summary
-    return index
+        An interrupted call leaves `<path>.partial`; with the same bundle the same call goes on from
+        there. At an address it leaves the index with what was added until then, and `add` goes on.
+        A failed call leaves nothing.
+
+        Args:
+            path: the folder to write, whose parent must exist; or the address of a store that a
+                plugin brings, as text.
+            sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or
+                `.npz` features; see `retrieval.serving.index.sources.collect`. Without any the
+                index is empty.
+            model: what embeds the items: a bundle's folder, or what `retrieval.load` gives. A run
+                or a backbone is exported first; the index keeps its own copy of the bundle.
+            backend: structure of large indexes: "auto" (by size), "flat", "hnsw", "ivf", or a
+                plugin's `PLUGIN.name`.
+            options: the back end's parameters.
+            plugins: files or modules to load as plugins besides the installed ones.
+            variant: encode with this variant of the encoder; queries will be, too.
+            keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
+            keep_features: keep the backbone's features too, so that another head takes seconds
+                (`migrate`). The bundle is split, or takes features.
+            skip_bad: leave out images that cannot be used, each reported on standard error, instead
+                of refusing all.
+            replace: put the new index in the place of one that is there; at an address that is
+                deleted first.
+            batch: items that go through the encoder at once.
+            workers: threads that decode; as many as there are cores by default.
+            limits: the largest images that are decoded.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            device: of the encoder: "auto", "cpu" or "cuda".
+
+        Returns:
+            The index, to which items can be added. Its `summary` says what was done.
+
+        Raises:
+            DataError: images that cannot be used, or an id twice: all are found, the first ten
+                named.
+            StoreError: the path exists, another process is building it, or it cannot be written.
+            BundleError: the bundle cannot be used, or gives no features that could be kept.
+            PluginError: the back end does not exist, or refuses its parameters.
+        """
+        began = time.monotonic()
+        place = place_of(path)
+        named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+        adding: dict[str, Any] = {
+            "keep": keep,
+            "skip_bad": skip_bad,
+            "batch": at_least_one("batch", batch),
+            "workers": workers,
+            "limits": limits,
+        }
+
+        exports = ExitStack()
+
+        def opened() -> tuple[Bundle, dict[str, int]]:
+            if isinstance(model, Bundle):
+                whole = model
+            else:
+                folder: StrPath
+                if isinstance(model, Exports):
+                    folder = exports.enter_context(model.exported())
+                else:
+                    folder = model
+                whole = Bundle.open(folder, variant=variant, device=device)
+            return whole, widths_of(whole, features=features_of(whole) if keep_features else None)
+
+        with exports:
+            if isinstance(place, Address):
+                address_place = _free_address(
+                    place, plugins, replace, backend != "auto" or bool(options)
+                )
+                whole, widths = opened()
+                if replace:
+                    address_place.drop()
+                with showing(progress):
+                    summary = _fill_address(
+                        address_place, address_place.create(whole, widths), named, adding, device
+                    )
+            else:
+                target = place.absolute()
+                refuse_existing(target, replace)
+                structure = _structure(backend, options, plugins)
+                whole, widths = opened()
+                with showing(progress), hold(target, "building this index", StoreError):
+                    # again: who held the place until now may have made it
+                    refuse_existing(target, replace)
+                    partial = target.with_name(f"{target.name}.partial")
+                    try:
+                        store = _begun(partial, whole, widths, structure, keep, plugins)
+                        summary = _fill_folder(partial, store, named, adding, device)
+                        rename_whole(partial, target, replace=replace, taken=_exists(target))
+                    except Exception:
+                        shutil.rmtree(partial, ignore_errors=True)
+                        raise
+                summary = dataclasses.replace(summary, path=target)
+        summary = dataclasses.replace(summary, seconds=time.monotonic() - began)
+        index = cls.open(summary.path, device=device, plugins=plugins)
+        index.summary = summary
+        return index
 
 
 def create_index(
@@ -147,8 +175,8 @@ def create_index(
     sources: StrPath | Sequence[StrPath] = (),
     **options: Any,
 ) -> Summary:
-    """Create an index as `build_index` does, with its options and errors, and leave it closed."""
-    with build_index(bundle, sources, output, **options) as index:
+    """Create an index as `Index.create` does, with its options and errors, and leave it closed."""
+    with Index.create(output, sources, model=bundle, **options) as index:
         assert index.summary is not None
         return index.summary
 
@@ -218,7 +246,7 @@ def _fill_address(
     """Add what sources name to a new index at an address, or leave nothing of it."""
     try:
         try:
-            index = Index(place.address, store, device=device)
+            index = OpenedIndex(place.address, store, device=device)
         except BaseException:
             store.close()
             raise
@@ -250,8 +278,10 @@ def _fill_folder(
     adding: Mapping[str, Any],
     device: Device,
 ) -> Summary:
-    """Add what sources name to a folder that nobody sees yet, and build its structure."""
-    with Index(partial, store, device=device) as index:
+    """Add what sources name to a folder that nobody sees yet, and build what speeds its searches
+    up.
+    """
+    with OpenedIndex(partial, store, device=device) as index:
         before = len(index)
         added = _added(index, named, {**adding, "sync": True})
         with Meter("indexing", len(index), "items") as meter:
@@ -270,7 +300,7 @@ def _fill_folder(
         )
 
 
-def _added(index: Index, named: Sequence[StrPath], adding: Mapping[str, Any]) -> Added:
+def _added(index: OpenedIndex, named: Sequence[StrPath], adding: Mapping[str, Any]) -> Added:
     return add_sources(index, named, whole=True, **adding) if named else Added()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, Self, TypeAlias, overload
 
@@ -12,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
-from retrieval.errors import DataError, StoreError, at_least_one
+from retrieval.errors import DataError, StoreError, at_least_one, printable
+from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Added, add_sources
+from retrieval.serving.index.adding import Added, Settings, Summary, add_images, add_sources
 from retrieval.serving.index.duplicates import Duplicates, find_duplicates
 from retrieval.serving.index.index_backend import Floats
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
@@ -85,31 +87,28 @@ class Hit:
         values["metadata"], values["path"], values["keep"] = metadata, path, keep
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What building an index did, and how long it took.
+class Hits(list[Hit]):
+    """The hits of one query, nearest first. It prints as a table."""
 
-    Attributes:
-        path: the index.
-        count: items in it.
-        skipped: why an image could not be used, a sentence each.
-        repeated: files that were named more than once and taken once.
-        resumed: items that an interrupted run had added already.
-        backend: the back end's name, chosen or given; at an address the store's.
-        recall_at_10: of an approximate back end, else None.
-        seconds: how long it took.
-        left_out: a sentence on the files of folders that are not images, for each reason.
-    """
+    def __repr__(self) -> str:
+        if not self:
+            return "no hits"
+        rows = [("distance", "label", "id"), *self._rows()]
+        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+        return "\n".join(f"{row[0]:>{first}}  {row[1]:{second}}  {row[2]}" for row in rows)
 
-    path: IndexPlace
-    count: int
-    skipped: tuple[str, ...]
-    repeated: int
-    resumed: int
-    backend: str
-    recall_at_10: float | None
-    seconds: float
-    left_out: tuple[str, ...] = ()
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>"
+            for row in self._rows()
+        )
+        head = "<tr><th>distance</th><th>label</th><th>id</th></tr>"
+        return f"<table>{head}{rows}</table>"
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        return [
+            (f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)) for hit in self
+        ]
 
 
 class Index:
@@ -126,7 +125,7 @@ class Index:
     Attributes:
         path: the folder, or the address.
         store: what keeps its items.
-        summary: what building it did, where `retrieval.build_index` gave it; else None.
+        summary: what building it did, where `Index.create` gave it; else None.
     """
 
     summary: Summary | None = None
@@ -152,7 +151,20 @@ class Index:
         device: Device = "auto",
         plugins: Iterable[str] = (),
     ) -> Self:
-        """Open a folder or an address; see `retrieval.open_index`."""
+        """Open a folder or an address.
+
+        Args:
+            path: its folder; or the address of a store that a plugin brings, such as
+                `milvus://host:19530/photos`, as text.
+            threads: of one call of the encoder; None leaves it to ONNX Runtime.
+            device: of the encoder: "auto", "cpu" or "cuda".
+            plugins: files or modules of a third-party back end or store that is not installed.
+
+        Raises:
+            StoreError: missing, damaged, or of another format.
+            BundleError: its bundle cannot be used.
+            PluginError: the plugin of its back end, or of its store, is not there.
+        """
         place = place_of(path)
         store = open_store(place, plugins)
         try:
@@ -222,7 +234,7 @@ class Index:
         """Raise a `StoreError` once the index is closed."""
         if self._closed:
             raise StoreError(
-                f"The index {self.path} was closed. Open it again with retrieval.open_index."
+                f"The index {self.path} was closed. Open it again with retrieval.Index.open."
             )
 
     def changed(self) -> str | None:
@@ -239,7 +251,7 @@ class Index:
         *,
         candidates: int | None = None,
         where: Where = None,
-    ) -> list[Hit]: ...
+    ) -> Hits: ...
     @overload
     def search(
         self,
@@ -273,8 +285,7 @@ class Index:
                   encoder gives.
 
                 Or several, which give one list of hits each: a list of images or of vectors, an
-                    array
-                (N, F) or (N, P), or `Encoded`, which the bundle's `encode` gave.
+                array (N, F) or (N, P), or `Encoded`, which the bundle's `encode` gave.
             k: how many; all items when there are fewer.
             candidates: how many the rescorer is given, in each sub-space; the bundle's own number
                 by default.
@@ -302,7 +313,7 @@ class Index:
                     rows = slice(start, start + _QUERIES_AT_ONCE)
                     part_code = None if code is None else code[rows]
                     hits += self._nearest(query[rows], part_code, bundle, k, candidates, where)
-                return hits[0] if alone else hits
+                return Hits(hits[0]) if alone else hits
             except Superseded:
                 # Another generation is served since. Queries that came encoded cannot be encoded
                 # again.
@@ -365,8 +376,12 @@ class Index:
 
     def add(
         self,
-        sources: StrPath | Sequence[StrPath],
+        sources: StrPath | Sequence[StrPath] = (),
         *,
+        images: Any = None,
+        ids: Sequence[str] | None = None,
+        labels: Sequence[str | None] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
         keep: Keep = "reference",
         sync: bool = False,
         skip_bad: bool = False,
@@ -382,7 +397,14 @@ class Index:
         Args:
             sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or
                 `.npz` features; see `retrieval.serving.index.sources.collect`.
+            images: instead of sources, one or more images from memory, as `retrieval.Encoder.encode`
+                takes them; an index of features takes their rows (N, F). An id that is there
+                already gets the new image.
+            ids: of these images.
+            labels: of these images.
+            metadata: of these images, a JSON object each.
             keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
+                Images from memory have no file to refer to: "reference" keeps nothing of them.
             sync: make the index equal to the sources: items that they do not name are deleted.
             skip_bad: pass over images that cannot be used; without it they are all named in the
                 error, and the others are added.
@@ -395,6 +417,12 @@ class Index:
             DataError: no items, an id twice, or images that cannot be used.
             StoreError: read-only, another writer holds the index, or the disk refuses.
         """
+        if images is not None:
+            settings = Settings(
+                at_least_one("batch", batch), workers or cores(), limits or Limits()
+            )
+            with showing(progress):
+                return add_images(self, images, ids, labels, metadata, settings, keep, skip_bad)
         return add_sources(
             self,
             sources,
@@ -534,20 +562,7 @@ def open_index(
     device: Device = "auto",
     plugins: Iterable[str] = (),
 ) -> Index:
-    """Open an index.
-
-    Args:
-        path: its folder; or the address of a store that a plugin brings, such as
-            `milvus://host:19530/photos`, as text.
-        threads: of one call of the encoder; None leaves it to ONNX Runtime.
-        device: of the encoder: "auto", "cpu" or "cuda".
-        plugins: files or modules of a third-party back end or store that is not installed.
-
-    Raises:
-        StoreError: missing, damaged, or of another format.
-        BundleError: its bundle cannot be used.
-        PluginError: the plugin of its back end, or of its store, is not there.
-    """
+    """Open an index; see `Index.open`."""
     return Index.open(path, threads=threads, device=device, plugins=plugins)
 
 

@@ -346,7 +346,7 @@ class Table:
         is_file = self.content is None and self.vector is None
         if is_file and (not isinstance(path, str) or not path or "\0" in path):
             return f"'{self.path}' is empty or is not a path"
-        label = _label_text(label)
+        label = label_text(label)
         metadata = {name: _json_value(cells[name]) for name in self.metadata}
         problem = text_problem(str(key), label, metadata)
         return problem or Row(number, str(key), label, str(path) if is_file else None, metadata)
@@ -419,7 +419,7 @@ def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str |
     return f"has more than {ITEM_CHARACTERS:,} characters" if length > ITEM_CHARACTERS else None
 
 
-def _label_text(label: str | int | float | None) -> str | None:
+def label_text(label: str | int | float | None) -> str | None:
     """Return a label as text: true and false as JSON has them, None for an empty one or NaN."""
     if isinstance(label, bool):
         return str(label).lower()

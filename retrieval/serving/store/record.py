@@ -402,7 +402,7 @@ class Record:
         with self._lending:
             if self._closed is None:
                 self._closed = (
-                    f"The index {self.folder} was closed. Open it again with retrieval.open_index."
+                    f"The index {self.folder} was closed. Open it again with retrieval.Index.open."
                 )
             self._lending.wait_for(lambda: not self._lent)
         self._let_go()

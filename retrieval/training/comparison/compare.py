@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, Interrupted
 from retrieval.recipe.read import Recipe
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
@@ -21,7 +21,7 @@ from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.search import Do, Trial, best, require_optuna, search
 from retrieval.training.comparison.workers import Workers
 from retrieval.training.comparison.written import differences, figures, write
-from retrieval.training.process import Interrupted, ending_as_interrupted
+from retrieval.training.process import ending_as_interrupted
 from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64

@@ -19,7 +19,7 @@ from torch import nn
 
 from retrieval.data.datasets import Subset
 from retrieval.data.splits import Splits, make_splits
-from retrieval.errors import DataError, RetrievalError
+from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.host.files import write_json
 from retrieval.model.contracts import Dataset
@@ -32,7 +32,6 @@ from retrieval.run.folder import create_folder, is_complete, is_run
 from retrieval.run.open import Run, load_run
 from retrieval.serving.progress import showing
 from retrieval.training.comparison.plan import PRIMARY
-from retrieval.training.process import Diverged, Interrupted
 from retrieval.training.tracking import tracking
 from retrieval.training.trainer import train
 

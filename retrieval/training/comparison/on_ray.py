@@ -14,14 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import DataError, RetrievalError
+from retrieval.errors import DataError, Interrupted, RetrievalError
 from retrieval.host.version import installed_version
 from retrieval.recipe.read import Recipe
 from retrieval.serving.embedding.runners import Cluster
 from retrieval.serving.progress import Meter
 from retrieval.training.comparison.jobs import Figures, Job, known, outcome, perform
 from retrieval.training.comparison.search import Do
-from retrieval.training.process import Interrupted
 
 PATIENCE = 30.0
 """Seconds that trainings which are asked to stop have to write their checkpoints."""

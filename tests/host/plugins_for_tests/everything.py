@@ -17,7 +17,9 @@ from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval import (
+from retrieval import hookimpl
+from retrieval.host.hookspecs import Factories
+from retrieval.plugin import (
     Backbone,
     Combiner,
     Dataset,
@@ -25,10 +27,8 @@ from retrieval import (
     IndexBackend,
     Part,
     TripletIndices,
-    hookimpl,
     traits,
 )
-from retrieval.host.hookspecs import Factories
 from retrieval.serving.store.address import Address
 from retrieval.serving.store.local import LocalPlace
 from torch import Tensor, nn

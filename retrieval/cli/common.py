@@ -1,9 +1,15 @@
-"""What options take besides click's own types."""
+"""What several commands share: types of arguments, and the command to type again."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import math
 import re
+import shlex
+import sys
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +101,36 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"'{value}' is not a finite number.", param, ctx)
         return number
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Import inside; what is there at the end stays, and no collection looks through it again.
+
+    torch and its like make a million objects that live as long as the process, and Python would
+    look through all of them several times on the way: a sixth of what `retrieval check` costs. For
+    commands only, and only where torch is not there yet: a user's own process has garbage of its
+    own.
+    """
+    if not gc.isenabled() or "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        # what is still frozen when Python ends, some libraries (nanobind's) report as leaked
+        atexit.register(gc.unfreeze)
+
+
+def this_command(*further: str, without: Container[str] = ()) -> str:
+    """Return this process's command line as a shell takes it.
+
+    Args:
+        further: options to put at its end, where they are not in it.
+        without: options to leave out.
+    """
+    words = [word for word in sys.argv[1:] if word not in without]
+    return shlex.join(["retrieval", *words, *(word for word in further if word not in words)])

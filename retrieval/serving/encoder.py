@@ -1,0 +1,72 @@
+"""Images to embeddings, by whatever makes them: the base class, and the encoder of a bundle."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.images import as_list
+from retrieval.serving.progress import Progress
+
+Embeddings = NDArray[np.float32]
+
+
+class Encoder(ABC):
+    """Images to embeddings: what `retrieval.load` gives of a backbone's name, a run or a bundle."""
+
+    @abstractmethod
+    def encode(self, images: Any, *, batch: int = 32, progress: Progress = True) -> Embeddings:
+        """Return the embeddings (N, D) of N images, float32, as an index stores them.
+
+        Args:
+            images: one image or a list of them, each a path, an encoded image's bytes, a Pillow
+                image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0 to 1, or a
+                tensor of such pixels with its channels first. An array (N, H, W, 3) and a tensor
+                (N, 3, H, W) are N images. A model of vectors takes their rows (N, F).
+            batch: how many items go through the model at once.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: an image cannot be used, which the message names.
+        """
+
+    @abstractmethod
+    def exported(self) -> AbstractContextManager[Path]:
+        """Return a context in which the encoder's bundle is in a folder, which it gives."""
+
+
+class BundleEncoder(Encoder):
+    """The encoder of a bundle, which ONNX Runtime runs.
+
+    Attributes:
+        path: the bundle's folder.
+        bundle: the opened bundle.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.path, self.bundle = bundle.path, bundle
+
+    def __repr__(self) -> str:
+        return repr(self.bundle).replace("Bundle", "Encoder", 1)
+
+    def encode(self, images: Any, *, batch: int = 32, progress: Progress = True) -> Embeddings:
+        """Return the embeddings (N, D) of N images; see `Encoder.encode`."""
+        if self.bundle.manifest.input.kind == "features":
+            return self.bundle.encode(as_rows(images), batch=batch).vector
+        return self.bundle.encode_images(as_list(images), batch=batch, progress=progress)
+
+    def exported(self) -> AbstractContextManager[Path]:
+        """Return a context that gives the bundle's folder."""
+        return nullcontext(self.path)
+
+
+def as_rows(features: Any) -> Embeddings:
+    """Return feature vectors (N, F) of one vector, several, or a tensor."""
+    given = features.detach().cpu().numpy() if hasattr(features, "detach") else features
+    return np.atleast_2d(np.asarray(given, dtype=np.float32))
