@@ -31,9 +31,9 @@ from typing import Any
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import Record
-from retrieval.serving.store.writing import create_local
 
 from kills import kill_at_line
 from living_model import (

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.check import check_record
+from retrieval.serving.store.folder import check_record
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing import make_bundle
 from retrieval.serving.store.testing.bundles import WIDTH
@@ -216,8 +216,8 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.writing import create_local
-structure.LEAST = upkeep.LEAST = 50
+from retrieval.serving.store.folder import create_local
+structure.LEAST = 50
 disk, folder, careless = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "careless"
 marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT)
 bundle = Bundle.open(folder / "bundle", threads=1)

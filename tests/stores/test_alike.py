@@ -15,11 +15,11 @@ from retrieval.serving.index import tuning
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.index.tuning import Tuned
 from retrieval.serving.manifest import read_manifest, write_manifest
-from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store import structure
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.structure import Wanted
 from retrieval.serving.store.testing.bundles import make_bundle
-from retrieval.serving.store.writing import create_local
 from sklearn.datasets import load_digits
 
 
@@ -102,7 +102,6 @@ def test_tuning_takes_what_meets_both_limits(
 ) -> None:
     index, _ = digits
     monkeypatch.setattr(structure, "LEAST", 1000)
-    monkeypatch.setattr(upkeep, "LEAST", 1000)
     tuned = index.tune(recall=0.9, progress=False)
     assert tuned.chosen is not None and tuned.chosen.recall >= 0.9
     assert tuned.chosen.milliseconds == min(
@@ -151,7 +150,6 @@ def test_tuning_weighs_sub_spaces(
 ) -> None:
     """Each has a structure of its own; what all of them propose is measured as searches measure it."""
     monkeypatch.setattr(structure, "LEAST", 1000)
-    monkeypatch.setattr(upkeep, "LEAST", 1000)
     few = [
         ("flat", {}, [{}]),
         ("sq8", {}, [{}]),

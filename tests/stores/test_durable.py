@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import snapshot, structure, upkeep
+from retrieval.serving.store import folder, structure
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
@@ -97,14 +97,14 @@ def test_a_snapshot_is_of_one_moment(
     store.upsert(items(range(50)), bundle.sha256)
     store.compact()
     store.delete(["id0"])
-    real = snapshot.backup
+    real = folder.backup
 
     def meanwhile(*arguments: object) -> None:
         real(*arguments)
         with LocalStore(tmp_path / "i", upkeep=False) as other:
             other.compact()
 
-    monkeypatch.setattr(snapshot, "backup", meanwhile)
+    monkeypatch.setattr(folder, "backup", meanwhile)
     store.snapshot(tmp_path / "copy")
     with LocalStore(tmp_path / "copy") as copy:
         assert len(copy.search(VECTORS[:1], 50, bundle.sha256)[0]) == 49
@@ -113,11 +113,11 @@ def test_a_snapshot_is_of_one_moment(
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from retrieval.serving.store import snapshot
+from retrieval.serving.store import folder
 from retrieval.serving.store.local import LocalStore
 def copyfile(*given):
     os.kill(os.getpid(), signal.SIGKILL)
-snapshot.copy_rows = copyfile
+folder._copy_start = copyfile
 with LocalStore(Path(sys.argv[1]), upkeep=False) as store:
     store.snapshot(Path(sys.argv[2]))
 """
@@ -148,7 +148,6 @@ def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
     store.restructure(Wanted("hnsw"))
     store.close()
     monkeypatch.setattr(structure, "LEAST", 100)
-    monkeypatch.setattr(upkeep, "LEAST", 100)
     with LocalStore(tmp_path / "i", upkeep=False) as again:
         again.compact()
     assert len(list((tmp_path / "i" / "arrays").glob("*.0.hnsw"))) == 1

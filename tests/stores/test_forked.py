@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 FORKED = """
 import os, sys, time

@@ -336,12 +336,12 @@ def test_altered_features_are_not_taken(
 KILLED = """
 import os, signal, sys
 from retrieval.serving.index.index import Index
-from retrieval.serving.store import upkeep
+from retrieval.serving.store import local
 point = sys.argv[3]
 def die(*given, **more):
     os.kill(os.getpid(), signal.SIGKILL)
 if point == "applied":
-    upkeep.keep_rows = die
+    local.keep_rows = die
 else:
     from retrieval.serving.store.local import LocalStore
     LocalStore.switch = die

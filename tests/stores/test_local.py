@@ -17,9 +17,9 @@ from retrieval.serving.index.contract import IndexBackend, checked_search
 from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.view import View
-from retrieval.serving.store.writing import create_local
 
 COUNT = 12_000
 VECTORS = np.random.default_rng(0).normal(size=(COUNT, 16)).astype(np.float32)

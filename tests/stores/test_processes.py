@@ -18,8 +18,8 @@ import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 WRITER = """

@@ -17,10 +17,10 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.faiss_backends import Hnsw
 from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.store import searches, structure, upkeep, view
+from retrieval.serving.store import masks, structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 COUNT = 6_000
 
@@ -28,7 +28,6 @@ COUNT = 6_000
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structure, "LEAST", 1000)
-    monkeypatch.setattr(upkeep, "LEAST", 1000)
     monkeypatch.setattr(structure, "COMPANION_LEAST", 1000)
 
 
@@ -244,9 +243,9 @@ def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph's search ends among items that do not match; it once gave seven answers for ten."""
-    monkeypatch.setattr(view, "_MOST", 0)
-    monkeypatch.setattr(view, "_RARE", 0.0)
-    monkeypatch.setattr(searches, "_SMALL", COUNT)  # the filter is asked of the record
+    monkeypatch.setattr(structure, "_MOST", 0)
+    monkeypatch.setattr(structure, "_RARE", 0.0)
+    monkeypatch.setattr(masks, "_SMALL", COUNT)  # the filter is asked of the record
     prices = np.arange(COUNT) % 100
     with made(
         tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})

@@ -25,11 +25,11 @@ from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
 from retrieval.serving.store.address import Address, place_of
 from retrieval.serving.store.contract import Keep, Store, StorePlace, StoreUnavailable, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import FILE as RECORD
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 
 def build_index(

@@ -1,12 +1,15 @@
-"""Items and generations as values, and what every store refuses of them, in the same words."""
+"""Items and generations as values, what every store refuses of them, and how long a call may take."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,6 +39,24 @@ _SHOWN = 20  # fields
 _NOTHING = (None,) * 6
 _NESTED = (dict, list)
 _TOGETHER = 8192  # arrays that are looked at together
+
+
+_STOP: ContextVar[float] = ContextVar("stop", default=inf)
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Bound the time that a store takes for all calls in this block and thread; then: `TooSlow`."""
+    token = _STOP.set(min(stop_at(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _STOP.reset(token)
+
+
+def stop_at() -> float:
+    """Return the time (`time.monotonic`) at which a store gives up; infinity without `patience`."""
+    return _STOP.get()
 
 
 @dataclass(frozen=True, slots=True)
