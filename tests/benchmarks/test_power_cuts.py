@@ -213,7 +213,7 @@ import os, sys
 from pathlib import Path
 import numpy as np
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store import structure, view
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.folder import create_local
@@ -229,7 +229,7 @@ with LocalStore(disk / "index", upkeep=False) as store:
     store.delete([f"id {n}" for n in range(40)])
     store.upsert([item(n, n + 100) for n in range(40, 60)], bundle.sha256)
     if careless:
-        os.fsync = lambda handle: None
+        os.fsync = view.sync_data = lambda handle: None
     os.write(marks, b"begin")
     store.compact()
     os.write(marks, b"end")

@@ -35,7 +35,8 @@ Sums = dict[int, int]
 BLOCK = 1 << 20  # bytes under one checksum
 _STEP = 1 << 16  # bytes by which a file grows at least
 _TRIES = 20
-_sync = getattr(os, "fdatasync", os.fsync)  # the content and its size, not when it was written
+# What is written is on the disk, and the size with it; when it was written need not be.
+sync_data = getattr(os, "fdatasync", os.fsync)
 
 
 def file_of(folder: Path, stem: str, name: str) -> Path:
@@ -79,7 +80,7 @@ def append(path: Path, row: int, width: int, chunks: Iterable[Floats], last: int
                 done = os.pwrite(handle, data[: BLOCK - start % BLOCK], start)
                 sums[start // BLOCK] = crc = zlib.crc32(data[:done], crc)
                 data, start = data[done:], start + done
-        _sync(handle)
+        sync_data(handle)
     finally:
         os.close(handle)
     return sums
