@@ -290,7 +290,7 @@ def _begun(
         served = next(
             generation for generation in store.generations() if generation.state == "served"
         )
-        begun = (served.bundle, served.variant, dict(served.widths), store.wanted())
+        begun = (served.bundle, served.variant, dict(served.widths), store.chosen_structure())
         if begun == (bundle.sha256, bundle.variant, dict(widths), structure):
             return store
         store.close()

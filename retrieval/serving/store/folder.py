@@ -74,7 +74,7 @@ def create_local(
     Raises:
         StoreError: there is something already, or the disk refuses.
     """
-    taken = StoreError(
+    occupied = StoreError(
         f"{folder} exists already. Choose another name, or add to it with 'retrieval index add'."
     )
     description = {
@@ -91,7 +91,7 @@ def create_local(
         "keep": keep,
     }
     try:
-        with whole_folder(folder, replace=replace, taken=taken) as fresh:
+        with whole_folder(folder, replace=replace, taken=occupied) as fresh:
             (fresh / ARRAYS).mkdir()
             (fresh / BUNDLES).mkdir()
             (fresh / INDEX).write_bytes(text)
@@ -205,7 +205,11 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
                 report(1)
             rebuilt += [
                 f"{ARRAYS}/{name} is missing or was altered; the next writer builds it again."
-                for name in (Structure.parse(rows.said).damaged(folder) if rows.said else ())
+                for name in (
+                    Structure.parse(rows.structure_text).damaged(folder)
+                    if rows.structure_text
+                    else ()
+                )
             ]
             faults += _wrong_items(connection, generation, rows)
             path = folder / BUNDLES / generation.bundle[:16]
@@ -225,8 +229,8 @@ def _wrong_items(connection: apsw.Connection, generation: Generation, rows: Rows
     if generation.state == "served":
         upto = value(connection, "select max(n) from items") or 0
     sql = "select n from items where n <= ? and n not in (select n from left_out where g = ?)"
-    wanted = np.array([n for (n,) in ask(connection, sql, (upto, g))], np.int64)
-    if missing := int(np.count_nonzero(rows.runs.rows_of(wanted) < 0)):
+    numbers = np.array([n for (n,) in ask(connection, sql, (upto, g))], np.int64)
+    if missing := int(np.count_nonzero(rows.runs.rows_of(numbers) < 0)):
         yield f"Generation {g}: {missing:,} items have no vector."
 
 
@@ -247,9 +251,9 @@ def write_snapshot(
             is missing.
     """
     folder = record.folder
-    taken = StoreError(f"{target} exists already. {instead}")
+    occupied = StoreError(f"{target} exists already. {instead}")
     if target.exists():
-        raise taken
+        raise occupied
     if not target.parent.is_dir():
         raise StoreError(f"{target} cannot be written: there is no folder {target.parent}.")
     missing = ""
@@ -258,7 +262,7 @@ def write_snapshot(
             with (
                 record.reading(seconds=_COPY_SECONDS) as connection,
                 _faults_of(folder, target),
-                whole_folder(target, replace=False, taken=taken) as fresh,
+                whole_folder(target, replace=False, taken=occupied) as fresh,
             ):
                 _copy(connection, folder, fresh)
             return
@@ -288,11 +292,11 @@ def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
     for inner in (ARRAYS, BUNDLES):
         (fresh / inner).mkdir()
     sql = "select stem, rows, widths, structure from generations"
-    for stem, rows, widths, said in ask(connection, sql):
+    for stem, rows, widths, text in ask(connection, sql):
         for name, width in json.loads(widths).items():
             path = file_of(folder, stem, name)
             _copy_start(path, file_of(fresh, stem, name), rows * width * 4)
-        for name in Structure.names(said):
+        for name in Structure.names(text):
             if (folder / ARRAYS / name).is_file():
                 shutil.copyfile(folder / ARRAYS / name, fresh / ARRAYS / name)
     for name in {generation.bundle[:16] for generation in generations}:

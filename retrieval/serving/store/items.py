@@ -222,11 +222,11 @@ def own(value: Any) -> Any:
     """Return a JSON value as the caller's own: what is done to it reaches nobody else's."""
     if isinstance(value, dict):
         copy = dict(value)  # most are flat
-        for name, one in value.items():
-            if isinstance(one, _NESTED):
-                copy[name] = own(one)
+        for name, entry in value.items():
+            if isinstance(entry, _NESTED):
+                copy[name] = own(entry)
         return copy
-    return [own(one) for one in value] if isinstance(value, list) else value
+    return [own(entry) for entry in value] if isinstance(value, list) else value
 
 
 def check_id(id: object) -> str | None:
@@ -301,14 +301,14 @@ def _file_problems(item: Item) -> list[str]:
 def _text(metadata: Mapping[str, Any]) -> str:
     """Return metadata as JSON; flat texts and numbers, which most are, by a much faster way."""
     parts = []
-    for name, one in metadata.items():
-        kind = type(one)
+    for name, entry in metadata.items():
+        kind = type(entry)
         if type(name) is not str:
             return metadata_text(metadata)
         if kind is str:
-            text = encode_basestring(one)
-        elif (kind is int and -_EXACT < one < _EXACT) or (kind is float and isfinite(one)):
-            text = repr(one)
+            text = encode_basestring(entry)
+        elif (kind is int and -_EXACT < entry < _EXACT) or (kind is float and isfinite(entry)):
+            text = repr(entry)
         else:
             return metadata_text(metadata)
         parts.append(f"{encode_basestring(name)}: {text}")

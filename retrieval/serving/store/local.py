@@ -204,12 +204,12 @@ class LocalStore(Store):
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; see `Store`."""
         sql = f"select {COLUMNS} from items where id in (select value from json_each(?))"
-        wanted = (json.dumps(usable(ids), ensure_ascii=False),)
+        names = (json.dumps(usable(ids), ensure_ascii=False),)
         if not arrays:
             with self.record.reading() as connection:
-                return {item.id: item for item in map(from_row, ask(connection, sql, wanted))}
+                return {item.id: item for item in map(from_row, ask(connection, sql, names))}
         with self.views.moment() as (connection, view):
-            rows = ask(connection, sql, wanted)
+            rows = ask(connection, sql, names)
             items = _with_arrays(connection, rows, view, (VECTOR, CODE, FEATURES))
             return {item.id: item for item in items}
 
@@ -296,10 +296,10 @@ class LocalStore(Store):
         connection: apsw.Connection | None,
     ) -> list[Candidates] | None:
         """Return the items of rows (Q, n) for each query; None: one can only be read."""
-        there = rows >= 0
-        ends = np.cumsum(there.sum(1)).tolist()
-        rows = rows[there]
-        distances = None if squared is None else np.sqrt(squared[there])
+        present = rows >= 0
+        ends = np.cumsum(present.sum(1)).tolist()
+        rows = rows[present]
+        distances = None if squared is None else np.sqrt(squared[present])
         numbers = view.runs.numbers_of(rows).tolist()
         items = self._in_memory(numbers)
         if items is None and connection is None:  # no stage of a search: it is asked again
@@ -314,8 +314,8 @@ class LocalStore(Store):
             part: Any = slice(start, end)
             if mixed:  # equal distances by id
                 far = [0.0] * len(items) if distances is None else distances.tolist()
-                part = sorted(range(start, end), key=lambda at: (far[at], items[at].id))
-            own_items = [items[at] for at in part] if mixed else items[part]
+                part = sorted(range(start, end), key=lambda row: (far[row], items[row].id))
+            own_items = [items[row] for row in part] if mixed else items[part]
             own_distances = None if distances is None else distances[part]
             answers.append(Candidates(own_items, _Arrays(view, rows[part]), own_distances))
         return answers
@@ -362,10 +362,10 @@ class LocalStore(Store):
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
         """Begin a generation; see `Store`."""
         self._begin_to_write()
-        wanted = (bundle.sha256, bundle.variant, dict(widths))
+        properties = (bundle.sha256, bundle.variant, dict(widths))
         with self.record.writing() as (connection, _):
             for known in all_of(connection):
-                if (known.bundle, known.variant, dict(known.widths)) == wanted:
+                if (known.bundle, known.variant, dict(known.widths)) == properties:
                     return known
             number = add_generation(connection, self.folder, bundle, widths, "building")
             return next(known for known in all_of(connection) if known.number == number)
@@ -460,11 +460,11 @@ class LocalStore(Store):
         self.restructure(Wanted(backend, dict(options)))
         self.compact(report)
 
-    def restructure(self, wanted: Wanted) -> None:
+    def restructure(self, structure: Wanted) -> None:
         """Search with another structure as soon as the background, or `compact`, has built it."""
-        if wanted.backend != "auto":
-            make_backend(wanted.backend, wanted.options, self.views.plugins)
-        self._set("structure", wanted.text())
+        if structure.backend != "auto":
+            make_backend(structure.backend, structure.options, self.views.plugins)
+        self._set("structure", structure.text())
         self.upkeep.wake()
 
     def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
@@ -477,7 +477,7 @@ class LocalStore(Store):
         with self.record.writing() as (connection, _):
             connection.execute("insert or replace into state values (?, ?)", (key, text))
 
-    def wanted(self) -> Wanted:
+    def chosen_structure(self) -> Wanted:
         """Return which structure the index is to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
@@ -564,10 +564,10 @@ def _with_arrays(
 ) -> list[Item]:
     """Return rows of the record as items with some of their arrays."""
     numbers = np.array([row[0] for row in rows], np.int64)
-    arrays, there = view.read(connection, numbers, names)
+    arrays, present = view.read(connection, numbers, names)
     return [
-        from_row(row, {name: array[place] for name, array in arrays.items()} if here else {})
-        for place, (row, here) in enumerate(zip(rows, there.tolist(), strict=True))
+        from_row(row, {name: array[place] for name, array in arrays.items()} if has_arrays else {})
+        for place, (row, has_arrays) in enumerate(zip(rows, present.tolist(), strict=True))
     ]
 
 
@@ -682,11 +682,11 @@ def write_copy(store: Store, target: Path) -> None:
     Raises:
         StoreError: there is something already, or the disk refuses.
     """
-    taken = StoreError(f"{target} exists already. Choose another name for the snapshot.")
+    occupied = StoreError(f"{target} exists already. Choose another name for the snapshot.")
     generation = next(known for known in store.generations() if known.state == "served")
     bundle = Bundle.open(store.bundle(generation), variant=generation.variant, device="cpu")
     if target.exists() or target.is_symlink():
-        raise taken
+        raise occupied
     try:
         with scratch_folder(target.parent, f".{target.name}.", ".part") as beside:
             fresh = beside / target.name
@@ -694,7 +694,7 @@ def write_copy(store: Store, target: Path) -> None:
             with LocalStore(fresh, upkeep=False) as copy:
                 copy_items(store, copy, bundle.sha256, bare=lambda items: _add_bare(copy, items))
             sync_below(fresh)
-            rename_whole(fresh, target, replace=False, taken=taken)
+            rename_whole(fresh, target, replace=False, taken=occupied)
     except OSError as fault:
         raise StoreError(f"{target} cannot be written: {fault.strerror or fault}.") from None
 

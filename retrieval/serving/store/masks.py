@@ -121,7 +121,7 @@ class _Column:
         self._codes: NDArray[np.int32] = np.zeros(0, np.int32)
         self._known: dict[str | None, int] = {None: 0}
         self._numbers: NDArray[np.float64] = np.full(1, np.nan)  # of each code that is a number
-        self._others: dict[int, Any] = {}  # the other values, by code
+        self._by_code: dict[int, Any] = {}  # the other values, by code
         self._characters = 0
 
     def extend(self, connection: apsw.Connection, view: View) -> bool:
@@ -142,7 +142,7 @@ class _Column:
                 self._decode()
             except ValueError:
                 return False
-            if len(self._others) > _TEXTS or len(known) > _NUMBERS:
+            if len(self._by_code) > _TEXTS or len(known) > _NUMBERS:
                 return False
             if self._characters > _CHARACTERS:
                 return False
@@ -160,7 +160,7 @@ class _Column:
             if type(content) is float or (type(content) is int and abs(content) < _EXACT):
                 numbers[place] = content
             else:
-                self._others[first + place] = content
+                self._by_code[first + place] = content
         self._numbers = np.concatenate([self._numbers, numbers])
 
     def true(self, leaf: Leaf, rows: int) -> Mask:
@@ -176,7 +176,7 @@ class _Column:
                     table |= COMPARE[op](self._numbers, float(operand))
             if isinstance(leaf, Compare) and leaf.op == "!=":
                 table = plain & ~table
-        for code, content in self._others.items():
+        for code, content in self._by_code.items():
             if isinstance(self.name, str):
                 table[code] = matches(leaf, "", content, {})
                 continue

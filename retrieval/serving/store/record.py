@@ -180,8 +180,8 @@ class Record:
         """Whether the file was cut short: beyond its end SQLite reads zeros without a checksum."""
         for _ in range(5):
             count, size = connection.pragma("page_count"), connection.pragma("page_size")
-            there = self.path.stat().st_size // size
-            if count <= there or set(range(there + 1, count + 1)) <= _wal_pages(self._log):
+            present = self.path.stat().st_size // size
+            if count <= present or set(range(present + 1, count + 1)) <= _wal_pages(self._log):
                 return False
             time.sleep(0.05)  # another process may be moving pages from the log into the file
         return True

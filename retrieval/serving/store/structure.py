@@ -128,22 +128,22 @@ class Loaded:
     ) -> Numbers | None:
         """Return candidates' rows (Q, k) in a sub-space, -1 for none; None: better search exactly."""
         backend, name, size = self.backends[space], self.structure.backend, self.structure.rows
-        wanted = min(count * backend.expand, size)
+        breadth = min(count * backend.expand, size)
         if keep is None:
-            return checked_search(backend, name, queries, wanted, size)
+            return checked_search(backend, name, queries, breadth, size)
         if filtered:
-            there = int(np.count_nonzero(keep))
-            if there <= max(_MOST, _RARE * size) or not backend.selective:
+            matching = int(np.count_nonzero(keep))
+            if matching <= max(_MOST, _RARE * size) or not backend.selective:
                 return None
-            rows = checked_search(backend, name, queries, wanted, size, keep)
-            return rows if (rows >= 0).sum(axis=1).min() >= min(count, there) else None
-        wanted += _MARGIN
-        while wanted <= min(_MOST, size):
-            rows = checked_search(backend, name, queries, wanted, size)
+            rows = checked_search(backend, name, queries, breadth, size, keep)
+            return rows if (rows >= 0).sum(axis=1).min() >= min(count, matching) else None
+        breadth += _MARGIN
+        while breadth <= min(_MOST, size):
+            rows = checked_search(backend, name, queries, breadth, size)
             rows = np.where((rows >= 0) & keep[rows], rows, -1)
             if (rows >= 0).sum(axis=1).min() >= count:
                 return rows
-            wanted *= 4
+            breadth *= 4
         return None
 
 

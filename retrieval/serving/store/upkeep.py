@@ -71,10 +71,12 @@ def tidy(record: Record) -> None:
     """
     with record.locked() as connection:
         files: set[str] = set()
-        for stem, widths, said in ask(
+        for stem, widths, structure in ask(
             connection, "select stem, widths, structure from generations"
         ):
-            files |= {f"{stem}.{name}" for name in json.loads(widths)} | set(Structure.names(said))
+            files |= {f"{stem}.{name}" for name in json.loads(widths)} | set(
+                Structure.names(structure)
+            )
         claims = ask(connection, "select owner, until, stem from claims")
         stems = {claim[2] for claim in claims if not _is_over(*claim)}
         bundles = {generation.bundle[:16] for generation in all_of(connection)}
@@ -183,7 +185,7 @@ class Upkeep:
         self._turn = threading.Lock()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._asked = self._stop = False
+        self._due = self._stop = False
         self._rows: dict[int, Rows] = {}
 
     # In the background
@@ -192,7 +194,7 @@ class Upkeep:
         """Have the thread look whether there is work."""
         if self.background and not self.record.read_only:
             with self._wake:
-                self._asked = True
+                self._due = True
                 self._wake.notify()
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
@@ -202,8 +204,8 @@ class Upkeep:
         faults = 0
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._asked or self._stop)
-                self._asked = False
+                self._wake.wait_for(lambda: self._due or self._stop)
+                self._due = False
             try:
                 while not self._stop and self.step():
                     pass
@@ -211,7 +213,7 @@ class Upkeep:
             except (RetrievalError, OSError, apsw.Error) as fault:
                 if self._stop:
                     return
-                self._asked = True
+                self._due = True
                 faults += 1
                 pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
                 # Another process may just be tending it.
@@ -251,7 +253,7 @@ class Upkeep:
     def _current(self, generation: Generation) -> Rows | None:
         """Return a generation's rows as they are now; None: it was dropped, or is being filled."""
         with self.record.reading() as connection:
-            known = {one.number: one for one in all_of(connection)}.get(generation.number)
+            known = {known.number: known for known in all_of(connection)}.get(generation.number)
             if known is None:
                 return None
             if known.state == "building":
@@ -264,21 +266,24 @@ class Upkeep:
 
     def _lacks_structure(self, rows: Rows) -> bool:
         """Whether rows are to have a structure, or another one."""
-        wanted = self._wanted(rows.generation, rows.rows)
-        if wanted is None:
+        choice = self._choice(rows.generation, rows.rows)
+        if choice is None:
             return False
-        if rows.said is None or self.views.loaded.get(rows.said, "unknown") is None:
+        if (
+            rows.structure_text is None
+            or self.views.loaded.get(rows.structure_text, "unknown") is None
+        ):
             return True
-        structure = Structure.parse(rows.said)
-        different = (structure.backend, structure.options) != wanted
+        structure = Structure.parse(rows.structure_text)
+        different = (structure.backend, structure.options) != choice
         return different or structure.outgrown(rows.rows)
 
-    def _wanted(self, generation: Generation, rows: int) -> tuple[str, dict[str, Any]] | None:
+    def _choice(self, generation: Generation, rows: int) -> tuple[str, dict[str, Any]] | None:
         """Return the back end and options that so many rows of a generation are to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
-            wanted = Wanted.parse(value(connection, sql))
-        return wanted.of(rows, generation.widths[VECTOR], len(generation.spans))
+            choice = Wanted.parse(value(connection, sql))
+        return choice.of(rows, generation.widths[VECTOR], len(generation.spans))
 
     # For who waits
 
@@ -292,7 +297,7 @@ class Upkeep:
                 with Claim(self.record, generation.number, _WAIT, report) as claim:
                     began[generation.number] = self._compact(generation, claim)
             with self.record.writing() as (connection, _):
-                if {one.number for one in all_of(connection)} <= began.keys():
+                if {known.number for known in all_of(connection)} <= began.keys():
                     upto = min(began.values())
                     connection.execute("delete from removed where seq <= ?", (upto,))
             with self.record.turn, self.record.faults("written"):
@@ -360,13 +365,13 @@ class Upkeep:
         rows = self._current(generation)
         if rows is None:
             return
-        wanted = self._wanted(generation, rows.rows)
-        if rows.said is not None and wanted is not None:
-            present = Structure.parse(rows.said)
-            same = (present.backend, present.options, present.rows) == (*wanted, rows.rows)
+        choice = self._choice(generation, rows.rows)
+        if rows.structure_text is not None and choice is not None:
+            present = Structure.parse(rows.structure_text)
+            same = (present.backend, present.options, present.rows) == (*choice, rows.rows)
             if same and not present.damaged(self.record.folder):
                 return
-        elif rows.said is None and wanted is None:
+        elif rows.structure_text is None and choice is None:
             return
         claim.total = rows.rows
         structure = self._built(generation, claim, rows.stem, rows.rows)
@@ -380,13 +385,13 @@ class Upkeep:
 
     def _built(self, generation: Generation, claim: Claim, stem: str, rows: int) -> str | None:
         """Build and load a structure over a file's first rows; return what the record is to say."""
-        wanted = self._wanted(generation, rows)
-        if wanted is None or not rows:
+        choice = self._choice(generation, rows)
+        if choice is None or not rows:
             return None
         folder, plugins, spans = self.record.folder, self.views.plugins, generation.spans
         vectors = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR]).rows(rows)
         with self.record.faults("written"):
-            structure = build(folder, claim.stem, vectors, spans, *wanted, plugins, claim)
+            structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)
             sync(folder / ARRAYS)
         if self.views.view is not None:
             self.views.loaded[structure.text()] = load(folder, structure, vectors, spans, plugins)

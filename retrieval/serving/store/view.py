@@ -213,7 +213,7 @@ class Rows:
         runs: their numbers.
         alive: (rows,), False where the item was deleted or changed; None: all are alive.
         dead: how many are not alive.
-        said: what the record says of its structure.
+        structure_text: what the record says of its structure.
     """
 
     seq: int
@@ -223,7 +223,7 @@ class Rows:
     runs: Runs
     alive: Mask | None
     dead: int
-    said: str | None
+    structure_text: str | None
 
     @property
     def count(self) -> int:
@@ -236,7 +236,7 @@ class Rows:
         sql = "select stem, rows, structure from generations where g = ?"
         if not (known := ask(connection, sql, (generation.number,))):
             raise gone()
-        ((stem, rows, said),) = known
+        ((stem, rows, structure_text),) = known
         seq = seq_of(connection)
         if old is None or old.stem != stem or old.seq > seq:
             old = Rows(0, generation, stem, 0, Runs([]), None, 0, None)
@@ -250,13 +250,13 @@ class Rows:
             if alive is not None:
                 alive = np.concatenate([alive, np.ones(rows - old.rows, bool)])
         removed = ask(connection, "select n from removed where seq > ?", (old.seq,))
-        there = runs.rows_of(np.fromiter((n for (n,) in removed), np.int64, len(removed)))
-        there = there[there >= 0]
-        if len(there):
+        present = runs.rows_of(np.fromiter((n for (n,) in removed), np.int64, len(removed)))
+        present = present[present >= 0]
+        if len(present):
             alive = np.ones(rows, bool) if alive is None else alive.copy()
-            alive[there] = False
+            alive[present] = False
             dead = rows - int(np.count_nonzero(alive))
-        return Rows(seq, generation, stem, rows, runs, alive, dead, said)
+        return Rows(seq, generation, stem, rows, runs, alive, dead, structure_text)
 
 
 @dataclass(frozen=True)
@@ -333,17 +333,17 @@ class View(Rows):
     ) -> tuple[dict[str, Floats], Mask]:
         """Return arrays (n, width) of items, and which items have them (n,)."""
         rows = self.runs.rows_of(numbers)
-        there = rows >= 0
+        present = rows >= 0
         arrays = {}
         for name in (name for name in names if name in self.generation.widths):
             array = self.arrays[name]
             if name == FEATURES:
                 sums = sums_of(connection, self.generation.number, name)
-                array.verify(self.rows, sums, rows[there])
+                array.verify(self.rows, sums, rows[present])
             content = array.rows(self.rows)
             arrays[name] = np.zeros((len(numbers), array.width), np.float32)
-            arrays[name][there] = content[rows[there]]
-        return arrays, there
+            arrays[name][present] = content[rows[present]]
+        return arrays, present
 
 
 def _measured(
@@ -419,8 +419,10 @@ class Views:
                 return view if view.seq == seq else None
             self.view = self._of(connection, served(connection), wait=view is None)
             if len(self.loaded) > 3:
-                said = self.view.said
-                self.loaded = {text: part for text, part in self.loaded.items() if text == said}
+                structure_text = self.view.structure_text
+                self.loaded = {
+                    text: part for text, part in self.loaded.items() if text == structure_text
+                }
             return self.view
 
     def prepare(self, generation: Generation) -> None:
@@ -447,29 +449,33 @@ class Views:
                 if name != FEATURES:  # which are verified when they are read
                     array.verify(rows.rows, sums_of(connection, generation.number, name))
         view = View(**vars(rows), arrays=arrays)
-        structure = self._structure(view, rows.said, wait) if rows.said is not None else None
+        structure = (
+            self._structure(view, rows.structure_text, wait)
+            if rows.structure_text is not None
+            else None
+        )
         return replace(view, structure=structure)
 
-    def _structure(self, view: View, said: str, wait: bool) -> Loaded | None:
+    def _structure(self, view: View, structure_text: str, wait: bool) -> Loaded | None:
         """Return a structure; while it loads in the background, an older one stands in."""
-        if said in self.loaded:
-            return self.loaded[said]
+        if structure_text in self.loaded:
+            return self.loaded[structure_text]
         vectors, spans = view.arrays[VECTOR].rows(view.rows), view.generation.spans
 
         def loading() -> None:
-            structure = Structure.parse(said)
+            structure = Structure.parse(structure_text)
             loaded = load(self.record.folder, structure, vectors, spans, self.plugins)
             with self._refresh:
-                self.loaded[said] = loaded
-                self._loading.discard(said)
-                if self.view is not None and self.view.said == said:
+                self.loaded[structure_text] = loaded
+                self._loading.discard(structure_text)
+                if self.view is not None and self.view.structure_text == structure_text:
                     self.view = replace(self.view, structure=loaded)
 
         if wait:
             loading()
-            return self.loaded[said]
-        if said not in self._loading:
-            self._loading.add(said)
+            return self.loaded[structure_text]
+        if structure_text not in self._loading:
+            self._loading.add(structure_text)
             threading.Thread(target=loading, name="loading", daemon=True).start()
         old = self.view
         return old.structure if old is not None and old.stem == view.stem else None
