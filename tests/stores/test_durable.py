@@ -6,9 +6,8 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -110,31 +109,21 @@ def test_a_snapshot_is_of_one_moment(
         assert len(copy.search(VECTORS[:1], 50, bundle.sha256)[0]) == 49
 
 
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from retrieval.serving.store import folder
-from retrieval.serving.store.local import LocalStore
-def copyfile(*given):
-    os.kill(os.getpid(), signal.SIGKILL)
-folder._copy_start = copyfile
-with LocalStore(Path(sys.argv[1]), upkeep=False) as store:
-    store.snapshot(Path(sys.argv[2]))
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that a killed process lets go")
 def test_what_a_killed_snapshot_left_goes_with_the_next(
-    store: LocalStore, bundle: Bundle, tmp_path: Path
+    store: LocalStore,
+    bundle: Bundle,
+    tmp_path: Path,
+    killed: Callable[[Callable[[], object]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.upsert(items(range(50)), bundle.sha256)
     store.compact()
     snapshots = tmp_path / "snapshots"
     snapshots.mkdir()
-    killed = subprocess.run(
-        [sys.executable, "-c", _KILLED, tmp_path / "i", snapshots / "one"], check=False, timeout=60
-    )
-    assert killed.returncode == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_copy_start", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        killed(lambda: store.snapshot(snapshots / "one"))
     (left,) = snapshots.glob(".one.*.part")
     assert (left / "items.sqlite").stat().st_size > 0
     store.snapshot(snapshots / "two")

@@ -184,13 +184,13 @@ def test_codes_find_more_where_more_is_measured_again(
     everything = np.ones(COUNT, bool)
     for name, options in (("ivfpq", {"bytes": 2, "lists": 1}), ("rabitq", {"lists": 1})):
         found = []
-        for expand in (1, 4, 32):
+        for expand in (1, 32):
             folder = tmp_path / f"{name}{expand}"
             with made(
                 folder, plain_bundle, vectors, Wanted(name, {**options, "expand": expand})
             ) as index:
                 found.append(recall(index, vectors, None, everything))
-        assert found[0] < found[1] < found[2] and found[0] < 0.9 < found[2]
+        assert found[0] < 0.9 < found[1]
 
 
 def test_a_code_of_rabitq_has_as_many_bytes_as_its_page_says(

@@ -103,7 +103,7 @@ def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
 
 def test_processes_write_in_turn_and_nothing_is_lost(index: Path, bundle: Bundle) -> None:
     there = run(
-        [[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 6
+        [[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 3
     )
     assert all(there)
     holds(index, bundle, set().union(*there))
@@ -116,7 +116,7 @@ def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) ->
     if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
         pytest.skip("nothing may be mounted here")
     try:
-        there = run([[tmp_path / "mounted", "big", 2000, "once"], [index, "small", 1, "reopen"]], 6)
+        there = run([[tmp_path / "mounted", "big", 2000, "once"], [index, "small", 1, "reopen"]], 3)
     finally:
         subprocess.run(["umount", "-l", tmp_path / "mounted"], check=True)
     assert all(there)
