@@ -33,10 +33,10 @@ from retrieval.serving.filters import as_filter
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store import record
 from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.folder import identity_of as identity
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
-from retrieval.serving.store.writing import identity_of as identity
 
 from kills import forked
 from living_model import WIDTH, State, differences, item_of, make_bundles, small

@@ -34,10 +34,10 @@ from typing import Any
 import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.store import searches, upkeep
+from retrieval.serving.store import masks, upkeep
 from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.testing import make_bundle
-from retrieval.serving.store.writing import create_local
 
 RESULTS = Path(__file__).parent / "results"
 IDS, NUMBERS, K = 400, 8, 10
@@ -245,14 +245,14 @@ def small_segments() -> Iterator[None]:
     """Have segments made of so few items that merges go on all the while, and filters looked up as
     those of a large index.
     """
-    before = upkeep._LEAST_DEAD, searches._SMALL
+    before = upkeep._LEAST_DEAD, masks._SMALL
     upkeep._LEAST_DEAD = SMALL
-    searches._SMALL = 0
+    masks._SMALL = 0
     try:
         yield
     finally:
         upkeep._LEAST_DEAD = before[0]
-        searches._SMALL = before[1]
+        masks._SMALL = before[1]
 
 
 def run(

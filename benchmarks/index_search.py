@@ -27,9 +27,9 @@ import numpy as np
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import Item
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 from bench import finish, markdown
 from scaled_bundle import make_bundle

@@ -37,7 +37,7 @@ from typing import Any
 
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.writing import create_local
+from retrieval.serving.store.folder import create_local
 
 from living_model import WIDTH, Call, State, Writing, check, make_bundles, small
 

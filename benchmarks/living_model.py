@@ -122,7 +122,7 @@ def item_of(id: str, version: int, bundle: int) -> Item:
 def small() -> None:
     """Have little fill a segment or a log, so that every kind of work happens often."""
     upkeep._LEAST_DEAD = FLUSH
-    structure.LEAST = upkeep.LEAST = LEAST
+    structure.LEAST = LEAST
     record._CHECKPOINT_PAGES = 40
 
 

@@ -30,10 +30,11 @@ from typing import Any
 
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.store import view
 from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import Record
-from retrieval.serving.store.writing import create_local
 
 from kills import kill_at_line
 from living_model import (
@@ -76,7 +77,7 @@ def forget(fault: str) -> None:
 
         Record._open = careless  # type: ignore[method-assign]
     else:
-        os.fsync = lambda file: (
+        os.fsync = view.sync_data = lambda file: (
             None if stat.S_ISDIR(os.fstat(file).st_mode) == (fault == "folders") else sync(file)
         )
 

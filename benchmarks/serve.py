@@ -40,9 +40,9 @@ import psutil
 from PIL import Image
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import Item
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 from bench import WORK, arguments, finish, load, machine, markdown, versions
 

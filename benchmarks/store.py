@@ -90,9 +90,9 @@ class Local(System):
         from retrieval.serving.bundle import Bundle
         from retrieval.serving.filters import parse_filter
         from retrieval.serving.store.contract import Item
+        from retrieval.serving.store.folder import create_local
         from retrieval.serving.store.local import LocalStore
         from retrieval.serving.store.structure import Wanted
-        from retrieval.serving.store.writing import create_local
 
         self.item, self.parse = Item, parse_filter
         if not (self.folder / "index").exists():

@@ -37,7 +37,7 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.index import Index
 from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item
-from retrieval.serving.store.writing import create_local
+from retrieval.serving.store.folder import create_local
 
 from scaled_bundle import make_bundle
 
@@ -77,7 +77,7 @@ def vectors_of(writer: int, group: int, state: int) -> Any:
 def write(folder: Path, writer: int, seed: int) -> None:
     """Write until told to stop."""
     drawn, board = random.Random(seed), Board(folder / "board")
-    upkeep._LEAST_DEAD = structure.LEAST = upkeep.LEAST = 100  # so that upkeep has work
+    upkeep._LEAST_DEAD = structure.LEAST = 100  # so that upkeep has work
     with Index.open(folder / "index", threads=1) as index:
         bundle = index.bundle.sha256
         while not board.stop[0]:

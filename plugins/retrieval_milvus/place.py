@@ -29,6 +29,8 @@ class MilvusPlace(stores.RemotePlace):
             system trusts.
         timeout: seconds that one question to the server may take, with what is asked again
             meanwhile.
+        exact: whether every vector is looked at, rather than a graph of Milvus's, which is faster
+            and may miss some. A generation keeps what it was made with.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class MilvusPlace(stores.RemotePlace):
         tls: bool = False,
         ca: str = "",
         timeout: float = 30.0,
+        exact: bool = True,
     ) -> None:
         super().__init__(address)
         if not _NAME.fullmatch(address.name) or len(address.name) > _LONGEST:
@@ -49,7 +52,8 @@ class MilvusPlace(stores.RemotePlace):
             raise StoreError(
                 f"{address} names certificates and does not talk over TLS: write ?tls=true&ca=FILE."
             )
-        self._database, self._tls, self._ca, self._timeout = database, tls, ca, timeout
+        self._database, self._tls, self._ca = database, tls, ca
+        self._timeout, self._exact = timeout, exact
 
     def store(self) -> stores.RemoteStore:
         """Return a store that is connected; see `RemotePlace`."""
@@ -71,7 +75,8 @@ class MilvusPlace(stores.RemotePlace):
             server |= {"secure": True, "server_pem_path": ca}
         host = f"[{host}]" if ":" in host else host
         server["uri"] = f"{'https' if self._tls else 'http'}://{host}:{port}"
-        return MilvusStore(server, str(self.address), self.address.name, self._timeout)
+        name = self.address.name
+        return MilvusStore(server, str(self.address), name, self._timeout, self._exact)
 
     def _shake_hands(self, host: str, port: int, ca: str) -> None:
         """Try TLS: the client only ever says that nobody answers.

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -24,9 +24,9 @@ Floats = NDArray[np.float32]
 # It writes a traceback for whatever a server refuses; all of that is raised as a sentence here.
 logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
 
-STRUCTURES = {"flat": "FLAT", "hnsw": "HNSW", "ivf": "IVF_FLAT", "sq8": "IVF_SQ8"}
-NOTE, WRITTEN, STRUCTURE = "retrieval.note.", "retrieval.written", "retrieval.structure"
-SETTLED = "retrieval.settled"
+NOTE, WRITTEN, SETTLED = "retrieval.note.", "retrieval.written", "retrieval.settled"
+GRAPH = {"M": 16, "efConstruction": 200}
+BREADTH, MOST_BREADTH = 64, 32_768  # of a search in the graph
 REQUEST_BYTES = 2 << 20
 KEYS = 500  # of one question
 KEY_BYTES, TEXT_BYTES = 8100, 65_000
@@ -43,16 +43,18 @@ class MilvusStore(stores.RemoteStore):
         address: what sentences call the index.
         name: of the index: the alias.
         timeout: seconds that one question may take.
+        exact: whether the collections that it makes are searched vector by vector, or by a graph.
     """
 
     engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)
     capabilities = stores.RemoteStore.capabilities | {"ordered"}
-    structures = tuple(STRUCTURES)
     most_found = 16_384
 
-    def __init__(self, server: Mapping[str, Any], address: str, name: str, timeout: float) -> None:
+    def __init__(
+        self, server: Mapping[str, Any], address: str, name: str, timeout: float, exact: bool = True
+    ) -> None:
         super().__init__(address, name)
-        self._server, self.timeout = server, timeout
+        self._server, self.timeout, self._exact = server, timeout, exact
         self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
         self._client = self._ask(MilvusClient, **server, dedicated=True)
         if server["db_name"] != "default":
@@ -120,20 +122,13 @@ class MilvusStore(stores.RemoteStore):
         name = self.collection(generation.number)
         self._remove(name)
         self._ask(self._client.create_collection, name, schema=schema, num_shards=1)
-        structure = self._structure() if generation.number else ("flat", {})
-        self._index(name, *structure, wait=False)
-        self._set(name, {STRUCTURE: json.dumps(structure)})
-        self._ask(self._client.load_collection, name)
-
-    def _index(self, name: str, structure: str, options: Mapping[str, Any], *, wait: bool) -> None:
         params = self._client.prepare_index_params()
-        built = _built(structure, options)
-        kind = STRUCTURES[structure]
+        kind, built = ("FLAT", {}) if self._exact or not generation.number else ("HNSW", GRAPH)
         params.add_index(
             "vector", index_name="vector", index_type=kind, metric_type="L2", params=built
         )
-        self._ask(self._client.create_index, name, params, sync=wait)
-        self._ask(self._client.load_collection, name, _async=True)
+        self._ask(self._client.create_index, name, params, sync=False)
+        self._ask(self._client.load_collection, name)
 
     def _remove(self, prefix: str) -> None:
         for name in self._collections():
@@ -149,45 +144,6 @@ class MilvusStore(stores.RemoteStore):
         for change in (dict(properties), {SETTLED: str(time.time_ns())}):
             if change:
                 self._ask(self._client.alter_collection_properties, name, change)
-
-    # Structures
-
-    def _structure(self) -> tuple[str, dict[str, Any]]:
-        name, options = json.loads(self._properties[1].get(STRUCTURE, '["flat", {}]'))
-        return name, options
-
-    def _details(self) -> dict[str, Any]:
-        tuned = self._notes().get("tuned")
-        return {"backend": self._structure()[0], **({"tuned": tuned} if tuned else {})}
-
-    def take_structure(
-        self,
-        backend: str,
-        options: Mapping[str, Any],
-        report: Callable[[int, int], object] = lambda done, total: None,
-    ) -> None:
-        """Build another index, where it is not the same; searches wait meanwhile. See `Store`.
-
-        Only what lies in files of the server's has an index: it writes its latest rows to one
-        first.
-        """
-        if backend not in STRUCTURES:
-            return super().take_structure(backend, options, report)
-        wanted = {"index_type": STRUCTURES[backend], **_built(backend, options)}
-        for generation in self.generations():
-            name = self.collection(generation.number)
-            index = self._ask(self._client.describe_index, name, "vector") or {}
-            if any(str(index.get(key)) != str(value) for key, value in wanted.items()):
-                self._ask(self._client.flush, name)
-                self._ask(self._client.release_collection, name)
-                self._ask(self._client.drop_index, name, "vector")
-                self._index(name, backend, options, wait=True)
-                self._ask(self._client.load_collection, name)
-            self._set(name, {STRUCTURE: json.dumps([backend, dict(options)])})
-
-    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
-        """Keep what was measured; see `Store`."""
-        self._note({"tuned": dict(tuned)})
 
     # The register
 
@@ -298,7 +254,8 @@ class MilvusStore(stores.RemoteStore):
         count: int,
         where: Sequence[str],
     ) -> list[list[str]]:
-        name, options = self.collection(generation.number), self._structure()[1]
+        name = self.collection(generation.number)
+        breadth = min(max(BREADTH, 2 * count), MOST_BREADTH)  # a collection without graph has none
         answers = self._ask(
             self._client.search,
             name,
@@ -306,7 +263,7 @@ class MilvusStore(stores.RemoteStore):
             filter=_joined([f"space == {space}", *where], "and"),
             limit=count,
             output_fields=["key"],
-            search_params={"metric_type": "L2", "params": _searching(options, count)},
+            search_params={"metric_type": "L2", "params": {"ef": breadth}},
             anns_field="vector",
             **self._level(name),
         )
@@ -401,22 +358,3 @@ def _row(row: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
         return stores.Row.joined(record, None)
     record["arrays"] = json.loads(row["arrays"])
     return stores.Row.joined(record, row["vector"][: generation.widths["vector"]])
-
-
-def _built(structure: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an index by Milvus's names for those of the built-in back ends."""
-    if structure == "hnsw":
-        breadth = int(options.get("ef_construction", 200))
-        return {"M": int(options.get("m", 16)), "efConstruction": breadth}
-    if structure == "flat":
-        return {}
-    # of small numbers, `sq8` looks at every one, as the built-in back end does
-    return {"nlist": int(options.get("lists") or (1024 if structure == "ivf" else 1))}
-
-
-def _searching(options: Mapping[str, Any], count: int) -> dict[str, int]:
-    """Return the parameters of a search; Milvus takes those that its index has."""
-    return {
-        "ef": min(max(int(options.get("ef_search", 64)), 2 * count), 32_768),
-        "nprobe": int(options.get("probes") or max(32, int(options.get("lists") or 0) // 16)),
-    }

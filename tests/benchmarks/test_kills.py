@@ -52,7 +52,7 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path) -> None:
 
 def test_what_is_lost_is_seen(tmp_path: Path) -> None:
     model: Any = importlib.import_module("living_model")
-    create: Any = importlib.import_module("retrieval.serving.store.writing")
+    create: Any = importlib.import_module("retrieval.serving.store.folder")
     bundles = model.make_bundles(tmp_path)
     create.create_local(
         tmp_path / "index", bundles[0], model.widths_of(bundles[0], features=model.WIDTH)

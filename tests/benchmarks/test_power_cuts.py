@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.check import check_record
+from retrieval.serving.store.folder import check_record
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing import make_bundle
 from retrieval.serving.store.testing.bundles import WIDTH
@@ -213,11 +213,11 @@ import os, sys
 from pathlib import Path
 import numpy as np
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store import structure, view
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.writing import create_local
-structure.LEAST = upkeep.LEAST = 50
+from retrieval.serving.store.folder import create_local
+structure.LEAST = 50
 disk, folder, careless = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "careless"
 marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT)
 bundle = Bundle.open(folder / "bundle", threads=1)
@@ -229,7 +229,7 @@ with LocalStore(disk / "index", upkeep=False) as store:
     store.delete([f"id {n}" for n in range(40)])
     store.upsert([item(n, n + 100) for n in range(40, 60)], bundle.sha256)
     if careless:
-        os.fsync = lambda handle: None
+        os.fsync = view.sync_data = lambda handle: None
     os.write(marks, b"begin")
     store.compact()
     os.write(marks, b"end")

@@ -16,7 +16,7 @@ from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import open_index
 from retrieval.serving.index.index_backend import recall_at_10
 from retrieval.serving.manifest import read_manifest
-from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store import structure
 
 
 def plain_nearest(query, vectors, distance, k):
@@ -43,7 +43,6 @@ def smaller_of_two(a, b):
 def small(monkeypatch):
     """Give segments a structure that small tests can fill."""
     monkeypatch.setattr(structure, "LEAST", 100)
-    monkeypatch.setattr(upkeep, "LEAST", 100)
 
 
 @pytest.fixture(scope="module")

@@ -312,7 +312,7 @@ def test_connections_are_lent_and_closing_waits_for_searches(living):
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(record._idle) <= 16 and record._lent == 0
+        assert len(record._idle) <= 16 and record.lent == 0
     ends = []
 
     def search_on():
@@ -330,7 +330,7 @@ def test_connections_are_lent_and_closing_waits_for_searches(living):
     for thread in threads:
         thread.join(30)
     assert len(ends) == 4 and all("was closed" in said for said in ends)
-    assert not record._idle and record._lent == 0
+    assert not record._idle and record.lent == 0
 
 
 def test_a_question_that_takes_too_long_is_stopped(living):

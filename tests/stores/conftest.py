@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -40,6 +41,21 @@ def other_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def makers() -> ModuleType:
     """tests/serving/makers.py: real bundles and images on demand."""
     return _makers
+
+
+@pytest.fixture(scope="session")
+def killed() -> Callable[[Callable[[], object]], None]:
+    """Run a call in a child, which must die of SIGKILL in it."""
+
+    def run(call: Callable[[], object]) -> None:
+        if not (child := os.fork()):
+            try:
+                call()
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    return run
 
 
 @pytest.fixture(scope="session")

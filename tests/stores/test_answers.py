@@ -16,13 +16,13 @@ from retrieval.serving.filters import parse_filter
 from retrieval.serving.index import measuring
 from retrieval.serving.index.index import Hit, Index, open_index
 from retrieval.serving.merging import merged
+from retrieval.serving.store import masks, structure
 from retrieval.serving.store import search as distances
 from retrieval.serving.store import search as exact
-from retrieval.serving.store import searches, structure, upkeep
 from retrieval.serving.store.contract import Candidates, Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 WIDTH = 16
 
@@ -80,10 +80,13 @@ class Known:
                 assert all(hit.metadata["turn"] == self.items[str(hit.id)][1] for hit in hits)
 
 
+propose = LocalStore.propose
+
+
 def handed_over(store: LocalStore, *given: Any, **named: Any) -> list[Candidates]:
     """Propose as a store does that measures nothing."""
     answers = []
-    for found in store.searches.propose(*given, named["where"]):
+    for found in propose(store, *given, **named):
         order = sorted(range(len(found.items)), key=lambda at: found.items[at].id)
         arrays = {name: array[order] for name, array in found.arrays.items()}
         answers.append(Candidates([found.items[at] for at in order], arrays))
@@ -108,10 +111,9 @@ def test_items_come_change_and_go(
     go.
     """
     monkeypatch.setattr(structure, "LEAST", 500)
-    monkeypatch.setattr(upkeep, "LEAST", 500)
     monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
     monkeypatch.setattr(
-        searches, "_SMALL", 100 if large else 20_000
+        masks, "_SMALL", 100 if large else 20_000
     )  # a filter is tried on the nearest, or looked up
     options = {"ef_search": 4096, "m": 64} if wanted == "hnsw" else {}
     known = Known(tmp_path / "i", plain_bundle, Wanted(wanted, options))
@@ -169,7 +171,7 @@ def test_what_the_store_measured_is_not_measured_again(
         with monkeypatch.context() as patch:
             patch.setattr(measuring, "measured", None)
             patch.setattr(
-                "retrieval.serving.store.searches._Rows.arrays", None
+                "retrieval.serving.store.local._Arrays.__getitem__", None
             )  # nor are vectors read for it
             assert index.search(vectors(5, seed=1), 7) == wanted
         # a store that leaves it to the index has the same answers

@@ -10,7 +10,7 @@ import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store.contract import Item, widths_of
-from retrieval.serving.store.writing import create_local
+from retrieval.serving.store.folder import create_local
 from sklearn.datasets import load_digits
 
 

@@ -6,20 +6,19 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import snapshot, structure, upkeep
+from retrieval.serving.store import folder, structure
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
@@ -97,44 +96,34 @@ def test_a_snapshot_is_of_one_moment(
     store.upsert(items(range(50)), bundle.sha256)
     store.compact()
     store.delete(["id0"])
-    real = snapshot.backup
+    real = folder.backup
 
     def meanwhile(*arguments: object) -> None:
         real(*arguments)
         with LocalStore(tmp_path / "i", upkeep=False) as other:
             other.compact()
 
-    monkeypatch.setattr(snapshot, "backup", meanwhile)
+    monkeypatch.setattr(folder, "backup", meanwhile)
     store.snapshot(tmp_path / "copy")
     with LocalStore(tmp_path / "copy") as copy:
         assert len(copy.search(VECTORS[:1], 50, bundle.sha256)[0]) == 49
 
 
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from retrieval.serving.store import snapshot
-from retrieval.serving.store.local import LocalStore
-def copyfile(*given):
-    os.kill(os.getpid(), signal.SIGKILL)
-snapshot.copy_rows = copyfile
-with LocalStore(Path(sys.argv[1]), upkeep=False) as store:
-    store.snapshot(Path(sys.argv[2]))
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that a killed process lets go")
 def test_what_a_killed_snapshot_left_goes_with_the_next(
-    store: LocalStore, bundle: Bundle, tmp_path: Path
+    store: LocalStore,
+    bundle: Bundle,
+    tmp_path: Path,
+    killed: Callable[[Callable[[], object]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.upsert(items(range(50)), bundle.sha256)
     store.compact()
     snapshots = tmp_path / "snapshots"
     snapshots.mkdir()
-    killed = subprocess.run(
-        [sys.executable, "-c", _KILLED, tmp_path / "i", snapshots / "one"], check=False, timeout=60
-    )
-    assert killed.returncode == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_copy_start", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        killed(lambda: store.snapshot(snapshots / "one"))
     (left,) = snapshots.glob(".one.*.part")
     assert (left / "items.sqlite").stat().st_size > 0
     store.snapshot(snapshots / "two")
@@ -148,7 +137,6 @@ def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
     store.restructure(Wanted("hnsw"))
     store.close()
     monkeypatch.setattr(structure, "LEAST", 100)
-    monkeypatch.setattr(upkeep, "LEAST", 100)
     with LocalStore(tmp_path / "i", upkeep=False) as again:
         again.compact()
     assert len(list((tmp_path / "i" / "arrays").glob("*.0.hnsw"))) == 1

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval.serving.filters import Compare, Exists, In, matches, parse_filter
-from retrieval.serving.store import columns, searches
+from retrieval.serving.store import masks
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing.bundles import WIDTH, opened
-from retrieval.serving.store.writing import create_local
 
 KINDS: list[Any] = [
     7,
@@ -47,8 +47,8 @@ KINDS: list[Any] = [
 
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searches, "_SMALL", 0)  # filters are looked up as those of a large index
-    monkeypatch.setattr(columns, "_PAGE", 7)
+    monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
+    monkeypatch.setattr(masks, "_PAGE", 7)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_columns_grow_and_forget(store: LocalStore) -> None:
 def test_a_field_that_does_not_fit_is_asked_of_the_record(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "_TEXTS", 10)
+    monkeypatch.setattr(masks, "_TEXTS", 10)
     arrays = {"vector": np.ones(WIDTH, np.float32)}
     items = [
         Item(f"id {n}", None, {"text": f"t {n}", "n": n, "big": 2**60 + n}, arrays=arrays)
@@ -125,4 +125,4 @@ def test_a_field_that_does_not_fit_is_asked_of_the_record(
         chosen = parse_filter(where)
         expected = {one.id for one in items if matches(chosen, one.id, one.label, one.metadata)}
         assert found(store, chosen) == expected
-    assert store.searches.columns._unfit == {("text",), ("big",)}
+    assert store.masks._unfit == {("text",), ("big",)}

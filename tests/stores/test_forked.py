@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 FORKED = """
 import os, sys, time
@@ -60,8 +60,7 @@ store.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("backend", ["flat", "hnsw", "ivf"])
-@pytest.mark.parametrize("queries", [1, 64])
+@pytest.mark.parametrize(("backend", "queries"), [("flat", 1), ("hnsw", 64), ("ivf", 64)])
 def test_a_child_searches_and_writes(
     backend: str, queries: int, tmp_path: Path, plain_bundle: Path
 ) -> None:

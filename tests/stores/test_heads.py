@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from retrieval.serving.index.checking import check_index
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
 from retrieval.serving.manifest import read_manifest
+from retrieval.serving.store import local
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.local import LocalStore
 
@@ -333,35 +333,25 @@ def test_altered_features_are_not_taken(
     assert any(".features is missing" in fault for fault in check_index(path)[0])
 
 
-KILLED = """
-import os, signal, sys
-from retrieval.serving.index.index import Index
-from retrieval.serving.store import upkeep
-point = sys.argv[3]
-def die(*given, **more):
-    os.kill(os.getpid(), signal.SIGKILL)
-if point == "applied":
-    upkeep.keep_rows = die
-else:
-    from retrieval.serving.store.local import LocalStore
-    LocalStore.switch = die
-with Index.open(sys.argv[1], threads=1) as index:
-    index.migrate(sys.argv[2], progress=False)
-"""
-
-
 @pytest.mark.parametrize("point", ["applied", "switch"])
 def test_after_a_kill_the_same_call_goes_on(
-    path: Path, split: Callable[..., Path], photos: Path, point: str
+    path: Path,
+    split: Callable[..., Path],
+    photos: Path,
+    point: str,
+    killed: Callable[[Callable[[], object]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     new = split("new", seed=1)
-    ran = subprocess.run(
-        [sys.executable, "-c", KILLED, str(path), str(new), point],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == -9
+
+    def migrate() -> None:
+        with opened(path) as index:
+            index.migrate(new, **QUIET)
+
+    with monkeypatch.context() as patch:
+        where = (local, "keep_rows") if point == "applied" else (LocalStore, "switch")
+        patch.setattr(*where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        killed(migrate)
     with opened(path) as index:
         is_of(index, path.parent / "old", photos)
         done = index.migrate(new, **QUIET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.index.index_backend import IndexBackend, checked_search
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.view import View
-from retrieval.serving.store.writing import create_local
 
 COUNT = 12_000
 VECTORS = np.random.default_rng(0).normal(size=(COUNT, 16)).astype(np.float32)
@@ -40,67 +40,6 @@ def living(tmp_path: Path, plain_bundle: Path) -> Iterator[Index]:
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with open_index(tmp_path / "i", threads=1) as index:
         yield index
-
-
-def same(
-    index: Index, state: dict[str, np.ndarray], where: str | None, keep: Callable[[str], bool]
-) -> None:
-    """Compare ten searches with brute force."""
-    ids = sorted(id for id in state if keep(id))
-    for query in np.random.default_rng(1).normal(size=(10, 16)).astype(np.float32):
-        distances = np.sqrt([((state[id].astype(np.float64) - query) ** 2).sum() for id in ids])
-        expected = [ids[at] for at in np.argsort(distances, kind="stable")[:10]]
-        assert [hit.id for hit in index.search(query, 10, where=where)] == expected
-
-
-def test_answers_are_exact_while_items_come_change_and_go(living: Index, tmp_path: Path) -> None:
-    state = {}
-    for numbers in [
-        range(1),
-        range(1, 40),
-        range(40, 3000),
-        range(3000, 9000),
-        *(range(n, n + 300) for n in range(9000, 12000, 300)),
-    ]:
-        living.upsert([item(number) for number in numbers])
-        state |= {f"id{number}": VECTORS[number] for number in numbers}
-    same(living, state, None, lambda id: True)
-    gone = [f"id{number}" for number in range(0, 6000, 3)]
-    assert living.delete(gone) == len(gone) and living.delete(gone) == 0
-    state = {id: vector for id, vector in state.items() if id not in set(gone)}
-    same(living, state, None, lambda id: True)
-    moved = {number: -VECTORS[number] for number in range(1, 3000, 3)}
-    assert living.upsert([item(number, vector) for number, vector in moved.items()]) == len(moved)
-    state |= {f"id{number}": vector for number, vector in moved.items()}
-    assert len(living) == len(state)
-
-    def check(index: Index) -> None:
-        assert index.count() == len(state)
-        same(index, state, None, lambda id: True)
-        same(
-            index,
-            state,
-            "price < 20 and label in ('1', '2')",
-            lambda id: int(id[2:]) % 100 < 20 and id[-1] in "12",
-        )
-        same(index, state, "price = 7", lambda id: int(id[2:]) % 100 == 7)
-
-    check(living)
-    living.snapshot(tmp_path / "copy")
-    assert living.delete(where="label = '1'") == sum(id[-1] == "1" for id in state)
-    with open_index(tmp_path / "copy", threads=1) as copy:
-        check(copy)
-    state = {id: vector for id, vector in state.items() if id[-1] != "1"}
-    living.store.compact()
-    assert living.stats().details["deleted"] == 0
-    same(living, state, None, lambda id: True)
-    living.close()
-    with open_index(tmp_path / "i", threads=1) as again:
-        assert len(again) == len(state)
-        same(again, state, None, lambda id: True)
-        again.migrate(
-            tmp_path / "i" / "bundles" / again.bundle.sha256[:16]
-        )  # the same bundle: nothing to do
 
 
 def test_a_field_stays_known_when_its_last_item_goes(living: Index) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import retrieval
 from hypothesis import HealthCheck, given, settings
@@ -159,40 +160,18 @@ def test_what_is_long(index: stores.RemoteStore) -> None:
     assert index.original("kept") is None
 
 
-def test_structures_are_built_and_searched(index: stores.RemoteStore) -> None:
-    """Each of them finds most of what a flat one finds, now and in generations to come; the head
-    says which it is.
-    """
-    index.upsert(some(400), opened().sha256)
-    queries = normal(5, 12, 3)
-    exact = [{one.id for one in found} for found in index.search(queries, 10, opened().sha256)]
-    for name in index.structures:
-        index.take_structure(name, {})
-        assert index.stats().details["backend"] == name
-        found = [{one.id for one in found} for found in index.search(queries, 10, opened().sha256)]
-        assert sum(len(a & b) for a, b in zip(found, exact, strict=True)) >= 40, name
-
-
-def test_the_parameters_of_a_structure_are_those_of_its_search(
-    index: stores.RemoteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One list of many finds less than all of them, and nothing is built for those."""
-    index.upsert(some(1500), opened().sha256)
-    queries = normal(20, 12, 3)
-
-    def found() -> list[set[str]]:
-        return [{one.id for one in each} for each in index.search(queries, 10, opened().sha256)]
-
-    def recall() -> float:
-        return sum(len(a & b) for a, b in zip(found(), exact, strict=True)) / 200
-
-    exact = found()
-    index.take_structure("ivf", {"lists": 32, "probes": 1})
-    few = recall()
-    with monkeypatch.context() as patch:
-        patch.setattr(index._client, "release_collection", None)  # as would be needed to build
-        index.take_structure("ivf", {"lists": 32, "probes": 32})
-    assert few < 0.8 and recall() == 1
+def test_a_graph_finds_most_of_what_is_nearest(milvus: Any) -> None:
+    """Its search is as broad as what is asked for, in every generation that it makes."""
+    place = MilvusPlace(address(milvus, "graph", options="?exact=false"), exact=False)
+    with place.create(opened(), stores.widths_of(opened())) as index:
+        index.upsert(some(400), opened().sha256)
+        queries = normal(5, 12, 3)
+        vectors = np.stack([item.vector for item in some(400)])
+        found = index.search(queries, 10, opened().sha256)
+        for query, items in zip(queries, found, strict=True):
+            order = np.square(vectors - query).sum(1).argsort()[:10]
+            assert len({item.id for item in items} & {some(400)[row].id for row in order}) >= 8
+    place.drop()
 
 
 def test_a_field_that_comes_to_hold_lists(index: stores.RemoteStore) -> None:
@@ -269,6 +248,7 @@ def test_the_verbs_of_the_command_line(
     verb("snapshot", tmp_path / "s.index")
     assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
     for name, words, said in [
+        ("tune", (), "chooses by itself how it searches"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:

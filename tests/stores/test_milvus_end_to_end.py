@@ -372,5 +372,4 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
         scene.agrees()
         if cluster is not None:
             expected = answers(local, scene.queries)
-            index.store.take_structure("hnsw", {})
-            assert recall(answers(index, scene.queries), expected) >= 0.9
+            assert recall(answers(index, scene.queries), expected) >= 0.99

@@ -14,11 +14,11 @@ import pytest
 from retrieval.errors import BundleError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import open_index
-from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store import structure
 from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 
@@ -41,7 +41,6 @@ KINDS: tuple[Callable[[Path], None], ...] = (pipe, device, link, Path.mkdir)
 @pytest.fixture
 def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(structure, "LEAST", 1000)
-    monkeypatch.setattr(upkeep, "LEAST", 1000)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw", {}))
     with LocalStore(tmp_path / "i", upkeep=False) as store:

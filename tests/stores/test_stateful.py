@@ -23,7 +23,7 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
 from retrieval.serving.index.index import Index
-from retrieval.serving.store import searches, upkeep
+from retrieval.serving.store import masks, upkeep
 from retrieval.serving.store.contract import (
     FEATURES,
     VECTOR,
@@ -32,9 +32,9 @@ from retrieval.serving.store.contract import (
     Superseded,
     widths_of,
 )
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing import make_bundle
-from retrieval.serving.store.writing import create_local
 
 NUMBERS, K = 8, 6
 FILTERS = ["price < 3", "label = 'a' or price = 7", "not exists(label)"]
@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
 
 def test_whatever_is_done_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "_LEAST_DEAD", 4)
-    monkeypatch.setattr(searches, "_SMALL", 0)  # filters are looked up as those of a large index
+    monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
     monkeypatch.setattr(
         Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False

@@ -21,8 +21,8 @@ from retrieval.serving.http import readiness
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.store import record
 from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.writing import create_local
 
 FLAKY = """
 from retrieval import hookimpl, stores

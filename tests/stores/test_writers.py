@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import record, upkeep
-from retrieval.serving.store.arrays import Array
-from retrieval.serving.store.check import check_record
 from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
+from retrieval.serving.store.folder import check_record, create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.writing import claimed, create_local
+from retrieval.serving.store.upkeep import Claim
+from retrieval.serving.store.view import Array
 
 WRITER = """
 import sys, time
@@ -30,7 +30,7 @@ from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.local import LocalStore
 
-upkeep._LEAST_DEAD = structure.LEAST = upkeep.LEAST = 200
+upkeep._LEAST_DEAD = structure.LEAST = 200
 path, who, seconds, count, reopen = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "reopen"
 rng, end, done = np.random.default_rng(len(who)), time.monotonic() + seconds, 0
 store = LocalStore(Path(path))
@@ -103,7 +103,7 @@ def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
 
 def test_processes_write_in_turn_and_nothing_is_lost(index: Path, bundle: Bundle) -> None:
     there = run(
-        [[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 6
+        [[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 3
     )
     assert all(there)
     holds(index, bundle, set().union(*there))
@@ -116,7 +116,7 @@ def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) ->
     if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
         pytest.skip("nothing may be mounted here")
     try:
-        there = run([[tmp_path / "mounted", "big", 2000, "once"], [index, "small", 1, "reopen"]], 6)
+        there = run([[tmp_path / "mounted", "big", 2000, "once"], [index, "small", 1, "reopen"]], 3)
     finally:
         subprocess.run(["umount", "-l", tmp_path / "mounted"], check=True)
     assert all(there)
@@ -181,7 +181,7 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
             if (
                 count > len(array._mapped)
                 and not compacted
-                and array in reader.views._arrays.values()
+                and array in reader.views.view.arrays.values()
             ):
                 compacted.append(array.path)
                 writer.compact()
@@ -218,7 +218,7 @@ def test_work_is_claimed_by_one_process(
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert([Item("a", arrays={"vector": np.zeros(16, np.float32)})], bundle.sha256)
         with (
-            claimed(other.record, 1, 0),
+            Claim(other.record, 1, 0),
             pytest.raises(
                 StoreUnavailable, match=rf"Process {os.getpid()} on .* is compacting the index"
             ),

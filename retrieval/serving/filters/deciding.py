@@ -29,7 +29,7 @@ from retrieval.serving.filters.tree import (
 )
 
 _DEPTH = 64  # as `serving.files.strict_json` reads
-_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "<": operator.lt,
     "<=": operator.le,
@@ -83,7 +83,7 @@ def _holds(op: str, element: Any, operand: Value) -> bool:
         return False
     if isinstance(element, int | float):
         element = number(element)
-    return _COMPARE[op](element, operand)
+    return COMPARE[op](element, operand)
 
 
 Parameter = str | int

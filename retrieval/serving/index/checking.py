@@ -11,12 +11,11 @@ from retrieval.errors import RetrievalError, StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.progress import Meter
 from retrieval.serving.store.address import IndexPlace
-from retrieval.serving.store.check import check_record
 from retrieval.serving.store.contract import Generation, Item, Store, StorePlace
+from retrieval.serving.store.folder import check_record, write_snapshot
 from retrieval.serving.store.local import LocalStore, copy_items
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import Record
-from retrieval.serving.store.snapshot import write_snapshot
 
 
 def check_index(folder: Path) -> tuple[list[str], list[str]]:
@@ -106,11 +105,8 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
         raise StoreError(listed(f"The snapshot {snapshot} is damaged", damaged))
     if not isinstance(target, Path):
         return _fill(snapshot, store_place(target, plugins))
-    record = Record(snapshot)
-    try:
+    with Record.opened(snapshot) as record:
         write_snapshot(record, target, "Name a folder that is not there yet to restore to.")
-    finally:
-        record.close()
     return []
 
 

@@ -25,11 +25,11 @@ from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
 from retrieval.serving.store.address import Address, place_of
 from retrieval.serving.store.contract import Keep, Store, StorePlace, StoreUnavailable, widths_of
+from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import FILE as RECORD
 from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local
 
 
 @runtime_checkable
@@ -318,7 +318,7 @@ def _begun(
         served = next(
             generation for generation in store.generations() if generation.state == "served"
         )
-        begun = (served.bundle, served.variant, dict(served.widths), store.wanted())
+        begun = (served.bundle, served.variant, dict(served.widths), store.chosen_structure())
         if begun == (bundle.sha256, bundle.variant, dict(widths), structure):
             return store
         store.close()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _BACKBONE, _HEAD, _RESCORER = "backbone.onnx", "head.onnx", "rescorer.onnx"
 _ITEMS = 512  # at a time: a kill costs no more
-_ROWS = 4096  # the same, where only a head runs; so many become a segment at once
+_ROWS = 4096  # the same, where only a head runs
 _BATCH = 1024  # of features through a head
 
 
@@ -116,10 +116,6 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
     count = 0
     faults: list[str] = []
     with Meter("embedding", len(index), "items") as meter:
-        if by_head:
-            count = store.derive(
-                source, generation, lambda features: _apply_head(bundle, features), meter.update
-            )
         while True:
             items = store.pending(generation, _ROWS if by_head else _ITEMS)
             if not items:
@@ -127,6 +123,9 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
                     break
                 continue
             embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
+            served = next(known for known in store.generations() if known.state == "served")
+            if by_head and served.number != source.number:  # the features are another backbone's
+                raise StoreError("Another generation is served by now. Run the command again.")
             if wrong and not skip_bad:
                 raise DataError(
                     listed("Some items cannot be embedded again", list(wrong.values()))
@@ -134,7 +133,8 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
                     " goes on where it stopped; or leave them out of the new generation with"
                     " --skip-bad (in Python skip_bad=True)."
                 )
-            store.embed(generation, embedded, list(wrong))
+            kept = {item.id for item in embedded}
+            store.embed(generation, embedded, [item.id for item in items if item.id not in kept])
             faults += wrong.values()
             count += len(embedded)
             meter.update(len(items))
@@ -149,18 +149,13 @@ def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
 def _by_head(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
-    """Return items with the arrays of a new head, and why others have none, by id."""
+    """Return items with the arrays of a new head; what has no features is left out, as it was."""
     usable = [item for item in items if FEATURES in item.arrays]
-    wrong = {
-        item.id: f"{item.id}: the generation that is served has no features of it."
-        for item in items
-        if FEATURES not in item.arrays
-    }
     if not usable:
-        return [], wrong
+        return [], {}
     features = np.stack([item.arrays[FEATURES] for item in usable])
-    arrays = {**_apply_head(bundle, features), **({FEATURES: features} if keep_features else {})}
-    return [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)], wrong
+    arrays = _apply_head(bundle, features) | ({FEATURES: features} if keep_features else {})
+    return [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)], {}
 
 
 def _by_originals(

@@ -68,10 +68,10 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
     folder = cache_folder() / "bundles" / sha256
     if _is(folder, sha256):
         return folder
-    taken = StoreError(f"{folder} is there.")
+    occupied = StoreError(f"{folder} is there.")
     try:
         with (
-            whole_folder(folder, replace=True, taken=taken) as fresh,
+            whole_folder(folder, replace=True, taken=occupied) as fresh,
             tempfile.SpooledTemporaryFile(_IN_MEMORY) as packed,
         ):
             _fetch(pieces(), packed)

@@ -6,12 +6,8 @@ others in a sentence.
 
 from __future__ import annotations
 
-import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
@@ -31,7 +27,9 @@ from retrieval.serving.store.items import Generation as Generation
 from retrieval.serving.store.items import Item as Item
 from retrieval.serving.store.items import Keep as Keep
 from retrieval.serving.store.items import Stats as Stats
+from retrieval.serving.store.items import patience as patience
 from retrieval.serving.store.items import spans_of as spans_of
+from retrieval.serving.store.items import stop_at as stop_at
 from retrieval.serving.store.items import widths_of as widths_of
 
 Capability = Literal["atomic", "ordered", "originals", "left_out", "compact", "snapshot"]
@@ -60,24 +58,6 @@ class StoreUnavailable(StoreError):
 
 class TooSlow(StoreError):
     """A question took longer than it may. Nothing is damaged: ask for less."""
-
-
-_STOP: ContextVar[float] = ContextVar("stop", default=math.inf)
-
-
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Bound the time that a store takes for all calls in this block and thread; then: `TooSlow`."""
-    token = _STOP.set(min(stop_at(), time.monotonic() + seconds))
-    try:
-        yield
-    finally:
-        _STOP.reset(token)
-
-
-def stop_at() -> float:
-    """Return the time (`time.monotonic`) at which a store gives up; infinity without `patience`."""
-    return _STOP.get()
 
 
 class Store(ABC):
@@ -261,34 +241,6 @@ class Store(ABC):
             StoreError: the generation was dropped; or items are left out, and the store lacks
                 that capability.
         """
-
-    def derive(
-        self,
-        source: Generation,
-        generation: Generation,
-        apply: Callable[[Floats], Mapping[str, Floats]],
-        report: Callable[[int], object] = lambda count: None,
-    ) -> int:
-        """Give a generation arrays of the items whose features the served one keeps.
-
-        Items that come meanwhile are pending afterwards. So is every item in a store that has no
-        faster way than `pending` and `embed`, which is this default. What `source` does without,
-        `generation` does without.
-
-        Args:
-            source: the served generation, which keeps features.
-            generation: which one.
-            apply: from features (n, F) to arrays (n, width) by name.
-            report: called with how many items more are done.
-
-        Returns:
-            How many items got arrays.
-
-        Raises:
-            StoreError: another generation is served by now, what is kept is damaged, or the disk
-                refuses.
-        """
-        return 0
 
     @abstractmethod
     def switch(self, generation: Generation) -> bool:

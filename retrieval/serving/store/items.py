@@ -1,12 +1,15 @@
-"""Items and generations as values, and what every store refuses of them, in the same words."""
+"""Items and generations as values, what every store refuses of them, and how long a call may take."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,6 +39,24 @@ _SHOWN = 20  # fields
 _NOTHING = (None,) * 6
 _NESTED = (dict, list)
 _TOGETHER = 8192  # arrays that are looked at together
+
+
+_STOP: ContextVar[float] = ContextVar("stop", default=inf)
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Bound the time that a store takes for all calls in this block and thread; then: `TooSlow`."""
+    token = _STOP.set(min(stop_at(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _STOP.reset(token)
+
+
+def stop_at() -> float:
+    """Return the time (`time.monotonic`) at which a store gives up; infinity without `patience`."""
+    return _STOP.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +222,11 @@ def own(value: Any) -> Any:
     """Return a JSON value as the caller's own: what is done to it reaches nobody else's."""
     if isinstance(value, dict):
         copy = dict(value)  # most are flat
-        for name, one in value.items():
-            if isinstance(one, _NESTED):
-                copy[name] = own(one)
+        for name, entry in value.items():
+            if isinstance(entry, _NESTED):
+                copy[name] = own(entry)
         return copy
-    return [own(one) for one in value] if isinstance(value, list) else value
+    return [own(entry) for entry in value] if isinstance(value, list) else value
 
 
 def check_id(id: object) -> str | None:
@@ -280,14 +301,14 @@ def _file_problems(item: Item) -> list[str]:
 def _text(metadata: Mapping[str, Any]) -> str:
     """Return metadata as JSON; flat texts and numbers, which most are, by a much faster way."""
     parts = []
-    for name, one in metadata.items():
-        kind = type(one)
+    for name, entry in metadata.items():
+        kind = type(entry)
         if type(name) is not str:
             return metadata_text(metadata)
         if kind is str:
-            text = encode_basestring(one)
-        elif (kind is int and -_EXACT < one < _EXACT) or (kind is float and isfinite(one)):
-            text = repr(one)
+            text = encode_basestring(entry)
+        elif (kind is int and -_EXACT < entry < _EXACT) or (kind is float and isfinite(entry)):
+            text = repr(entry)
         else:
             return metadata_text(metadata)
         parts.append(f"{encode_basestring(name)}: {text}")

@@ -1,8 +1,8 @@
 """The local store: one folder, written and read by any number of processes.
 
-A generation is one append-only file per array (`arrays.py`); SQLite is the record (`record.py`). A
+A generation is one append-only file per array (`view.py`); SQLite is the record (`record.py`). A
 write appends rows, syncs the files, then commits items, rows and checksums in one transaction. A
-delete masks a row. Searches read a view of one moment (`view.py`) and wait for no writer.
+delete masks a row. Searches read a view of one moment and wait for no writer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import apsw
 import numpy as np
@@ -29,9 +30,18 @@ from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, to_sql
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.index_backend import recall_at_10
+from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address
-from retrieval.serving.store.arrays import BUNDLES
 from retrieval.serving.store.contract import Capability, Store, StorePlace, Superseded
+from retrieval.serving.store.folder import (
+    INDEX,
+    add_generation,
+    bytes_of,
+    create_local,
+    identity_of,
+    index_text,
+    write_snapshot,
+)
 from retrieval.serving.store.items import (
     CODE,
     COLUMNS,
@@ -42,33 +52,35 @@ from retrieval.serving.store.items import (
     Generation,
     Item,
     Stats,
+    check_queries,
     checked,
     from_row,
     own,
     usable,
 )
-from retrieval.serving.store.record import FILE, Record, ask, value
-from retrieval.serving.store.searches import Searches, refuse_unknown
-from retrieval.serving.store.snapshot import write_snapshot
-from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.upkeep import Upkeep
-from retrieval.serving.store.view import View, Views, all_of, served
-from retrieval.serving.store.writing import (
-    INDEX,
-    add_generation,
-    create_local,
-    identity_of,
-    index_text,
+from retrieval.serving.store.masks import Masks, refuse_unknown
+from retrieval.serving.store.record import (
+    FILE,
+    Record,
+    all_of,
+    ask,
     insert,
-    keep_rows,
+    last_number,
     numbers_of,
     remove,
-    tidy,
+    served,
+    upto_of,
+    value,
 )
+from retrieval.serving.store.structure import Numbers, Wanted
+from retrieval.serving.store.upkeep import BUNDLES, Upkeep, tidy
+from retrieval.serving.store.view import Distances, View, Views, gone, keep_rows
 
 _FIELDS = 1000  # names that `settings` gives
 _ROWS = 8192  # items whose arrays are put together at a time
 _PAGE = 1000
+_CACHE_BYTES = 256 << 20
+_ITEM_BYTES = 1000  # of an item in memory, beside its metadata
 
 
 class LocalStore(Store):
@@ -89,16 +101,13 @@ class LocalStore(Store):
     structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq")
 
     def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
-        self.folder = folder
-        identity_of(folder)  # of a format that this version reads
-        read_only = not os.access(folder, os.W_OK) or not os.access(folder / FILE, os.W_OK)
-        self.record = Record(folder, read_only=read_only)
-        self.views = Views(self.record, plugins)
-        self.searches = Searches(self.views)
-        self.upkeep = Upkeep(self.views, background=upkeep)
+        self.folder, self._plugins, self._background = folder, plugins, upkeep
         self._pending: dict[int, dict[str, int]] = {}
         self._tidied = False
+        identity_of(folder)  # of a format that this version reads
+        self._start()
         try:
+            self.record.check()
             with self.record.reading() as connection:
                 served(connection)
                 known = value(connection, "select value from state where key = 'index'")
@@ -112,90 +121,106 @@ class LocalStore(Store):
             raise
         _STORES.add(self)
 
+    def _start(self) -> None:
+        """Have connections, locks and threads of this process."""
+        read_only = not all(os.access(path, os.W_OK) for path in (self.folder, self.folder / FILE))
+        self.record = Record(self.folder, read_only=read_only)
+        self.views = Views(self.record, self._plugins)
+        self.masks = Masks()
+        self.upkeep = Upkeep(self.views, background=self._background)
+        self._items: dict[int, Item] = {}
+        self._bytes = 0
+
     # Items
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
         self._begin_to_write()
+        with self.record.reading() as connection:
+            known = self._served_with(connection, bundle)
+        texts = checked(items, known.widths)
         if not items:
-            with self.record.reading() as connection:
-                self._served_with(connection, bundle)
             return 0
         with self.record.writing() as (connection, seq):
             generation = self._served_with(connection, bundle)
-            texts = checked(items, generation.widths)
+            if generation.number != known.number:
+                texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])
             remove(connection, seq, old)
-            numbers = insert(connection, items, texts)
-            arrays = {name: _array_chunks(items, name) for name in generation.widths}
-            keep_rows(connection, self.folder, generation, np.array(numbers), arrays)
+            numbers = np.array(insert(connection, items, texts))
+            self._keep(connection, generation, numbers, items)
         self.upkeep.wake()
         return len(old)
+
+    def _keep(
+        self,
+        connection: apsw.Connection,
+        generation: Generation,
+        numbers: Numbers,
+        items: Sequence[Item],
+    ) -> None:
+        """Write the arrays of items."""
+
+        def chunks(name: str) -> Iterator[Floats]:
+            for start in range(0, len(items), _ROWS):
+                part = items[start : start + _ROWS]
+                yield np.array([item.arrays[name] for item in part], np.float32)
+
+        arrays = {name: chunks(name) for name in generation.widths}
+        keep_rows(connection, self.folder, generation, numbers, arrays)
 
     def _served_with(self, connection: apsw.Connection, bundle: str) -> Generation:
         """Return the served generation, which must have a bundle."""
         generation = served(connection)
         if generation.bundle != bundle:
-            raise Superseded(
-                f"The index {self.folder} is served with another bundle by now. Embed the items"
-                " again."
-            )
+            raise self._superseded("Embed the items again.")
         return generation
+
+    def _superseded(self, advice: str) -> Superseded:
+        return Superseded(f"The index {self.folder} is served with another bundle by now. {advice}")
 
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""
         self._begin_to_write()
         with self.record.writing() as (connection, seq):
-            found = set(numbers_of(connection, ids))
+            numbers = set(numbers_of(connection, ids))
             if where is not None:
                 refuse_unknown(connection, where)
                 condition, values = to_sql(where)
                 sql = f"select n from items where {condition}"
-                found |= {n for (n,) in ask(connection, sql, values)}
-            remove(connection, seq, sorted(found))
+                numbers |= {n for (n,) in ask(connection, sql, values)}
+            remove(connection, seq, sorted(numbers))
         self.upkeep.wake()
-        return len(found)
+        return len(numbers)
 
     def _begin_to_write(self) -> None:
         """Settle and tidy what a process that was killed has left, before the first write."""
         self.record.require_open()
-        if self._tidied or self.record.read_only:
-            return
-        if fault := self.record.replaced():
-            raise StoreError(fault)
-        self.record.settle()
-        tidy(self.record)
-        self._tidied = True
+        if not self._tidied and not self.record.read_only:
+            self.record.settle()
+            tidy(self.record)
+            self._tidied = True
 
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; see `Store`."""
         sql = f"select {COLUMNS} from items where id in (select value from json_each(?))"
-        wanted = (json.dumps(usable(ids), ensure_ascii=False),)
+        names = (json.dumps(usable(ids), ensure_ascii=False),)
         if not arrays:
             with self.record.reading() as connection:
-                return {item.id: item for item in map(from_row, ask(connection, sql, wanted))}
+                return {item.id: item for item in map(from_row, ask(connection, sql, names))}
         with self.views.moment() as (connection, view):
-            rows = ask(connection, sql, wanted)
-            items = self._with_arrays(connection, rows, view, (VECTOR, CODE, FEATURES))
+            rows = ask(connection, sql, names)
+            items = _with_arrays(connection, rows, view, (VECTOR, CODE, FEATURES))
             return {item.id: item for item in items}
-
-    @staticmethod
-    def _with_arrays(
-        connection: apsw.Connection, rows: Sequence[Any], view: View, names: Sequence[str]
-    ) -> list[Item]:
-        """Return rows of the record as items with some of their arrays."""
-        arrays, there = view.read(connection, np.array([row[0] for row in rows], np.int64), names)
-        return [
-            from_row(row, {name: array[at] for name, array in arrays.items()} if here else {})
-            for at, (row, here) in enumerate(zip(rows, there.tolist(), strict=True))
-        ]
 
     def original(self, id: str) -> bytes | None:
         """Return the bytes that are kept; see `Store`."""
         sql = "select content from originals where n = (select n from items where id = ?)"
+        content = None
         with self.record.reading() as connection:
-            found = [value(connection, sql, (one,)) for one in usable([id])]
-        return bytes(found[0]) if found and found[0] is not None else None
+            for known in usable([id]):
+                content = value(connection, sql, (known,))
+        return None if content is None else bytes(content)
 
     def scan(
         self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
@@ -219,20 +244,22 @@ class LocalStore(Store):
             sql = f"select count(*) from items where {condition}"
             return int(value(connection, sql, values))
 
+    # Searches
+
     def search(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest; see `Store`."""
         answers = []
-        for found in self.propose(queries, count, bundle, where=where):
-            arrays = dict(found.arrays)
+        for proposed in self.propose(queries, count, bundle, where=where):
+            arrays = dict(proposed.arrays)
             items = [
                 replace(
                     item,
                     metadata=own(item.metadata),
-                    arrays={name: rows[at] for name, rows in arrays.items()},
+                    arrays={name: rows[place] for name, rows in arrays.items()},
                 )
-                for at, item in enumerate(found.items)
+                for place, item in enumerate(proposed.items)
             ]
             answers.append(sorted(items, key=lambda item: item.id))
         return answers
@@ -241,7 +268,83 @@ class LocalStore(Store):
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[Candidates]:
         """Propose the nearest, measured; see `Store`."""
-        return self.searches.propose(queries, count, bundle, where)
+
+        def check(view: View) -> None:
+            if view.generation.bundle != bundle:
+                raise self._superseded("Encode the query again.")
+            check_queries(queries, view.generation)
+
+        view, hits = self.views.now(), None
+        only = None if view is None or where is None else view.matched.get(where)
+        if view is not None and (where is None or only is not None):
+            check(view)
+            hits = view.search(queries, min(count, view.count), only)
+            if (answers := self._candidates(view, *hits, None)) is not None:
+                return answers
+        with self.views.moment() as (connection, current):
+            if hits is None or current is not view:
+                check(current)
+                only = None if where is None else self.masks.of(connection, current, where)
+                hits = current.search(queries, min(count, current.count), only)
+            return cast(list[Candidates], self._candidates(current, *hits, connection))
+
+    def _candidates(
+        self,
+        view: View,
+        squared: Distances | None,
+        rows: Numbers,
+        connection: apsw.Connection | None,
+    ) -> list[Candidates] | None:
+        """Return the items of rows (Q, n) for each query; None: one can only be read."""
+        present = rows >= 0
+        ends = np.cumsum(present.sum(1)).tolist()
+        rows = rows[present]
+        distances = None if squared is None else np.sqrt(squared[present])
+        numbers = view.runs.numbers_of(rows).tolist()
+        items = self._in_memory(numbers)
+        if items is None and connection is None:  # no stage of a search: it is asked again
+            return None
+        with stage("items", len(numbers)):
+            if items is None and connection is not None:
+                items = self._read(connection, numbers)
+        assert items is not None
+        mixed = distances is None or bool((distances[1:] == distances[:-1]).any())
+        answers = []
+        for start, end in pairwise([0, *ends]):
+            part: Any = slice(start, end)
+            if mixed:  # equal distances by id
+                far = [0.0] * len(items) if distances is None else distances.tolist()
+                part = sorted(range(start, end), key=lambda row: (far[row], items[row].id))
+            own_items = [items[row] for row in part] if mixed else items[part]
+            own_distances = None if distances is None else distances[part]
+            answers.append(Candidates(own_items, _Arrays(view, rows[part]), own_distances))
+        return answers
+
+    def _in_memory(self, numbers: Sequence[int]) -> list[Item] | None:
+        """Return items by number, which never changes its item; None: one was not read yet."""
+        known = self._items
+        try:
+            return [known[number] for number in numbers]
+        except KeyError:
+            return None
+
+    def _read(self, connection: apsw.Connection, numbers: Sequence[int]) -> list[Item]:
+        """Return items by number, and keep them in memory."""
+        if self._bytes > _CACHE_BYTES:
+            self._items, self._bytes = {}, 0
+        known = self._items
+        missing = json.dumps([number for number in numbers if number not in known])
+        sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
+        for row in ask(connection, sql, (missing,)):
+            known[row[0]] = from_row(row)
+            self._bytes += _ITEM_BYTES + 8 * len(row[3])
+        try:
+            return [known[number] for number in numbers]
+        except KeyError:
+            raise StoreError(
+                f"The index {self.folder} is damaged: its record and its arrays differ. "
+                "Restore a snapshot."
+            ) from None
 
     # Generations: one that is not served has arrays of all items up to a number
 
@@ -253,29 +356,29 @@ class LocalStore(Store):
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle."""
         if generation.number not in {known.number for known in self.generations()}:
-            raise _gone()
+            raise gone()
         return self.folder / BUNDLES / generation.bundle[:16]
 
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
         """Begin a generation; see `Store`."""
         self._begin_to_write()
-        wanted = (bundle.sha256, bundle.variant, dict(widths))
+        properties = (bundle.sha256, bundle.variant, dict(widths))
         with self.record.writing() as (connection, _):
             for known in all_of(connection):
-                if (known.bundle, known.variant, dict(known.widths)) == wanted:
+                if (known.bundle, known.variant, dict(known.widths)) == properties:
                     return known
             number = add_generation(connection, self.folder, bundle, widths, "building")
-            return next(one for one in all_of(connection) if one.number == number)
+            return next(known for known in all_of(connection) if known.number == number)
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items without arrays of a generation; see `Store`."""
         with self.views.moment() as (connection, view):
-            if _state(connection, generation) == "served":
+            if _is_served(connection, generation):
                 return []
             sql = f"select {COLUMNS} from items where n > ? order by n limit ?"
-            rows = ask(connection, sql, (_upto(connection, generation), limit))
+            rows = ask(connection, sql, (upto_of(connection, generation.number), limit))
             self._pending[generation.number] = {row[1]: row[0] for row in rows}
-            return self._with_arrays(connection, rows, view, (FEATURES,))
+            return _with_arrays(connection, rows, view, (FEATURES,))
 
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
@@ -284,41 +387,29 @@ class LocalStore(Store):
         self._begin_to_write()
         numbers = self._pending.get(generation.number, {})
         checked(items, generation.widths)
-        given = {item.id: item for item in items}
-        missing = numbers.keys() - given.keys() - set(left_out)
-        faults = [f"{id} was not pending." for id in given if id not in numbers]
+        embedded = {item.id: item for item in items}
+        missing = numbers.keys() - embedded.keys() - set(left_out)
+        faults = [f"{id} was not pending." for id in embedded if id not in numbers]
         faults += [f"{id} is neither embedded nor left out." for id in missing]
         if faults:
             raise DataError(listed("What was embedded", sorted(faults)))
         if not numbers:
             return
         with self.record.writing() as (connection, _):
-            if _state(connection, generation) == "served":
+            if _is_served(connection, generation):
                 raise StoreError("The generation is served by now, and complete.")
-            upto = _upto(connection, generation)  # another process may have done the same
+            upto = upto_of(connection, generation.number)  # another process may have done the same
             sql = "select n, id from items where n in (select value from json_each(?))"
             text = json.dumps([n for n in numbers.values() if n > upto])
             alive = sorted(ask(connection, sql, (text,)))
-            kept = [given[id] for _, id in alive if id in given]
-            rows = np.array([n for n, id in alive if id in given], np.int64)
-            arrays = {name: _array_chunks(kept, name) for name in generation.widths}
-            keep_rows(connection, self.folder, generation, rows, arrays)
-            out = [(generation.number, n) for n, id in alive if id not in given]
+            kept = [embedded[id] for _, id in alive if id in embedded]
+            rows = np.array([n for n, id in alive if id in embedded], np.int64)
+            self._keep(connection, generation, rows, kept)
+            out = [(generation.number, n) for n, id in alive if id not in embedded]
             connection.executemany("insert or ignore into left_out values (?, ?)", out)
             sql = "update generations set upto = max(upto, ?) where g = ?"
             connection.execute(sql, (max(numbers.values()), generation.number))
         self._pending.pop(generation.number, None)
-
-    def derive(
-        self,
-        source: Generation,
-        generation: Generation,
-        apply: Callable[[Floats], Mapping[str, Floats]],
-        report: Callable[[int], object] = lambda count: None,
-    ) -> int:
-        """Apply a head to features that are kept; see `Store`."""
-        self._begin_to_write()
-        return self.upkeep.derive(source, generation, apply, report)
 
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`."""
@@ -326,14 +417,13 @@ class LocalStore(Store):
         self.upkeep.structured(generation)
         self.views.prepare(generation)
         with self.record.writing() as (connection, _):
-            if _state(connection, generation) == "served":
+            if _is_served(connection, generation):
                 return True
-            upto = _upto(connection, generation)
+            upto = upto_of(connection, generation.number)
             if value(connection, "select 1 from items where n > ? limit 1", (upto,)):
                 return False
-            last = value(connection, "select seq from sqlite_sequence where name = 'items'") or 0
             sql = "update generations set state = 'kept', upto = ? where state = 'served'"
-            connection.execute(sql, (last,))
+            connection.execute(sql, (last_number(connection),))
             sql = "update generations set state = 'served' where g = ?"
             connection.execute(sql, (generation.number,))
             return True
@@ -342,7 +432,7 @@ class LocalStore(Store):
         """Delete a generation; see `Store`."""
         self._begin_to_write()
         with self.record.writing() as (connection, _):
-            if _state(connection, generation) == "served":
+            if _is_served(connection, generation):
                 raise StoreError("The generation that is served cannot be dropped.")
             for table in ("runs", "sums", "left_out", "generations"):
                 connection.execute(f"delete from {table} where g = ?", (generation.number,))
@@ -370,24 +460,24 @@ class LocalStore(Store):
         self.restructure(Wanted(backend, dict(options)))
         self.compact(report)
 
-    def restructure(self, wanted: Wanted) -> None:
+    def restructure(self, structure: Wanted) -> None:
         """Search with another structure as soon as the background, or `compact`, has built it."""
-        if wanted.backend != "auto":
-            make_backend(wanted.backend, wanted.options, self.views.plugins)
-        self._state("structure", wanted.text())
+        if structure.backend != "auto":
+            make_backend(structure.backend, structure.options, self.views.plugins)
+        self._set("structure", structure.text())
         self.upkeep.wake()
 
     def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
         """Keep what was measured; see `Store`."""
-        self._state("tuned", json.dumps(tuned))
+        self._set("tuned", json.dumps(tuned))
 
-    def _state(self, key: str, text: str) -> None:
+    def _set(self, key: str, text: str) -> None:
         """Write one setting into the record."""
         self._begin_to_write()
         with self.record.writing() as (connection, _):
             connection.execute("insert or replace into state values (?, ?)", (key, text))
 
-    def wanted(self) -> Wanted:
+    def chosen_structure(self) -> Wanted:
         """Return which structure the index is to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
@@ -401,12 +491,12 @@ class LocalStore(Store):
             return "flat", None
         name, rows = loaded.structure.backend, loaded.structure.rows
         vectors = view.arrays[VECTOR].rows(rows)
-        found = [
+        shares = [
             recall_at_10(backend, name, np.ascontiguousarray(vectors[:, start:stop]))
             for backend, (start, stop) in zip(loaded.backends, view.generation.spans, strict=True)
             if not backend.exact
         ]
-        return name, min(found, default=None)
+        return name, min(shares, default=None)
 
     def snapshot(self, target: Path) -> None:
         """Write a copy of one moment; see `Store`."""
@@ -433,7 +523,7 @@ class LocalStore(Store):
                     ) from fault
             count = int(value(connection, "select count(*) from items"))
             generations = all_of(connection)
-        return Stats(count, generations, _bytes_of(self.folder), details)
+        return Stats(count, generations, bytes_of(self.folder), details)
 
     def settings(self) -> Mapping[str, Any]:
         """Return how the index is set up; see `Store`."""
@@ -441,11 +531,8 @@ class LocalStore(Store):
             sql = "select name from fields order by name limit ?"
             names = [name for (name,) in ask(connection, sql, (_FIELDS,))]
             state = dict(ask(connection, "select key, value from state"))
-        return {
-            "structure": json.loads(state["structure"]),
-            "keep": state["keep"],
-            "fields": names,
-        }
+        structure = json.loads(state["structure"])
+        return {"structure": structure, "keep": state["keep"], "fields": names}
 
     def changed(self) -> str | None:
         """Return a sentence when the folder was replaced or removed; see `Store`."""
@@ -461,16 +548,70 @@ class LocalStore(Store):
         self.views.view = None
 
     def after_fork(self) -> None:
-        """Go on in a child: without the threads of the parent, and with locks of its own."""
-        self.views.after_fork()
-        self.searches.after_fork()
-        self.upkeep.after_fork()
+        """Go on in a child, anew; or with a sentence."""
+        old = self.record
+        self._start()
+        self.record.file, self.record.closed = old.file, old.closed
+        if old.lent and old.closed is None:
+            self.record.closed = (
+                f"The index {self.folder} was in use when this process was forked. Open it in the "
+                "child, or fork before it is opened."
+            )
+
+
+def _with_arrays(
+    connection: apsw.Connection, rows: Sequence[Any], view: View, names: Sequence[str]
+) -> list[Item]:
+    """Return rows of the record as items with some of their arrays."""
+    numbers = np.array([row[0] for row in rows], np.int64)
+    arrays, present = view.read(connection, numbers, names)
+    return [
+        from_row(row, {name: array[place] for name, array in arrays.items()} if has_arrays else {})
+        for place, (row, has_arrays) in enumerate(zip(rows, present.tolist(), strict=True))
+    ]
+
+
+class _Arrays(Mapping[str, Floats]):
+    """Vectors and codes of rows of a view, read when they are asked for."""
+
+    def __init__(self, view: View, rows: Numbers) -> None:
+        self._view, self._rows = view, rows
+
+    def __getitem__(self, name: str) -> Floats:
+        if name == FEATURES:
+            raise KeyError(name)
+        return self._view.arrays[name].rows(self._view.rows)[self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._view.generation.widths if name != FEATURES)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _is_served(connection: apsw.Connection, generation: Generation) -> bool:
+    """Whether a generation is the one that is served."""
+    sql = "select state from generations where g = ?"
+    state = value(connection, sql, (generation.number,))
+    if state is None:
+        raise gone()
+    return bool(state == "served")
 
 
 _STORES: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
+def _before_fork() -> None:
+    for store in list(_STORES):
+        store.record.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    for store in list(_STORES):
+        store.record.after_fork()
+
+
+def _after_fork_in_child() -> None:
     for store in list(_STORES):
         store.after_fork()
     if (faiss := sys.modules.get("faiss")) is not None:
@@ -479,7 +620,11 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )
 
 
 class LocalPlace(StorePlace):
@@ -537,19 +682,19 @@ def write_copy(store: Store, target: Path) -> None:
     Raises:
         StoreError: there is something already, or the disk refuses.
     """
-    taken = StoreError(f"{target} exists already. Choose another name for the snapshot.")
-    generation = next(one for one in store.generations() if one.state == "served")
+    occupied = StoreError(f"{target} exists already. Choose another name for the snapshot.")
+    generation = next(known for known in store.generations() if known.state == "served")
     bundle = Bundle.open(store.bundle(generation), variant=generation.variant, device="cpu")
     if target.exists() or target.is_symlink():
-        raise taken
+        raise occupied
     try:
         with scratch_folder(target.parent, f".{target.name}.", ".part") as beside:
             fresh = beside / target.name
             create_local(fresh, bundle, generation.widths, identity=store.identity())
             with LocalStore(fresh, upkeep=False) as copy:
-                copy_items(store, copy, bundle.sha256, bare=lambda items: _bare(copy, items))
+                copy_items(store, copy, bundle.sha256, bare=lambda items: _add_bare(copy, items))
             sync_below(fresh)
-            rename_whole(fresh, target, replace=False, taken=taken)
+            rename_whole(fresh, target, replace=False, taken=occupied)
     except OSError as fault:
         raise StoreError(f"{target} cannot be written: {fault.strerror or fault}.") from None
 
@@ -584,50 +729,10 @@ def copy_items(
         report(len(page))
 
 
-def _bare(copy: LocalStore, items: Sequence[Item]) -> None:
+def _add_bare(copy: LocalStore, items: Sequence[Item]) -> None:
     """Write items that the served generation does without."""
     texts = checked(items, {})
     with copy.record.writing() as (connection, _):
         number = served(connection).number
         rows = [(number, n) for n in insert(connection, items, texts)]
         connection.executemany("insert into left_out values (?, ?)", rows)
-
-
-def _state(connection: apsw.Connection, generation: Generation) -> str:
-    """Return a generation's state.
-
-    Raises:
-        StoreError: it was dropped.
-    """
-    sql = "select state from generations where g = ?"
-    state = value(connection, sql, (generation.number,))
-    if state is None:
-        raise _gone()
-    return str(state)
-
-
-def _upto(connection: apsw.Connection, generation: Generation) -> int:
-    """Return the number up to which a generation has arrays of all items."""
-    sql = "select upto from generations where g = ?"
-    return int(value(connection, sql, (generation.number,)))
-
-
-def _gone() -> StoreError:
-    return StoreError("This generation is not there any more.")
-
-
-def _array_chunks(items: Sequence[Item], name: str) -> Iterator[Floats]:
-    """Give one array of items as float32 rows, some at a time."""
-    for start in range(0, len(items), _ROWS):
-        yield np.array([item.arrays[name] for item in items[start : start + _ROWS]], np.float32)
-
-
-def _bytes_of(folder: Path) -> int:
-    """Return the bytes that a folder's files take, but for those that others remove meanwhile."""
-    size = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                known = Path(parent, name).stat()
-                size += min(known.st_size, known.st_blocks * 512)  # files grow in steps, with holes
-    return size

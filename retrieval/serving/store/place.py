@@ -53,7 +53,7 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
     for name, why in loaded.disabled("stores").items():
         if scheme in (name, name.partition(".")[0], name.rpartition(".")[2]):
             raise PluginError(f"The store '{scheme}' cannot be used: {why}")
-    names = sorted({one.rpartition(".")[2] for one in known} | _own().keys())
+    names = sorted({full_name.rpartition(".")[2] for full_name in known} | _own().keys())
     raise PluginError(
         f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, "
         f"and folders by their path).{did_you_mean(scheme, names)} Stores come with plugins: "

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import stat
 import struct
 import threading
 import time
-import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -29,7 +30,8 @@ import numpy as np
 from retrieval.errors import StoreError
 from retrieval.host.files import sync
 from retrieval.serving.files.plain import read_plain
-from retrieval.serving.store.contract import StoreUnavailable, TooSlow, stop_at
+from retrieval.serving.store.contract import StoreUnavailable, TooSlow
+from retrieval.serving.store.items import Generation, Item, stop_at, to_row, usable
 
 FILE = "items.sqlite"
 ACKNOWLEDGED = "acknowledged"
@@ -97,51 +99,31 @@ def _register() -> None:
 
 
 class Record:
-    """The SQLite file of one index folder. Whoever reads or writes borrows a connection.
-
-    Args:
-        folder: of the index.
-        read_only: the file system refuses writes: nothing beside the file is made.
-
-    Raises:
-        StoreError: it is missing, damaged, or not an index's.
-
-    Attributes:
-        turn: held by the thread that writes, so that threads queue without polling SQLite's lock.
-    """
+    """The SQLite file of one index folder. Whoever reads or writes borrows a connection."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        self.folder = folder
-        self.path = folder / FILE
-        self.read_only = read_only
+        self.folder, self.path, self.read_only = folder, folder / FILE, read_only
+        self.file = _file_id(self.path)
         self.turn = threading.RLock()
+        self.closed: str | None = None
+        self.lent = 0
         self._lending = threading.Condition()
-        self._idle: list[tuple[apsw.Connection, object]] = []
-        self._lent = 0
+        self._idle: list[apsw.Connection] = []
         self._watch = threading.Lock()
-        self._watching: tuple[apsw.Connection, object] | None = None
+        self._watching: apsw.Connection | None = None
         self._acknowledged: int | None = None
-        self._closed: str | None = None
         _register()
-        acknowledged = _acknowledged(folder)  # before the record, which may only be further
-        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
-            path = folder / name  # SQLite would wait for a pipe, and follow a link
-            if name == FILE and not os.path.lexists(path):
-                raise self._damaged(f"{FILE} is missing")
-            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-                raise StoreError(f"{path} is no regular file. Restore the index from a snapshot.")
-        self._file = _file_id(self.path)
-        with self.reading() as connection:
-            if self._is_cut(connection):
-                raise self._damaged(f"{FILE} was cut short")
-            self._check_tables(connection)
-            seq = int(value(connection, "select value from state where key = 'seq'"))
-            if seq < acknowledged:
-                raise self._damaged(
-                    f"the last {acknowledged - seq:,} of {acknowledged:,} transactions are missing "
-                    "from its record"
-                )
-        _RECORDS.add(self)
+
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path) -> Iterator[Record]:
+        """Give the checked record of a folder for a while."""
+        record = cls(folder)
+        try:
+            record.check()
+            yield record
+        finally:
+            record.close()
 
     @staticmethod
     def create(folder: Path) -> None:
@@ -154,14 +136,42 @@ class Record:
             connection.file_control(
                 "main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved)
             )
-            connection.execute("pragma journal_mode = wal; pragma synchronous = full")
-            connection.execute("begin")
+            connection.execute("pragma journal_mode = wal").fetchall()
+            connection.execute("pragma synchronous = full; begin")
             for sql in TABLES.values():
                 connection.execute(sql)
-            connection.execute("insert into state values ('seq', 0)")
-            connection.execute("commit")
+            connection.execute("insert into state values ('seq', 0); commit")
         finally:
             connection.close()
+
+    def check(self) -> None:
+        """Look whether this is the whole record of an index."""
+        acknowledged = _acknowledged(self.folder)  # before the record, which may only be further
+        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
+            path = self.folder / name  # SQLite would wait for a pipe, and follow a link
+            if name == FILE and not os.path.lexists(path):
+                raise self._damaged(f"{FILE} is missing")
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+                raise StoreError(f"{path} is no regular file. Restore the index from a snapshot.")
+        with self.reading() as connection:
+            if self._is_cut(connection):
+                raise self._damaged(f"{FILE} was cut short")
+            sql = "select name, sql from sqlite_master where sql is not null and name not like ?"
+            if {name: text.lower() for name, text in ask(connection, sql, ("sqlite_%",))} != TABLES:
+                raise StoreError(
+                    f"{self.path} is not the record of an index as this version of retrieval "
+                    "writes it: its tables are others. If another version wrote it, open it with "
+                    "that version; or create the index anew, in another folder or with --replace."
+                )
+            if not connection.pragma("checksum_verification"):
+                raise StoreError(
+                    f"{self.path} is no record of an index: its pages have no checksums."
+                )
+            if (seq := seq_of(connection)) < acknowledged:
+                raise self._damaged(
+                    f"the last {acknowledged - seq:,} of {acknowledged:,} transactions are missing "
+                    "from its record"
+                )
 
     def _damaged(self, fault: str) -> StoreError:
         return StoreError(f"The index {self.folder} is damaged: {fault}. Restore a snapshot.")
@@ -170,110 +180,63 @@ class Record:
         """Whether the file was cut short: beyond its end SQLite reads zeros without a checksum."""
         for _ in range(5):
             count, size = connection.pragma("page_count"), connection.pragma("page_size")
-            there = self.path.stat().st_size // size
-            wal = self.path.with_name(f"{FILE}-wal")
-            if count <= there or set(range(there + 1, count + 1)) <= _wal_pages(wal):
+            present = self.path.stat().st_size // size
+            if count <= present or set(range(present + 1, count + 1)) <= _wal_pages(self._log):
                 return False
             time.sleep(0.05)  # another process may be moving pages from the log into the file
         return True
 
-    def _check_tables(self, connection: apsw.Connection) -> None:
-        sql = "select name, sql from sqlite_master where sql is not null and name not like ?"
-        found = {name: text.lower() for name, text in connection.execute(sql, ("sqlite_%",))}
-        if found != TABLES:
-            raise StoreError(
-                f"{self.path} is not the record of an index as this version of retrieval writes "
-                "it: its tables are others. If another version wrote it, open it with that "
-                "version; or create the index anew, in another folder or with --replace."
-            )
-        if not connection.pragma("checksum_verification"):
-            raise StoreError(f"{self.path} is no record of an index: its pages have no checksums.")
+    @property
+    def _log(self) -> Path:
+        """The file of what is written ahead."""
+        return self.path.with_name(f"{FILE}-wal")
 
     def require_open(self) -> None:
         """Raise a `StoreError` once the record is closed."""
-        if self._closed is not None:
-            raise StoreError(self._closed)
-
-    @contextmanager
-    def connection(self) -> Iterator[apsw.Connection]:
-        """Lend a connection; a new one where all are lent.
-
-        Raises:
-            StoreError: the record is closed, or another one stands in its place.
-        """
-        with self._lending:
-            self.require_open()
-            connection, moment = self._idle.pop() if self._idle else (None, None)
-            self._lent += 1
-        try:
-            if connection is not None and moment != self._moment():
-                connection.close()
-                connection = None
-            if connection is None:
-                moment = self._moment()
-                connection = self._open()
-            yield connection
-        finally:
-            with self._lending:
-                if connection is not None and len(self._idle) < _IDLE_CONNECTIONS:
-                    self._idle.append((connection, moment))
-                elif connection is not None:
-                    connection.close()
-                self._lent -= 1
-                self._lending.notify_all()
-
-    def _moment(self) -> object:
-        """Return how long a read-only connection is good: it may miss a log that begins later."""
-        if not self.read_only:
-            return None
-        known = self.path.stat()
-        return self._has_log(), known.st_size, known.st_mtime_ns
-
-    def _has_log(self) -> bool:
-        """Whether something was written ahead."""
-        try:
-            return self.path.with_name(f"{FILE}-wal").stat().st_size > 0
-        except OSError:
-            return False
-
-    def version(self) -> object:
-        """Return a value that changes with every transaction of any process.
-
-        Costs some microseconds, and no look at the disk.
-        """
-        with self._watch:
-            self.require_open()
-            if self._watching is not None and not self.read_only:
-                connection = self._watching[0]
-                return connection, connection.execute("pragma data_version").get
-        with self.faults("read"), self._watch:
-            self.require_open()
-            moment = self._moment()
-            if self._watching is not None and self._watching[1] != moment:
-                self._watching[0].close()
-                self._watching = None
-            if self._watching is None:
-                self._watching = self._open(), moment
-            connection = self._watching[0]
-            return connection, connection.execute("pragma data_version").get
+        if self.closed is not None:
+            raise StoreError(self.closed)
 
     def replaced(self) -> str | None:
         """Return a sentence when another file stands where this record stood, or none does."""
-        if _file_id(self.path) == self._file:
+        if _file_id(self.path) == self.file:
             return None
         return (
             f"The index {self.folder} was replaced or removed since it was opened. Open it again."
         )
 
+    # Connections
+
+    @contextmanager
+    def connection(self) -> Iterator[apsw.Connection]:
+        """Lend a connection; a new one where all are lent.
+
+        A read-only one serves once: it may miss a log that begins later.
+        """
+        with self._lending:
+            self.require_open()
+            connection = self._idle.pop() if self._idle else None
+            self.lent += 1
+        try:
+            connection = connection or self._open()
+            yield connection
+        finally:
+            with self._lending:
+                if connection is not None:
+                    if self.read_only or len(self._idle) >= _IDLE_CONNECTIONS:
+                        connection.close()
+                    else:
+                        self._idle.append(connection)
+                self.lent -= 1
+                self._lending.notify_all()
+
     def _open(self) -> apsw.Connection:
-        if self.read_only and not self._has_log():
-            # Nobody writes here: readers need no files beside the record to agree.
+        if not self.read_only:
+            connection = _connect(self.path, apsw.SQLITE_OPEN_READWRITE)
+        elif self._has_log():
+            connection = _connect(self.path, apsw.SQLITE_OPEN_READONLY)
+        else:  # nobody writes: readers need no files beside the record to agree
             name = f"file:{quote(os.fsencode(self.path))}?immutable=1"
             connection = _connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
-        elif self.read_only:
-            connection = _connect(self.path, apsw.SQLITE_OPEN_READONLY)
-        else:
-            connection = _connect(self.path, apsw.SQLITE_OPEN_READWRITE)
         if fault := self.replaced():
             connection.close()  # another index's items would be mixed with this one's vectors
             raise StoreError(fault)
@@ -282,14 +245,67 @@ class Record:
         )
         return connection
 
+    def _has_log(self) -> bool:
+        """Whether something was written ahead."""
+        try:
+            return self._log.stat().st_size > 0
+        except OSError:
+            return False
+
+    def version(self) -> object:
+        """Return a value that changes with every transaction of any process.
+
+        Costs some microseconds, and no look at the disk, where the folder may be written to.
+        """
+        with self._watch:
+            self.require_open()
+            if (connection := self._watching) is not None:
+                return connection, connection.execute("pragma data_version").get
+        with self.faults("read"), self._watch:
+            self.require_open()
+            if self.read_only:
+                known = self.path.stat()
+                return object() if self._has_log() else (known.st_size, known.st_mtime_ns)
+            if self._watching is None:
+                self._watching = self._open()
+            return self._watching, self._watching.execute("pragma data_version").get
+
+    def close(self) -> None:
+        """Lend no connection any more, and close them once all are back."""
+        with self._lending:
+            self.closed = self.closed or (
+                f"The index {self.folder} was closed. Open it again with retrieval.Index.open."
+            )
+            self._lending.wait_for(lambda: not self.lent)
+        self._let_go()
+        if self._acknowledged is not None:
+            os.close(self._acknowledged)
+            self._acknowledged = None
+
+    def _let_go(self) -> None:
+        """Close all connections that nobody has borrowed."""
+        while self._idle:
+            self._idle.pop().close()
+        with self._watch:
+            if self._watching is not None:
+                self._watching.close()
+            self._watching = None
+
+    def before_fork(self) -> None:
+        """Close all connections: SQLite's locks do not go with a child, and its memory does."""
+        self._lending.acquire()
+        self._lending.wait_for(lambda: not self.lent, _FORK_SECONDS)
+        self._let_go()
+
+    def after_fork(self) -> None:
+        """Go on in the parent."""
+        self._lending.release()
+
+    # Transactions
+
     @contextmanager
     def reading(self, *, seconds: float = _READING_SECONDS) -> Iterator[apsw.Connection]:
-        """Give a connection inside one moment of the record, which no write changes.
-
-        Raises:
-            TooSlow: a question takes longer than `seconds`, or than `patience` allows.
-            StoreError: damaged.
-        """
+        """Give a connection inside one moment of the record, which no write changes."""
         with self.faults("read"), self.connection() as connection:
             end = min(time.monotonic() + seconds, stop_at())
             connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
@@ -306,27 +322,17 @@ class Record:
         """Give a connection inside an immediate transaction, and the transaction's number.
 
         It is on the disk when this ends, or has changed nothing.
-
-        Raises:
-            StoreUnavailable: another process has been writing for too long.
-            StoreError: read-only, damaged, or the disk refuses.
         """
-        with self.turn:
-            with self.locked() as connection:
-                seq = int(value(connection, "select value from state where key = 'seq'")) + 1
-                connection.execute("update state set value = ? where key = 'seq'", (seq,))
-                yield connection, seq
-                connection.execute("commit")
+        with self.locked() as connection:
+            seq = seq_of(connection) + 1
+            connection.execute("update state set value = ? where key = 'seq'", (seq,))
+            yield connection, seq
+            connection.execute("commit")
             self._acknowledge(seq)
 
     @contextmanager
     def locked(self) -> Iterator[apsw.Connection]:
-        """Keep every process from writing, without writing anything: a full disk is no matter.
-
-        Raises:
-            StoreUnavailable: another process has been writing for too long.
-            StoreError: closed or read-only.
-        """
+        """Keep every process from writing, without writing anything: a full disk is no matter."""
         self.require_open()
         if self.read_only:
             raise StoreError(
@@ -355,23 +361,14 @@ class Record:
 
     @contextmanager
     def faults(self, doing: str) -> Iterator[None]:
-        """Turn what SQLite or the disk refuses into a sentence.
-
-        Args:
-            doing: "read" or "written".
-
-        Raises:
-            StoreUnavailable: another process has it for longer than one waits.
-            StoreError: in place of SQLite's other errors and an OSError.
-        """
+        """Turn what SQLite or the disk refuses into a sentence."""
         try:
             yield
         except FileNotFoundError:
             raise
-        except apsw.InterruptError as fault:
-            raise TooSlow(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
         except (apsw.Error, OSError) as fault:
             kind = StoreUnavailable if isinstance(fault, apsw.BusyError) else StoreError
+            kind = TooSlow if isinstance(fault, apsw.InterruptError) else kind
             raise kind(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
 
     def settle(self) -> None:
@@ -380,9 +377,11 @@ class Record:
         A process that was killed within a commit, or before the folder's name was synced, leaves
         what every process sees and a power cut still takes: nothing may build on it before this.
         """
+        if fault := self.replaced():
+            raise StoreError(fault)
         with self.faults("written"):
             with suppress(FileNotFoundError):
-                sync(self.path.with_name(f"{FILE}-wal"))
+                sync(self._log)
             sync(self.folder)
             with suppress(PermissionError):  # a parent that may not be read: its writer synced it
                 sync(self.folder.absolute().parent)
@@ -396,69 +395,6 @@ class Record:
                     connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
             finally:
                 connection.set_busy_timeout(int(_BUSY_SECONDS * 1000))
-
-    def close(self) -> None:
-        """Lend no connection any more, and close them once all are back."""
-        with self._lending:
-            if self._closed is None:
-                self._closed = (
-                    f"The index {self.folder} was closed. Open it again with retrieval.Index.open."
-                )
-            self._lending.wait_for(lambda: not self._lent)
-        self._let_go()
-        if self._acknowledged is not None:
-            os.close(self._acknowledged)
-            self._acknowledged = None
-
-    def _let_go(self) -> None:
-        """Close all connections that nobody has borrowed."""
-        while self._idle:
-            self._idle.pop()[0].close()
-        with self._watch:
-            if self._watching is not None:
-                self._watching[0].close()
-            self._watching = None
-
-    def before_fork(self) -> None:
-        """Close all connections: SQLite's locks do not go with a child, and its memory does."""
-        self._lending.acquire()
-        self._lending.wait_for(lambda: not self._lent, _FORK_SECONDS)
-        self._let_go()
-
-    def after_fork(self, *, child: bool) -> None:
-        """Go on in the parent; in the child with locks of its own, or with a sentence."""
-        if not child:
-            self._lending.release()
-            return
-        self.turn, self._lending = threading.RLock(), threading.Condition()
-        self._watch = threading.Lock()
-        if self._lent and self._closed is None:
-            self._closed = (
-                f"The index {self.folder} was in use when this process was forked. Open it in the "
-                "child, or fork before it is opened."
-            )
-        self._lent = 0
-
-
-_RECORDS: weakref.WeakSet[Record] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    for record in list(_RECORDS):
-        record.before_fork()
-
-
-def _after_fork(*, child: bool) -> None:
-    for record in list(_RECORDS):
-        record.after_fork(child=child)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=lambda: _after_fork(child=False),
-        after_in_child=lambda: _after_fork(child=True),
-    )
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:
@@ -478,8 +414,8 @@ def _acknowledged(folder: Path) -> int:
         return 0
     if len(content) != _ACKNOWLEDGED.size:
         return 0
-    magic, number, sum_ = _ACKNOWLEDGED.unpack(content)
-    return int(number) if magic == _MAGIC and sum_ == zlib.crc32(content[:-4]) else 0
+    magic, number, checksum = _ACKNOWLEDGED.unpack(content)
+    return int(number) if magic == _MAGIC and checksum == zlib.crc32(content[:-4]) else 0
 
 
 def _wal_pages(path: Path) -> set[int]:
@@ -544,6 +480,9 @@ def no_room(fault: apsw.Error | OSError) -> bool:
     )
 
 
+# Questions
+
+
 def value(connection: apsw.Connection, sql: str, bindings: Any = ()) -> Any:
     """Return the one value that a question has for an answer; None without any row."""
     return connection.execute(sql, bindings).get
@@ -563,3 +502,79 @@ def backup(connection: apsw.Connection, target: Path) -> None:
                 work.step(10_000)
     finally:
         copy.close()
+
+
+def seq_of(connection: apsw.Connection) -> int:
+    """Return the number of the last transaction."""
+    return int(value(connection, "select value from state where key = 'seq'"))
+
+
+def all_of(connection: apsw.Connection) -> tuple[Generation, ...]:
+    """Return all generations, oldest first."""
+    sql = "select g, bundle, variant, widths, spans, state from generations order by g"
+    return tuple(
+        Generation(
+            g, bundle, variant, json.loads(widths), tuple(map(tuple, json.loads(spans))), state
+        )
+        for g, bundle, variant, widths, spans, state in ask(connection, sql)
+    )
+
+
+def served(connection: apsw.Connection) -> Generation:
+    """Return the generation that is served."""
+    generations = [known for known in all_of(connection) if known.state == "served"]
+    if len(generations) != 1:
+        raise StoreError(
+            "The index is damaged: its record serves no generation. Restore a snapshot."
+        )
+    return generations[0]
+
+
+def upto_of(connection: apsw.Connection, g: int) -> int:
+    """Return the item's number up to which a generation has arrays of all items."""
+    return int(value(connection, "select upto from generations where g = ?", (g,)))
+
+
+def last_number(connection: apsw.Connection) -> int:
+    """Return the highest number that an item has ever had."""
+    return int(value(connection, "select seq from sqlite_sequence where name = 'items'") or 0)
+
+
+def numbers_of(connection: apsw.Connection, ids: Iterable[object]) -> list[int]:
+    """Return the numbers of those ids that are there."""
+    text = json.dumps(usable(ids), ensure_ascii=False)
+    sql = "select n from items where id in (select value from json_each(?))"
+    return [n for (n,) in ask(connection, sql, (text,))]
+
+
+def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[str]) -> range:
+    """Write items, none of which is there, without their arrays; return their numbers."""
+    first = last_number(connection) + 1
+    numbers = range(first, first + len(items))
+    connection.executemany(
+        "insert into items values (?,?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
+    )
+    connection.executemany(
+        "insert into originals values (?, ?)",
+        [
+            (n, item.original)
+            for n, item in zip(numbers, items, strict=True)
+            if item.original is not None
+        ],
+    )
+    names = sorted(set(chain.from_iterable(item.metadata for item in items)))
+    connection.executemany("insert or ignore into fields values (?)", ((name,) for name in names))
+    return numbers
+
+
+def remove(connection: apsw.Connection, seq: int, numbers: Sequence[int]) -> None:
+    """Delete items by number; their rows are masked from this transaction on."""
+    if not numbers:
+        return
+    text = json.dumps(list(numbers))
+    for table in ("items", "originals"):
+        connection.execute(
+            f"delete from {table} where n in (select value from json_each(?))", (text,)
+        )
+    sql = "insert or ignore into removed select value, ? from json_each(?)"
+    connection.execute(sql, (seq, text))

@@ -322,8 +322,8 @@ class RemoteStore(Engine, Store):
         ids: dict[str, None] = {}
         for space, (start, stop) in enumerate(served.spans):
             part = np.ascontiguousarray(queries[:, start:stop])
-            wanted = min(count + MARGIN, self.most_found)
-            for near in self._nearest(served, space, part, wanted, own):
+            most = min(count + MARGIN, self.most_found)
+            for near in self._nearest(served, space, part, most, own):
                 ids |= dict.fromkeys(near)
         return _best(queries, [self._rows(served, list(ids), True)], served.spans, count)
 
@@ -393,7 +393,7 @@ class RemoteStore(Engine, Store):
 
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
         """Return the ids of items that a generation lacks, and of those that it has no more."""
-        present, wanted = (
+        present, current = (
             {
                 row.record["id"]: row.record["version"]
                 for rows in self._matching(source)
@@ -401,8 +401,8 @@ class RemoteStore(Engine, Store):
             }
             for source in (generation, served)
         )
-        lacking = [id for id, version in wanted.items() if present.get(id) != version]
-        return lacking, [id for id in present if id not in wanted]
+        lacking = [id for id, version in current.items() if present.get(id) != version]
+        return lacking, [id for id in present if id not in current]
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items that a generation lacks; see `Store`. All are listed when few are known."""

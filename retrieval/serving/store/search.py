@@ -161,7 +161,7 @@ class Companion:
         size = min(-(-(int(np.searchsorted(part, cls.ENERGY)) + 2) // 8) * 8, width // 2)
         if size < 2 or part[size - 2] < cls.WORTHWHILE:
             return None
-        made = cls(
+        companion = cls(
             mean,
             np.ascontiguousarray(basis[:, ::-1][:, : size - 1]),
             0.0,
@@ -170,12 +170,12 @@ class Companion:
         step, error = max(1, _BLOCK_NUMBERS // width), 0.0
         for start in range(0, count, step):
             part_of = slice(start, start + step)
-            block, lost = made.project(vectors[part_of])
+            block, lost = companion.project(vectors[part_of])
             error = max(error, float(lost.max()))
             if not error < 2.0**30:  # squares of coordinates may leave float32
                 return None
-            made.table[part_of] = block
-        return replace(made, error=error)
+            companion.table[part_of] = block
+        return replace(companion, error=error)
 
     def project(self, vectors: Floats) -> tuple[Floats, Doubles]:
         """Return z (M, D) of vectors (M, P), and how far rounding may have moved each (M,).
@@ -250,28 +250,28 @@ class _Task:
 
 def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer:
     """Return squared distances and rows (Q, k) of a group of queries."""
-    several = len(queries) > 1
+    many = len(queries) > 1
     whole = task.keep is None and task.columns == slice(0, task.vectors.shape[1])
-    if not several and companion is None and whole and task.threads == 1:
-        found = _nearest_of_one(queries, task.vectors, task.k)
-        if found is not None:
-            return found
+    if not many and companion is None and whole and task.threads == 1:
+        answer = _nearest_of_one(queries, task.vectors, task.k)
+        if answer is not None:
+            return answer
     exact = queries.astype(np.float64)
     if companion is not None:
         near, lost = companion.project(queries)
         table = np.asarray(companion.table)
-        narrow = _Scan(task, exact, table, near, lost + companion.error, products=several)
-        if (found := narrow.run()) is not None:
-            return found
-    if several and (found := _Scan(task, exact, task.vectors, queries, products=True).run()):
-        return found
+        narrow = _Scan(task, exact, table, near, lost + companion.error, products=many)
+        if (answer := narrow.run()) is not None:
+            return answer
+    if many and (answer := _Scan(task, exact, task.vectors, queries, products=True).run()):
+        return answer
     squared, rows = np.empty((len(queries), task.k)), np.empty((len(queries), task.k), np.int64)
     for place in range(len(queries)):
         part = slice(place, place + 1)
         scan = _Scan(task, exact[part], task.vectors, queries[part], products=False)
-        found = scan.run()
-        assert found is not None
-        squared[part], rows[part] = found
+        answer = scan.run()
+        assert answer is not None
+        squared[part], rows[part] = answer
     return squared, rows
 
 
@@ -312,16 +312,16 @@ class _Scan:
         if len(ranges) == 1:
             return self._range(*ranges[0])
         with ThreadPoolExecutor(len(ranges), thread_name_prefix="search") as pool:
-            answers = list(pool.map(lambda given: self._range(*given), ranges))
+            answers = list(pool.map(lambda pointer: self._range(*pointer), ranges))
         best: Answer | None = None
-        for found in answers:
-            if found is None:
+        for answer in answers:
+            if answer is None:
                 return None
             if best is None:
-                best = found
+                best = answer
                 continue
-            query, place = np.nonzero(found[1] >= 0)
-            best = _entered(best, query, found[1][query, place], found[0][query, place])
+            query, place = np.nonzero(answer[1] >= 0)
+            best = _entered(best, query, answer[1][query, place], answer[0][query, place])
         return best
 
     def _range(self, start: int, stop: int) -> Answer | None:
@@ -341,24 +341,24 @@ class _Scan:
             compared += len(block) * count
             step = max(1, _PAIRS // values.shape[1])
             for first in range(0, len(query), step):  # of many equal rows all are in doubt
-                asked, group = query[first : first + step], place[first : first + step]
-                inside = values[asked, :, group]
-                near, member = np.nonzero(~(inside > limits[asked, None]))
+                queries, group = query[first : first + step], place[first : first + step]
+                inside = values[queries, :, group]
+                near, member = np.nonzero(~(inside > limits[queries, None]))
                 row = member * least.shape[1] + group[near]
-                there = row < len(block)
+                present = row < len(block)
                 if kept is not None:
-                    there[there] = kept[row[there]]
-                near, row = near[there], row[there]
+                    present[present] = kept[row[present]]
+                near, row = near[present], row[present]
                 if self.products or self.slack is not None:
                     doubtful += len(row)
                     share = _DOUBT if count > 1 else _DOUBT_ONE
                     if doubtful > compared * share + _DOUBT_LEAST * k * count:
                         return None
-                asked = asked[near]
+                queries = queries[near]
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
-                squared = self._measured(asked, number)
-                closer = squared <= reach[asked]
-                best = _entered(best, asked[closer], number[closer], squared[closer])
+                squared = self._measured(queries, number)
+                closer = squared <= reach[queries]
+                best = _entered(best, queries[closer], number[closer], squared[closer])
                 reach = np.minimum(reach, best[0][:, -1])
         return best
 
@@ -417,16 +417,16 @@ class _Scan:
         members = max(1, min(_GROUP, size // (4 * self.task.k)))
         groups = -(-size // members)
         values = np.empty((len(self.near), members * groups), np.float32)
-        given = faiss.swig_ptr(self.near)
+        pointer = faiss.swig_ptr(self.near)
         if not self.products:
-            faiss.fvec_L2sqr_ny(faiss.swig_ptr(values), given, faiss.swig_ptr(block), width, size)
+            faiss.fvec_L2sqr_ny(faiss.swig_ptr(values), pointer, faiss.swig_ptr(block), width, size)
         else:
             step = max(1, _PART_NUMBERS // width)
             with _one_thread():
                 for start in range(0, size, step):
                     part = block[start : start + step]
                     table, out = map(faiss.swig_ptr, (part, values[0, start:]))
-                    shape = len(self.near), given, len(part), table, out, -1, -1, members * groups
+                    shape = len(self.near), pointer, len(part), table, out, -1, -1, members * groups
                     faiss.pairwise_L2sqr(width, *shape)
         values[:, size:] = np.inf
         if kept is not None:
@@ -491,9 +491,9 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
     if count <= kept:
         return None
     sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
-    given, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
+    pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
     with _one_thread():
-        faiss.knn_L2sqr(given, table, width, 1, count, kept, out, numbers, None, None)
+        faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, None)
     wider, tiny = 1 + 2 * _gamma(width), width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
     if not limit < min(float(sums[-1]), _LARGEST):

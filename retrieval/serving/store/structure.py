@@ -17,25 +17,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import whole_file
 from retrieval.serving.files.plain import open_plain
 from retrieval.serving.index.backends import choose, make_backend, short_name
-from retrieval.serving.index.index_backend import IndexBackend, using
-from retrieval.serving.store.arrays import ARRAYS, file_of
+from retrieval.serving.index.index_backend import IndexBackend, checked_search, using
+from retrieval.serving.runtime import load_faiss
 from retrieval.serving.store.items import Floats
 from retrieval.serving.store.search import Companion
 
+Mask = NDArray[np.bool_]
+Numbers = NDArray[np.int64]
+
 log = logging.getLogger("retrieval.serving.store")
 
+ARRAYS = "arrays"
+"""The folder of an index in which the files of arrays and structures lie."""
 LEAST = 20_000
 """Vectors from which a generation gets a structure: fewer are searched exactly in a moment."""
-GROWTH = 8
-"""A structure is built anew when the rows behind it are more than an eighth of its own."""
 COMPANION = "companion"
 """The structure of exact search: a narrow table (`search.Companion`), for a single sub-space."""
 COMPANION_LEAST = 50_000
+_GROWTH = 8  # built anew when the rows behind it are more than an eighth of its own
+_MARGIN = 16  # candidates beyond what is asked of a structure: for deleted items
+_MOST = 4096  # candidates asked of a structure at once, before the rows are searched exactly
+_RARE = 0.02  # share of rows that match a filter, up to which exact search of them is faster
 
 
 @dataclass(frozen=True)
@@ -84,32 +92,59 @@ class Structure:
     files: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def parse(text: str | None) -> Structure | None:
+    def parse(text: str) -> Structure:
         """Return what a column of the record holds."""
-        if text is None:
-            return None
         fields = json.loads(text)
-        files = tuple((name, checksum) for name, checksum in fields.pop("files"))
-        return Structure(**fields, files=files)
+        return Structure(**fields | {"files": tuple(map(tuple, fields["files"]))})
+
+    @staticmethod
+    def names(text: str | None) -> list[str]:
+        """Return the names of the files that a column of the record names."""
+        return [] if text is None else [name for name, _ in Structure.parse(text).files]
 
     def text(self) -> str:
         """Return what the column is to hold."""
         return json.dumps(self.__dict__)
 
+    def damaged(self, folder: Path) -> list[str]:
+        """Return which of its files in an index's folder are missing or were altered."""
+        return [name for name, sum_ in self.files if not _is_whole(folder / ARRAYS / name, sum_)]
+
+    def outgrown(self, rows: int) -> bool:
+        """Whether so many rows are too many for it."""
+        return (rows - self.rows) * _GROWTH > max(LEAST, self.rows)
+
 
 @dataclass(frozen=True)
 class Loaded:
-    """A structure in memory.
-
-    Attributes:
-        structure: what the record says of it.
-        backends: one for each sub-space.
-        companion: what exact search reads in the vectors' place.
-    """
+    """A structure in memory."""
 
     structure: Structure
     backends: Sequence[IndexBackend] = ()
     companion: Companion | None = None
+
+    def propose(
+        self, space: int, queries: Floats, count: int, keep: Mask | None, *, filtered: bool
+    ) -> Numbers | None:
+        """Return candidates' rows (Q, k) in a sub-space, -1 for none; None: better search exactly."""
+        backend, name, size = self.backends[space], self.structure.backend, self.structure.rows
+        breadth = min(count * backend.expand, size)
+        if keep is None:
+            return checked_search(backend, name, queries, breadth, size)
+        if filtered:
+            matching = int(np.count_nonzero(keep))
+            if matching <= max(_MOST, _RARE * size) or not backend.selective:
+                return None
+            rows = checked_search(backend, name, queries, breadth, size, keep)
+            return rows if (rows >= 0).sum(axis=1).min() >= min(count, matching) else None
+        breadth += _MARGIN
+        while breadth <= min(_MOST, size):
+            rows = checked_search(backend, name, queries, breadth, size)
+            rows = np.where((rows >= 0) & keep[rows], rows, -1)
+            if (rows >= 0).sum(axis=1).min() >= count:
+                return rows
+            breadth *= 4
+        return None
 
 
 def build(
@@ -122,24 +157,20 @@ def build(
     plugins: Sequence[str],
     report: Callable[[int], object],
 ) -> Structure:
-    """Build a structure over vectors and write it to new files.
-
-    Raises:
-        PluginError: the back end fails.
-        OSError: the disk refuses.
-    """
+    """Build a structure over vectors and write it to new files."""
     files = []
     if name == COMPANION:
         if (companion := Companion.build(vectors)) is not None:
-            files.append(_saved(file_of(folder, stem, name), companion.save))
+            files.append(_saved(folder / ARRAYS / f"{stem}.{name}", companion.save))
         return Structure(name, {}, len(vectors), tuple(files))
-    for number, (start, stop) in enumerate(spans):
-        backend = make_backend(name, options, plugins)
-        with using(name, "build"):
-            backend.build(np.ascontiguousarray(vectors[:, start:stop]), report)
-        path = file_of(folder, stem, f"{number}.{name.replace('/', '-')}")
-        with using(name, "save"):
-            files.append(_saved(path, backend.save_beside))
+    with _leaving_a_core():
+        for number, (start, stop) in enumerate(spans):
+            backend = make_backend(name, options, plugins)
+            with using(name, "build"):
+                backend.build(np.ascontiguousarray(vectors[:, start:stop]), report)
+            path = folder / ARRAYS / f"{stem}.{number}.{name.replace('/', '-')}"
+            with using(name, "save"):
+                files.append(_saved(path, backend.save_beside))
     return Structure(name, dict(options), len(vectors), tuple(files))
 
 
@@ -148,7 +179,7 @@ def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:
     with whole_file(path) as temporary:
         temporary.unlink()
         save(temporary)
-    return path.name, sha256_of(path)
+    return path.name, _sha256_of(path)
 
 
 def load(
@@ -159,19 +190,15 @@ def load(
     plugins: Sequence[str],
 ) -> Loaded | None:
     """Load a structure over vectors; None, and the log says why, where it cannot be used."""
+    name, paths = structure.backend, [folder / ARRAYS / file for file, _ in structure.files]
     backends = []
-    name = structure.backend
     try:
-        for file, expected in structure.files:
-            if not is_whole(folder / ARRAYS / file, expected):
-                raise StoreError(f"{file} is missing or was altered.")
+        if damaged := structure.damaged(folder):
+            raise StoreError(f"{damaged[0]} is missing or was altered.")
         if name == COMPANION:
-            paths = [folder / ARRAYS / file for file, _ in structure.files]
             size = (structure.rows, vectors.shape[1])
-            companion = Companion.load(paths[0], *size) if paths else None
-            return Loaded(structure, companion=companion)
-        for (file, _), (start, stop) in zip(structure.files, spans, strict=True):
-            path = folder / ARRAYS / file
+            return Loaded(structure, (), Companion.load(paths[0], *size) if paths else None)
+        for path, (start, stop) in zip(paths, spans, strict=True):
             backend = make_backend(name, structure.options, plugins)
             with using(name, "load"):
                 backend.load_beside(path, vectors[: structure.rows, start:stop])
@@ -189,10 +216,8 @@ def load(
 
 
 @contextmanager
-def leaving_a_core() -> Iterator[None]:
+def _leaving_a_core() -> Iterator[None]:
     """Have FAISS build in this thread with one core less than there are, where others search."""
-    from retrieval.serving.runtime import load_faiss
-
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
     alone = threading.current_thread() is threading.main_thread()
@@ -203,15 +228,15 @@ def leaving_a_core() -> Iterator[None]:
         faiss.omp_set_num_threads(before)
 
 
-def sha256_of(path: Path) -> str:
+def _sha256_of(path: Path) -> str:
     """Return a file's SHA-256."""
     with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def is_whole(path: Path, expected: str) -> bool:
+def _is_whole(path: Path, expected: str) -> bool:
     """Whether a regular file of this SHA-256 lies there."""
     try:
-        return sha256_of(path) == expected
+        return _sha256_of(path) == expected
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""Work on a local index that takes long: compacting, building structures, applying a head.
+"""Work on a local index that takes long: compacting and building structures.
 
 A generation's work is claimed, so that one process does it. What it makes are new files; one
 transaction at the end has the record name them.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,35 +22,28 @@ from typing import Any
 import apsw
 import numpy as np
 
-from retrieval.errors import RetrievalError, StoreError
+from retrieval.errors import RetrievalError
 from retrieval.host.files import sync
-from retrieval.serving.store.arrays import ARRAYS, Array, append, damaged, file_of
 from retrieval.serving.store.contract import StoreUnavailable
-from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
-from retrieval.serving.store.record import Record, ask, value
-from retrieval.serving.store.structure import (
-    GROWTH,
-    LEAST,
-    Structure,
-    Wanted,
-    build,
-    is_whole,
-    leaving_a_core,
-    load,
-)
-from retrieval.serving.store.view import Numbers, View, Views, all_of, sums_of
-from retrieval.serving.store.writing import (
-    claimed,
-    is_mine,
+from retrieval.serving.store.items import VECTOR, Floats, Generation
+from retrieval.serving.store.record import Record, all_of, ask, seq_of, upto_of, value
+from retrieval.serving.store.structure import ARRAYS, Numbers, Structure, Wanted, build, load
+from retrieval.serving.store.view import (
+    Array,
+    Rows,
+    Views,
+    append,
+    damaged,
+    file_of,
     keep_rows,
     put_runs,
     put_sums,
-    renew,
-    tidy,
+    sums_of,
 )
 
 log = logging.getLogger("retrieval.serving.store")
 
+BUNDLES = "bundles"
 Report = Callable[[int, int], object]
 
 _DEAD = 4  # a generation is compacted when more than one in so many of its rows is dead
@@ -55,7 +52,119 @@ _ROWS = 16_384  # rows that are copied at a time
 _REST = 1.0  # seconds between two looks for work
 _PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds before what failed is tried again
 _WAIT = 600.0  # seconds that a command waits for another process's work
+_CLAIM_SECONDS = 600.0
 _RENEW = 30.0  # seconds
+_READING_SECONDS = 7 * 86_400.0  # files of any size are copied within one moment
+_ACTIVE: set[str] = set()
+"""Stems of the work that this process does."""
+
+
+def new_stem() -> str:
+    """Return the beginning of names of files that no other has."""
+    return uuid.uuid4().hex[:16]
+
+
+def tidy(record: Record) -> None:
+    """Remove what the record does not name: a process that was killed left it, or gave it up.
+
+    Its lock keeps other processes from making any meanwhile; files of claimed work stay.
+    """
+    with record.locked() as connection:
+        files: set[str] = set()
+        for stem, widths, structure in ask(
+            connection, "select stem, widths, structure from generations"
+        ):
+            files |= {f"{stem}.{name}" for name in json.loads(widths)} | set(
+                Structure.names(structure)
+            )
+        claims = ask(connection, "select owner, until, stem from claims")
+        stems = {claim[2] for claim in claims if not _is_over(*claim)}
+        bundles = {generation.bundle[:16] for generation in all_of(connection)}
+        for path in (record.folder / ARRAYS).iterdir():
+            if path.name not in files and path.name.partition(".")[0] not in stems:
+                path.unlink(missing_ok=True)
+        for path in (record.folder / BUNDLES).iterdir():
+            if not path.is_dir():  # the lock of a copy that was killed
+                path.unlink(missing_ok=True)
+            elif path.name not in bundles:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class Claim:
+    """Work on a generation, claimed against every process, and reported while it goes on.
+
+    The claim's row says who has it and until when. One that has expired, or whose process on this
+    machine has ended, is taken over: so who finishes asks first whether it still `stands`.
+    """
+
+    def __init__(self, record: Record, g: int, wait: float, report: Report | None = None) -> None:
+        self.record, self.stem, self.total = record, new_stem(), 0
+        self._work, self._wait, self._report = f"generation {g}", wait, report
+        self._done, self._renewed = 0, time.monotonic()
+
+    def __enter__(self) -> Claim:
+        """Take it."""
+        owner = f"process {os.getpid()} on {socket.gethostname()}"
+        end = time.monotonic() + self._wait
+        while True:
+            with self.record.writing() as (connection, _):
+                sql = "select owner, until, stem from claims where work = ?"
+                held = ask(connection, sql, (self._work,))
+                if not held or _is_over(*held[0]):
+                    row = (self._work, owner, time.time() + _CLAIM_SECONDS, self.stem)
+                    connection.execute("insert or replace into claims values (?,?,?,?)", row)
+                    break
+            if time.monotonic() > end:
+                raise StoreUnavailable(
+                    f"{held[0][0].capitalize()} is compacting the index {self.record.folder}, or "
+                    "building what speeds its search up. Wait for it."
+                )
+            time.sleep(0.2)
+        _ACTIVE.add(self.stem)
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        """Give it up; after an error, remove its files."""
+        _ACTIVE.discard(self.stem)
+        if kind is None:
+            with self.record.writing() as (connection, _):
+                connection.execute("delete from claims where stem = ?", (self.stem,))
+        else:
+            with suppress(RetrievalError, OSError):
+                tidy(self.record)
+
+    def stands(self, connection: apsw.Connection) -> bool:
+        """Whether nobody has taken it over."""
+        sql = "select count(*) from claims where stem = ?"
+        return bool(value(connection, sql, (self.stem,)))
+
+    def __call__(self, count: int) -> None:
+        """Report that so many items more are done, and prolong the claim now and then."""
+        self._done += count
+        if self._report is not None:
+            self._report(min(self._done, self.total), self.total)
+        if time.monotonic() - self._renewed > _RENEW:
+            self._renewed = time.monotonic()
+            with self.record.writing() as (connection, _):
+                until = time.time() + _CLAIM_SECONDS
+                sql = "update claims set until = ? where stem = ?"
+                connection.execute(sql, (until, self.stem))
+
+
+def _is_over(owner: str, until: float, stem: str) -> bool:
+    """Whether nobody does the work of a claim any more, as far as this machine can tell."""
+    _, pid, _, host = owner.split(" ", 3)
+    if until < time.time():
+        return True
+    if host != socket.gethostname():
+        return False
+    if int(pid) == os.getpid():
+        return stem not in _ACTIVE
+    try:
+        os.kill(int(pid), 0)
+    except OSError as fault:
+        return isinstance(fault, ProcessLookupError)
+    return False
 
 
 @contextmanager
@@ -68,12 +177,7 @@ def _missing_files_named() -> Iterator[None]:
 
 
 class Upkeep:
-    """The long work of one opened store, in a thread of its own or for a caller who waits.
-
-    Args:
-        views: of the index.
-        background: whether `wake` starts a thread that tends the index.
-    """
+    """The long work of one opened store, in a thread of its own or for a caller who waits."""
 
     def __init__(self, views: Views, *, background: bool) -> None:
         self.views, self.record = views, views.record
@@ -81,7 +185,8 @@ class Upkeep:
         self._turn = threading.Lock()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._asked = self._stop = False
+        self._due = self._stop = False
+        self._rows: dict[int, Rows] = {}
 
     # In the background
 
@@ -89,7 +194,7 @@ class Upkeep:
         """Have the thread look whether there is work."""
         if self.background and not self.record.read_only:
             with self._wake:
-                self._asked = True
+                self._due = True
                 self._wake.notify()
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
@@ -99,8 +204,8 @@ class Upkeep:
         faults = 0
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._asked or self._stop)
-                self._asked = False
+                self._wake.wait_for(lambda: self._due or self._stop)
+                self._due = False
             try:
                 while not self._stop and self.step():
                     pass
@@ -108,19 +213,13 @@ class Upkeep:
             except (RetrievalError, OSError, apsw.Error) as fault:
                 if self._stop:
                     return
-                self._asked = True
+                self._due = True
                 faults += 1
                 pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
-                others_work = isinstance(
-                    fault, StoreUnavailable
-                )  # another process tends it just now
-                log.log(
-                    logging.DEBUG if others_work else logging.WARNING,
-                    "The index %s cannot be tended: %s It is tried again in %g seconds.",
-                    self.record.folder,
-                    fault,
-                    pause,
-                )
+                # Another process may just be tending it.
+                level = logging.DEBUG if isinstance(fault, StoreUnavailable) else logging.WARNING
+                text = "The index %s cannot be tended: %s It is tried again in %g seconds."
+                log.log(level, text, self.record.folder, fault, pause)
             with self._wake:  # many small writes in a row share one look
                 if self._wake.wait_for(lambda: self._stop, pause):
                     return
@@ -130,12 +229,12 @@ class Upkeep:
         """Do one thing that is due; return whether there was one."""
         for generation in self._generations():
             with self._turn:
-                view = self._view(generation)
-                if view is None or not self._is_due(view):
+                rows = self._current(generation)
+                dead = rows is not None and rows.dead > max(_LEAST_DEAD, rows.rows // _DEAD)
+                if rows is None or not (dead or self._lacks_structure(rows)):
                     continue
-                dead = view.dead > max(_LEAST_DEAD, view.rows // _DEAD)
-                with claimed(self.record, generation.number, 0) as stem:
-                    (self._compact if dead else self._structure)(generation, stem, lambda *_: None)
+                with Claim(self.record, generation.number, 0) as claim:
+                    (self._compact if dead else self._structure)(generation, claim)
                 return True
         return False
 
@@ -147,64 +246,58 @@ class Upkeep:
         if self._thread is not None:
             self._thread.join()
 
-    def after_fork(self) -> None:
-        """Have locks of its own, and no thread, in a child."""
-        self._turn, self._wake, self._thread = threading.Lock(), threading.Condition(), None
-
     def _generations(self) -> tuple[Generation, ...]:
         with self.record.reading() as connection:
             return all_of(connection)
 
-    def _view(self, generation: Generation) -> View | None:
+    def _current(self, generation: Generation) -> Rows | None:
         """Return a generation's rows as they are now; None: it was dropped, or is being filled."""
         with self.record.reading() as connection:
-            known = {one.number: one for one in all_of(connection)}.get(generation.number)
+            known = {known.number: known for known in all_of(connection)}.get(generation.number)
             if known is None:
                 return None
             if known.state == "building":
-                sql = "select upto from generations where g = ?"
-                upto = value(connection, sql, (generation.number,))
-                if value(connection, "select 1 from items where n > ? limit 1", (upto,)):
+                sql = "select 1 from items where n > ? limit 1"
+                if value(connection, sql, (upto_of(connection, known.number),)):
                     return None
-            return self.views.counted(connection, known)
+            rows = Rows.of(connection, known, self._rows.get(known.number))
+            self._rows[known.number] = rows
+            return rows
 
-    def _is_due(self, view: View) -> bool:
-        if view.dead > max(_LEAST_DEAD, view.rows // _DEAD):
-            return True
-        wanted = self._wanted(view.generation, view.count)
-        structure = Structure.parse(view.said)
-        if wanted is None:
+    def _lacks_structure(self, rows: Rows) -> bool:
+        """Whether rows are to have a structure, or another one."""
+        choice = self._choice(rows.generation, rows.rows)
+        if choice is None:
             return False
-        if structure is None or (structure.backend, structure.options) != wanted:
+        if (
+            rows.structure_text is None
+            or self.views.loaded.get(rows.structure_text, "unknown") is None
+        ):
             return True
-        if self.views.failed(view.said):
-            return True
-        return (view.rows - structure.rows) * GROWTH > max(LEAST, structure.rows)
+        structure = Structure.parse(rows.structure_text)
+        different = (structure.backend, structure.options) != choice
+        return different or structure.outgrown(rows.rows)
 
-    def _wanted(self, generation: Generation, count: int) -> tuple[str, dict[str, Any]] | None:
-        """Return the back end and options that so many vectors of a generation are to have."""
+    def _choice(self, generation: Generation, rows: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the back end and options that so many rows of a generation are to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
-            wanted = Wanted.parse(value(connection, sql))
-        return wanted.of(count, generation.widths[VECTOR], len(generation.spans))
+            choice = Wanted.parse(value(connection, sql))
+        return choice.of(rows, generation.widths[VECTOR], len(generation.spans))
 
     # For who waits
 
     @_missing_files_named()
     def compact(self, report: Report = lambda done, total: None) -> None:
-        """Write every generation anew without dead rows, build structures, give back room.
-
-        Raises:
-            StoreError: another process does so for too long, or the disk refuses.
-        """
+        """Write every generation anew without dead rows, build structures, give back room."""
         with self._turn:
             tidy(self.record)
             began: dict[int, int] = {}
             for generation in self._generations():
-                with claimed(self.record, generation.number, _WAIT) as stem:
-                    began[generation.number] = self._compact(generation, stem, report)
+                with Claim(self.record, generation.number, _WAIT, report) as claim:
+                    began[generation.number] = self._compact(generation, claim)
             with self.record.writing() as (connection, _):
-                if {one.number for one in all_of(connection)} <= began.keys():
+                if {known.number for known in all_of(connection)} <= began.keys():
                     upto = min(began.values())
                     connection.execute("delete from removed where seq <= ?", (upto,))
             with self.record.turn, self.record.faults("written"):
@@ -212,180 +305,101 @@ class Upkeep:
                     connection.execute("vacuum")
                 self.record.checkpoint()
 
+    @_missing_files_named()
     def structured(self, generation: Generation) -> None:
         """Build the structure of a generation that is about to be served, where it lacks one."""
         with self._turn:
-            view = self._view(generation)
-            if view is not None and self._is_due(view):
-                with claimed(self.record, generation.number, _WAIT) as stem:
-                    self._structure(generation, stem, lambda *_: None)
+            rows = self._current(generation)
+            if rows is not None and self._lacks_structure(rows):
+                with Claim(self.record, generation.number, _WAIT) as claim:
+                    self._structure(generation, claim)
 
-    def _compact(self, generation: Generation, stem: str, report: Report) -> int:
+    def _compact(self, generation: Generation, claim: Claim) -> int:
         """Compact one generation; return the transaction up to which it has no dead rows."""
-        with self.record.reading(seconds=7 * 86_400.0) as connection:
-            seq = int(value(connection, "select value from state where key = 'seq'"))
-            known = {one.number: one for one in all_of(connection)}.get(generation.number)
-            if known is None:
-                return seq
-            view = self.views.of(connection, known, seq, structure=False)
-            if not view.dead:
-                self._structure(generation, stem, report)
-                return seq
-            sums = {name: sums_of(connection, known.number, name) for name in known.widths}
-        rows = np.flatnonzero(view.alive) if view.alive is not None else np.arange(view.rows)
-        renewing = _Renewing(self.record, stem, report, 2 * len(rows))
+        folder, g = self.record.folder, generation.number
+        with self.record.reading(seconds=_READING_SECONDS) as connection:
+            if g not in {known.number for known in all_of(connection)}:
+                return seq_of(connection)
+            old = Rows.of(connection, generation)
+            sums = {name: sums_of(connection, g, name) for name in generation.widths}
+        if not old.dead:
+            self._structure(generation, claim)
+            return old.seq
+        kept = np.flatnonzero(old.alive)  # type: ignore[arg-type]
+        claim.total = 2 * len(kept)
         new = {}
         with self.record.faults("written"):
-            for name, width in known.widths.items():
-                source = Array(view.arrays[name].path, width)  # compared anew: copies get new sums
-                source.verify(view.rows, sums[name])
-                new[name] = append(
-                    file_of(self.record.folder, stem, name),
-                    0,
-                    width,
-                    _chunks(source.rows(view.rows), rows, renewing if name == VECTOR else None),
-                )
-            sync(self.record.folder / ARRAYS)
-        structure = self._built(known, stem, len(rows), renewing)
-        g = known.number
-        with self.record.writing() as (connection, now), self.record.faults("written"):
+            for name, width in generation.widths.items():
+                source = Array(file_of(folder, old.stem, name), width)
+                source.verify(old.rows, sums[name])  # copies get new checksums
+                report = claim if name == VECTOR else None
+                chunks = _chunks(source.rows(old.rows), kept, report)
+                new[name] = append(file_of(folder, claim.stem, name), 0, width, chunks)
+            sync(folder / ARRAYS)
+        structure = self._built(generation, claim, claim.stem, len(kept))
+        with self.record.writing() as (connection, _), self.record.faults("written"):
             current = value(connection, "select stem from generations where g = ?", (g,))
-            if current != view.stem or not is_mine(connection, stem):
+            if current != old.stem or not claim.stands(connection):
                 return 0  # dropped meanwhile, or another process took the work over
-            grown = self.views.of(connection, known, now, view, structure=False)
-            later = np.arange(view.rows, grown.rows)
+            grown = Rows.of(connection, generation, old)
+            later = np.arange(old.rows, grown.rows)
             later = later if grown.alive is None else later[grown.alive[later]]
             for table in ("runs", "sums"):
                 connection.execute(f"delete from {table} where g = ?", (g,))
             for name, new_sums in new.items():
                 put_sums(connection, g, name, new_sums)
-            if len(rows):
-                put_runs(connection, g, 0, view.runs.numbers_of(rows))
+            if len(kept):
+                put_runs(connection, g, 0, old.runs.numbers_of(kept))
             sql = "update generations set stem = ?, rows = ?, structure = ? where g = ?"
-            text = None if structure is None else structure.text()
-            connection.execute(sql, (stem, len(rows), text, g))
-            arrays = {
-                name: _chunks(Array(array.path, array.width).rows(grown.rows), later, None)
-                for name, array in view.arrays.items()
+            connection.execute(sql, (claim.stem, len(kept), structure, g))
+            chunks_of = {
+                name: _chunks(Array(file_of(folder, old.stem, name), width).rows(grown.rows), later)
+                for name, width in generation.widths.items()
             }
-            keep_rows(connection, self.record.folder, known, grown.runs.numbers_of(later), arrays)
+            keep_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks_of)
         tidy(self.record)
-        return seq
+        return old.seq
 
-    def _structure(self, generation: Generation, stem: str, report: Report) -> None:
+    def _structure(self, generation: Generation, claim: Claim) -> None:
         """Build the structure of a generation over all its rows, if it is due."""
-        view = self._view(generation)
-        if view is None:
+        rows = self._current(generation)
+        if rows is None:
             return
-        present = Structure.parse(view.said)
-        wanted = self._wanted(view.generation, view.count)
-        if wanted is None and present is None:
-            return
-        if present is not None and wanted is not None and present.rows == view.rows:
-            whole = all(
-                is_whole(self.record.folder / ARRAYS / name, sum_) for name, sum_ in present.files
-            )
-            if whole and (present.backend, present.options) == wanted:
+        choice = self._choice(generation, rows.rows)
+        if rows.structure_text is not None and choice is not None:
+            present = Structure.parse(rows.structure_text)
+            same = (present.backend, present.options, present.rows) == (*choice, rows.rows)
+            if same and not present.damaged(self.record.folder):
                 return
-        renewing = _Renewing(self.record, stem, report, view.rows)
-        made = self._built(generation, stem, view.rows, renewing, of=view.stem)
+        elif rows.structure_text is None and choice is None:
+            return
+        claim.total = rows.rows
+        structure = self._built(generation, claim, rows.stem, rows.rows)
         with self.record.writing() as (connection, _):
             sql = "select stem from generations where g = ?"
-            same = value(connection, sql, (generation.number,)) == view.stem
-            if same and is_mine(connection, stem):
-                connection.execute(
-                    "update generations set structure = ? where g = ?",
-                    (None if made is None else made.text(), generation.number),
-                )
+            current = value(connection, sql, (generation.number,))
+            if current == rows.stem and claim.stands(connection):
+                sql = "update generations set structure = ? where g = ?"
+                connection.execute(sql, (structure, generation.number))
         tidy(self.record)
 
-    def _built(
-        self, generation: Generation, stem: str, rows: int, report: _Renewing, of: str | None = None
-    ) -> Structure | None:
-        """Build a structure over the first rows of a file, with files of a stem, and load it."""
-        width = generation.widths[VECTOR]
-        wanted = self._wanted(generation, rows)
-        if wanted is None or not rows:
+    def _built(self, generation: Generation, claim: Claim, stem: str, rows: int) -> str | None:
+        """Build and load a structure over a file's first rows; return what the record is to say."""
+        choice = self._choice(generation, rows)
+        if choice is None or not rows:
             return None
-        folder, plugins = self.record.folder, self.views.plugins
-        vectors = Array(file_of(folder, of or stem, VECTOR), width).rows(rows)
-        with self.record.faults("written"), leaving_a_core():
-            made = build(folder, stem, vectors, generation.spans, *wanted, plugins, report)
+        folder, plugins, spans = self.record.folder, self.views.plugins, generation.spans
+        vectors = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR]).rows(rows)
+        with self.record.faults("written"):
+            structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)
             sync(folder / ARRAYS)
         if self.views.view is not None:
-            self.views.take(made.text(), load(folder, made, vectors, generation.spans, plugins))
-        return made
-
-    # Heads
-
-    @_missing_files_named()
-    def derive(
-        self,
-        source: Generation,
-        target: Generation,
-        apply: Callable[[Floats], Mapping[str, Floats]],
-        report: Callable[[int], object],
-    ) -> int:
-        """Give a generation arrays from the features of another; see `Store.derive`."""
-        count, sql = 0, "select upto from generations where g = ?"
-        while True:
-            with self.record.reading() as connection:
-                _require_served(connection, source, target)
-                view = self.views.of(connection, source, -1, structure=False)
-                upto = int(value(connection, sql, (target.number,)))
-                numbers = view.runs.numbers_of(np.arange(view.rows))
-                rows = np.flatnonzero(numbers > upto)
-                rows = rows if view.alive is None else rows[view.alive[rows]]
-                rows = rows[:_ROWS]
-                arrays, _ = view.read(connection, numbers[rows], [FEATURES])
-            made: dict[str, Floats] = {}
-            if len(rows):
-                made = {FEATURES: arrays[FEATURES], **apply(arrays[FEATURES])}
-            with self.record.writing() as (connection, _), self.record.faults("written"):
-                _require_served(connection, source, target)
-                if int(value(connection, sql, (target.number,))) != upto:
-                    continue  # another process does the same
-                last = int(numbers[rows[-1]]) if len(rows) else upto
-                held = "select rows from generations where g = ?"
-                if not len(rows) and value(connection, held, (source.number,)) == view.rows:
-                    newest = "select seq from sqlite_sequence where name = 'items'"
-                    last = max(upto, int(value(connection, newest) or 0))
-                text = json.dumps(numbers[rows].tolist())
-                alive = "select n from items where n in (select value from json_each(?))"
-                left = np.isin(numbers[rows], [n for (n,) in ask(connection, alive, (text,))])
-                chunks = {name: [array[left]] for name, array in made.items()}
-                keep_rows(connection, self.record.folder, target, numbers[rows][left], chunks)
-                connection.execute(
-                    "insert or ignore into left_out select ?, n from left_out"
-                    " where g = ? and n > ? and n <= ?",
-                    (target.number, source.number, upto, last),
-                )
-                connection.execute(
-                    "update generations set upto = ? where g = ?", (last, target.number)
-                )
-            if not len(rows):
-                return count
-            count += len(rows)
-            report(len(rows))
-
-
-class _Renewing:
-    """Reports progress, and renews a claim now and then."""
-
-    def __init__(self, record: Record, stem: str, report: Report, total: int) -> None:
-        self._record, self._stem, self._report, self._total = record, stem, report, total
-        self._done, self._renewed = 0, time.monotonic()
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        self._report(min(self._done, self._total), self._total)
-        if time.monotonic() - self._renewed > _RENEW:
-            self._renewed = time.monotonic()
-            renew(self._record, self._stem)
+            self.views.loaded[structure.text()] = load(folder, structure, vectors, spans, plugins)
+        return structure.text()
 
 
 def _chunks(
-    content: Floats, rows: Numbers, report: Callable[[int], object] | None
+    content: Floats, rows: Numbers, report: Callable[[int], object] | None = None
 ) -> Iterator[Floats]:
     """Give chosen rows, some at a time."""
     for start in range(0, len(rows), _ROWS):
@@ -393,10 +407,3 @@ def _chunks(
         yield content[chosen]
         if report is not None:
             report(len(chosen))
-
-
-def _require_served(connection: apsw.Connection, source: Generation, target: Generation) -> None:
-    """Refuse to go on where another generation is served by now."""
-    states = {one.number: one.state for one in all_of(connection)}
-    if states.get(source.number) != "served" or states.get(target.number) in (None, "served"):
-        raise StoreError("Another generation is served by now. Run the command again.")

@@ -1,12 +1,20 @@
-"""What is searched: the rows of one moment of a generation, never changed once it is made."""
+"""The rows of a generation: appended to its files, mapped from them, and searched at one moment.
+
+A generation has one append-only file of float32 rows for each array. The record says how many rows
+are committed; bytes beyond them are nobody's. Files grow in steps, so that a reader seldom has to
+map them anew. Each block of bytes has a checksum in the record, which an append continues and a
+reader compares when it opens the file.
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import apsw
@@ -14,46 +22,174 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.serving.index.index_backend import checked_search
-from retrieval.serving.store.arrays import Array, Sums, file_of
+from retrieval.serving.files.plain import open_plain
 from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
-from retrieval.serving.store.record import Record, ask, value
+from retrieval.serving.store.record import Record, ask, seq_of, served, value
 from retrieval.serving.store.search import nearest
-from retrieval.serving.store.structure import Loaded, Structure, load
+from retrieval.serving.store.structure import ARRAYS, Loaded, Mask, Numbers, Structure, load
 
-Mask = NDArray[np.bool_]
-Numbers = NDArray[np.int64]
+Distances = NDArray[np.float64]
+Sums = dict[int, int]
+"""Checksums by number of the block."""
 
+BLOCK = 1 << 20  # bytes under one checksum
+_STEP = 1 << 16  # bytes by which a file grows at least
 _TRIES = 20
-_MARGIN = 16  # candidates beyond what is asked of a structure: for deleted items
-_MOST = 4096  # candidates asked of a structure at once, before the rows are searched exactly
-_RARE = 0.02  # share of rows that match a filter, up to which exact search of them is faster
+# What is written is on the disk, and the size with it; when it was written need not be.
+sync_data = getattr(os, "fdatasync", os.fsync)
+
+
+def file_of(folder: Path, stem: str, name: str) -> Path:
+    """Return the file of one array of a generation."""
+    return folder / ARRAYS / f"{stem}.{name}"
+
+
+def damaged(path: Path, fault: str) -> StoreError:
+    """Return the error for a file that cannot be used."""
+    return StoreError(
+        f"The index {path.parent.parent} is damaged: {path.parent.name}/{path.name} {fault}. "
+        "Run 'retrieval index check' on it, and restore a snapshot."
+    )
+
+
+# Writing
+
+
+def append(path: Path, row: int, width: int, chunks: Iterable[Floats], last: int = 0) -> Sums:
+    """Write rows behind the first `row` rows of a file, and sync it.
+
+    The caller is inside the record's transaction, or the record does not name the file yet.
+    """
+    sums: Sums = {}
+    start = row * width * 4
+    crc = last if start % BLOCK else 0
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    try:
+        size = os.fstat(handle).st_size
+        if not size and hasattr(os, "geteuid") and os.geteuid() == 0:
+            owner = path.parent.stat()  # who owns the index must be able to write what root makes
+            os.fchown(handle, owner.st_uid, owner.st_gid)
+        for chunk in chunks:
+            data = np.ascontiguousarray(chunk, "<f4").data.cast("B")
+            if start + len(data) > size:
+                size = start + len(data) + max(_STEP, (start + len(data)) // 4)
+                os.ftruncate(handle, size)
+            while data:
+                if start % BLOCK == 0:
+                    crc = 0
+                done = os.pwrite(handle, data[: BLOCK - start % BLOCK], start)
+                sums[start // BLOCK] = crc = zlib.crc32(data[:done], crc)
+                data, start = data[done:], start + done
+        sync_data(handle)
+    finally:
+        os.close(handle)
+    return sums
+
+
+def keep_rows(
+    connection: apsw.Connection,
+    folder: Path,
+    generation: Generation,
+    numbers: Numbers,
+    arrays: Mapping[str, Iterable[Floats]],
+) -> None:
+    """Append rows to a generation's files, and note them."""
+    if not len(numbers):
+        return
+    g = generation.number
+    ((stem, rows),) = ask(connection, "select stem, rows from generations where g = ?", (g,))
+    for name, width in generation.widths.items():
+        block = rows * width * 4 // BLOCK
+        sql = "select sum from sums where g = ? and name = ? and block = ?"
+        last = value(connection, sql, (g, name, block)) or 0
+        path = file_of(folder, stem, name)
+        put_sums(connection, g, name, append(path, rows, width, arrays[name], last))
+    put_runs(connection, g, rows, numbers)
+    connection.execute("update generations set rows = rows + ? where g = ?", (len(numbers), g))
+
+
+def put_sums(connection: apsw.Connection, g: int, name: str, sums: Mapping[int, int]) -> None:
+    """Write checksums of one array of a generation."""
+    rows = [(g, name, block, checksum) for block, checksum in sums.items()]
+    connection.executemany("insert or replace into sums values (?,?,?,?)", rows)
+
+
+def sums_of(connection: apsw.Connection, g: int, name: str) -> Sums:
+    """Return the checksums of one array of a generation."""
+    sql = "select block, sum from sums where g = ? and name = ?"
+    return dict(ask(connection, sql, (g, name)))
+
+
+def put_runs(connection: apsw.Connection, g: int, rows: int, numbers: Numbers) -> None:
+    """Note the numbers of the rows from `rows` on."""
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
+    counts = np.diff(np.concatenate([starts, [len(numbers)]]))
+    runs = [
+        (g, rows + start, int(numbers[start]), count)
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
+    ]
+    sql = "select row, n + count, count from runs where g = ? order by row desc limit 1"
+    for row, following, count in ask(connection, sql, (g,)):
+        if following == runs[0][2]:  # the first goes on with the last that is there
+            more = count + runs.pop(0)[3]
+            connection.execute("update runs set count = ? where g = ? and row = ?", (more, g, row))
+    connection.executemany("insert into runs values (?,?,?,?)", runs)
+
+
+# Reading
+
+
+class Array:
+    """One array as a reader sees it: the file's committed rows, mapped."""
+
+    def __init__(self, path: Path, width: int) -> None:
+        self.path, self.width = path, width
+        self._mapped: Floats = np.empty((0, width), np.float32)
+        self._verified: set[int] = set()
+
+    def rows(self, count: int) -> Floats:
+        """Return the first `count` rows, (count, width), mapped from the file."""
+        if count > len(self._mapped):
+            try:
+                with open_plain(self.path) as file:
+                    capacity = os.fstat(file.fileno()).st_size // (4 * self.width)
+                    if capacity < count:
+                        raise damaged(self.path, "was cut short")
+                    mapped = np.memmap(file, "<f4", "r", shape=(capacity, self.width))
+            except FileNotFoundError:
+                raise
+            except OSError as fault:
+                raise damaged(self.path, f"cannot be read: {fault.strerror or fault}") from None
+            self._mapped = np.asarray(mapped)  # slices of a memmap cost more
+        return self._mapped[:count]
+
+    def verify(self, count: int, sums: Mapping[int, int], rows: Numbers | None = None) -> None:
+        """Compare the blocks of the first `count` rows with their checksums, each block once."""
+        content = self.rows(count).reshape(-1).view(np.uint8).data
+        blocks = set(range(-(-len(content) // BLOCK)))
+        if rows is not None:
+            size = 4 * self.width
+            ends = np.concatenate([rows * size // BLOCK, (rows * size + size - 1) // BLOCK])
+            blocks &= set(ends.tolist())
+        for block in sorted(blocks - self._verified):
+            if zlib.crc32(content[block * BLOCK : (block + 1) * BLOCK]) != sums.get(block):
+                raise damaged(self.path, "was altered")
+            self._verified.add(block)
 
 
 class Runs:
-    """The numbers of a generation's rows, ascending: runs of consecutive rows and numbers.
+    """The numbers of a generation's rows, ascending: runs of consecutive rows and numbers."""
 
-    Args:
-        table: (row, number, count) of each run, in order.
-    """
-
-    def __init__(self, table: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, table: Any) -> None:
         self.table = np.array(table, np.int64).reshape(-1, 3)
         self.rows, self.numbers, self.counts = np.ascontiguousarray(self.table.T)
 
-    def with_rest(self, table: Sequence[tuple[int, ...]]) -> Runs:
-        """Return them with other runs from the first row of the given ones on."""
-        if not table:
-            return self
-        kept = np.searchsorted(self.rows, table[0][0])
-        return Runs(np.concatenate([self.table[:kept], np.array(table, np.int64)]))  # type: ignore[arg-type]
-
     def numbers_of(self, rows: Numbers) -> Numbers:
-        """Return the numbers of rows, of any shape; -1 stays."""
+        """Return the numbers of rows, of any shape."""
+        if not rows.size:
+            return rows
         run = self.rows.searchsorted(rows, "right") - 1 if len(self.rows) > 1 else 0
         numbers: Numbers = rows + (self.numbers[run] - self.rows[run])
-        if rows.min(initial=0) < 0:
-            numbers[rows < 0] = -1
         return numbers
 
     def rows_of(self, numbers: Numbers) -> Numbers:
@@ -62,27 +198,12 @@ class Runs:
             return np.full(len(numbers), -1, np.int64)
         run = np.searchsorted(self.numbers, numbers, "right") - 1
         after = numbers - self.numbers[run]
-        missing = (run < 0) | (after >= self.counts[run])
-        return np.where(missing, -1, self.rows[run] + after)
+        return np.where((run < 0) | (after >= self.counts[run]), -1, self.rows[run] + after)
 
 
 @dataclass(frozen=True)
-class Near:
-    """What a search found.
-
-    Attributes:
-        numbers: (Q, n) of items; -1 for none.
-        squared: (Q, n) squared distances within the only sub-space, ascending, equal ones by row;
-            infinity for none. None where there are several sub-spaces.
-    """
-
-    numbers: Numbers
-    squared: NDArray[np.float64] | None
-
-
-@dataclass(frozen=True)
-class View:
-    """One moment of a generation.
+class Rows:
+    """The rows of a generation at one moment, as the record has them.
 
     Attributes:
         seq: number of the record's last transaction.
@@ -92,10 +213,7 @@ class View:
         runs: their numbers.
         alive: (rows,), False where the item was deleted or changed; None: all are alive.
         dead: how many are not alive.
-        arrays: its files, by name.
-        structure: what speeds searches up.
-        said: what the record says of its structure.
-        matched: masks (rows,) of the items that match a filter, by filter.
+        structure_text: what the record says of its structure.
     """
 
     seq: int
@@ -105,40 +223,77 @@ class View:
     runs: Runs
     alive: Mask | None
     dead: int
-    arrays: Mapping[str, Array]
-    structure: Loaded | None
-    said: str | None
-    matched: dict[Any, Mask] = field(default_factory=dict)
+    structure_text: str | None
 
     @property
     def count(self) -> int:
         """Items with arrays."""
         return self.rows - self.dead
 
-    def search(self, queries: Floats, count: int, only: Mask | None = None) -> Near:
-        """Return the items among the `count` nearest of each query in a sub-space.
+    @staticmethod
+    def of(connection: apsw.Connection, generation: Generation, old: Rows | None = None) -> Rows:
+        """Return the rows at a connection's moment, from earlier ones if there are some."""
+        sql = "select stem, rows, structure from generations where g = ?"
+        if not (known := ask(connection, sql, (generation.number,))):
+            raise gone()
+        ((stem, rows, structure_text),) = known
+        seq = seq_of(connection)
+        if old is None or old.stem != stem or old.seq > seq:
+            old = Rows(0, generation, stem, 0, Runs([]), None, 0, None)
+        runs, alive, dead = old.runs, old.alive, old.dead
+        if rows > old.rows:
+            sql = "select row, n, count from runs where g = ? and row >= ? order by row"
+            last = runs.table[:-1]  # the last may have grown
+            first = int(runs.rows[-1]) if len(runs.rows) else 0
+            table = ask(connection, sql, (generation.number, first))
+            runs = Runs(np.concatenate([last, np.array(table, np.int64).reshape(-1, 3)]))
+            if alive is not None:
+                alive = np.concatenate([alive, np.ones(rows - old.rows, bool)])
+        removed = ask(connection, "select n from removed where seq > ?", (old.seq,))
+        present = runs.rows_of(np.fromiter((n for (n,) in removed), np.int64, len(removed)))
+        present = present[present >= 0]
+        if len(present):
+            alive = np.ones(rows, bool) if alive is None else alive.copy()
+            alive[present] = False
+            dead = rows - int(np.count_nonzero(alive))
+        return Rows(seq, generation, stem, rows, runs, alive, dead, structure_text)
 
-        Args:
-            queries: (Q, P).
-            count: how many in each sub-space.
-            only: (rows,) which may be found; None: all that are alive.
+
+@dataclass(frozen=True)
+class View(Rows):
+    """What is searched: the rows of one moment with their files, never changed once it is made.
+
+    Attributes:
+        arrays: its files, by name.
+        structure: what speeds searches up.
+        matched: masks (rows,) of the items that match a filter, by filter.
+    """
+
+    arrays: Mapping[str, Array]
+    structure: Loaded | None = None
+    matched: dict[Any, Mask] = field(default_factory=dict)
+
+    def search(
+        self, queries: Floats, count: int, only: Mask | None = None
+    ) -> tuple[Distances | None, Numbers]:
+        """Return the rows (Q, n) among the `count` nearest of each query in a sub-space; -1: none.
+
+        With a single sub-space they are nearest first, equal ones by row, and come with their
+        squared distances (Q, n), infinity for none.
         """
         if not self.count or not count:
-            return Near(np.full((len(queries), 0), -1, np.int64), np.empty((len(queries), 0)))
-        found = [
-            self._nearest(space, queries, count, only)
-            for space in range(len(self.generation.spans))
-        ]
-        if len(found) == 1:
-            squared, rows = found[0]
-            return Near(self.runs.numbers_of(rows), squared)
-        rows = np.sort(np.hstack([rows for _, rows in found]), axis=1)
+            return np.empty((len(queries), 0)), np.full((len(queries), 0), -1, np.int64)
+        spaces = range(len(self.generation.spans))
+        nearest_ = [self._nearest(space, queries, count, only) for space in spaces]
+        if len(nearest_) == 1:
+            return nearest_[0]
+        rows = np.sort(np.hstack([rows for _, rows in nearest_]), axis=1)
         rows[:, 1:][rows[:, 1:] == rows[:, :-1]] = -1  # proposed by two sub-spaces
-        return Near(self.runs.numbers_of(rows), None)
+        return None, rows
 
     def _nearest(
         self, space: int, queries: Floats, count: int, only: Mask | None
-    ) -> tuple[NDArray[np.float64], Numbers]:
+    ) -> tuple[Distances, Numbers]:
         """Return squared distances and rows (Q, count) of the nearest in one sub-space."""
         vectors = self.arrays[VECTOR].rows(self.rows)
         span = self.generation.spans[space]
@@ -148,13 +303,12 @@ class View:
         if self.structure is not None:
             covered = self.structure.structure.rows
             near = None if keep is None else keep[:covered]
-            companion = self.structure.companion
             if self.structure.backends:
                 own = queries if whole else np.ascontiguousarray(queries[:, slice(*span)])
-                rows = _proposed(self.structure, space, own, count, near, only)
+                rows = self.structure.propose(space, own, count, near, filtered=only is not None)
                 if rows is not None:
                     parts.append(_measured(queries, vectors, span, rows, count))
-            elif companion is not None:
+            elif (companion := self.structure.companion) is not None:
                 part = vectors[:covered]
                 parts.append(nearest(queries, part, count, keep=near, companion=companion))
             covered = covered if parts else 0
@@ -166,7 +320,8 @@ class View:
                 keep=None if keep is None else keep[covered:],
                 span=None if whole else span,
             )
-            rows[rows >= 0] += covered
+            if covered:
+                rows[rows >= 0] += covered
             parts.append((squared, rows))
         if len(parts) == 1:
             return parts[0]
@@ -176,62 +331,24 @@ class View:
     def read(
         self, connection: apsw.Connection, numbers: Numbers, names: Sequence[str]
     ) -> tuple[dict[str, Floats], Mask]:
-        """Return arrays (n, width) of items, and which items have them (n,).
-
-        Args:
-            connection: inside this moment.
-            numbers: of the items.
-            names: of the arrays.
-
-        Raises:
-            StoreError: features were altered, which are compared with their checksums here.
-        """
+        """Return arrays (n, width) of items, and which items have them (n,)."""
         rows = self.runs.rows_of(numbers)
-        there = rows >= 0
-        out = {}
+        present = rows >= 0
+        arrays = {}
         for name in (name for name in names if name in self.generation.widths):
             array = self.arrays[name]
             if name == FEATURES:
                 sums = sums_of(connection, self.generation.number, name)
-                array.verify(self.rows, sums, rows[there])
+                array.verify(self.rows, sums, rows[present])
             content = array.rows(self.rows)
-            out[name] = np.zeros((len(numbers), array.width), np.float32)
-            out[name][there] = content[rows[there]]
-        return out, there
-
-
-def _proposed(
-    loaded: Loaded,
-    space: int,
-    queries: Floats,
-    count: int,
-    keep: Mask | None,
-    only: Mask | None,
-) -> Numbers | None:
-    """Return rows (Q, k) that a structure proposes, -1 for none; None: better search exactly."""
-    backend, name, size = loaded.backends[space], loaded.structure.backend, loaded.structure.rows
-    wanted = min(count * backend.expand, size)
-    if keep is None:
-        return checked_search(backend, name, queries, wanted, size)
-    if only is not None:
-        there = int(np.count_nonzero(keep))
-        if there <= max(_MOST, _RARE * size) or not backend.selective:
-            return None
-        rows = checked_search(backend, name, queries, wanted, size, keep)
-        return rows if (rows >= 0).sum(axis=1).min() >= min(count, there) else None
-    wanted += _MARGIN
-    while wanted <= min(_MOST, size):
-        rows = checked_search(backend, name, queries, wanted, size)
-        rows = np.where((rows >= 0) & keep[rows], rows, -1)
-        if (rows >= 0).sum(axis=1).min() >= count:
-            return rows
-        wanted *= 4
-    return None
+            arrays[name] = np.zeros((len(numbers), array.width), np.float32)
+            arrays[name][present] = content[rows[present]]
+        return arrays, present
 
 
 def _measured(
     queries: Floats, vectors: Floats, span: tuple[int, int], rows: Numbers, count: int
-) -> tuple[NDArray[np.float64], Numbers]:
+) -> tuple[Distances, Numbers]:
     """Return squared distances and rows (Q, count) of proposed rows, nearest first.
 
     They are measured as `serving.merging.merged` does: in float64, from the vectors themselves.
@@ -246,9 +363,7 @@ def _measured(
     return _nearest_first(squared, rows, count)
 
 
-def _nearest_first(
-    squared: NDArray[np.float64], rows: Numbers, count: int
-) -> tuple[NDArray[np.float64], Numbers]:
+def _nearest_first(squared: Distances, rows: Numbers, count: int) -> tuple[Distances, Numbers]:
     """Return the `count` smallest of each line, ascending, and their rows."""
     order = squared.argsort(axis=1, kind="stable")[:, :count]
     if len(rows) == 1:  # `take` costs a third of indexing by two arrays
@@ -258,22 +373,16 @@ def _nearest_first(
 
 
 class Views:
-    """The newest view of an index, made anew when another transaction was committed.
-
-    Args:
-        record: of the index.
-        plugins: files or modules of third-party back ends that are not installed.
-    """
+    """The newest view of an index, made anew when another transaction was committed."""
 
     def __init__(self, record: Record, plugins: Sequence[str] = ()) -> None:
         self.record, self.plugins = record, tuple(plugins)
         self.view: View | None = None
+        self.loaded: dict[str, Loaded | None] = {}
         self._known: tuple[object, int] | None = None
+        self._prepared: View | None = None
         self._refresh = threading.RLock()
-        self._arrays: dict[tuple[str, str], Array] = {}
-        self._structures: dict[str, Loaded | None] = {}
         self._loading: set[str] = set()
-        self._counted: dict[int, View] = {}
 
     def now(self) -> View | None:
         """Return the view of this moment, if nothing was written since it was made."""
@@ -284,11 +393,7 @@ class Views:
 
     @contextmanager
     def moment(self) -> Iterator[tuple[apsw.Connection, View]]:
-        """Give one moment of the record, and what is searched of it.
-
-        Raises:
-            StoreError: a file is missing, or was altered.
-        """
+        """Give one moment of the record, and what is searched of it."""
         missing = ""
         for _ in range(_TRIES):
             version = self.record.version()  # of this moment, or an earlier one
@@ -303,203 +408,87 @@ class Views:
                 self._known = version, view.seq
                 yield connection, view
                 return
-        raise StoreError(
-            f"The index {self.record.folder} is damaged: a file that its record names is missing: "
-            f"{missing}. Restore a snapshot."
-        )
+        raise missing_file(self.record.folder, missing)
 
     def _seen(self, connection: apsw.Connection) -> View | None:
         """Return the view of a connection's moment; None where a later one was made already."""
-        seq = int(value(connection, "select value from state where key = 'seq'"))
-        view = self.view
-        if view is not None and view.seq == seq:
-            return view
+        seq = seq_of(connection)
         with self._refresh:
             view = self.view
-            if view is not None and view.seq == seq:
-                return view
-            if view is not None and view.seq > seq:
-                return None
-            self.view = self.of(connection, served(connection), seq, view)
-            self._forget(self.view)
+            if view is not None and view.seq >= seq:
+                return view if view.seq == seq else None
+            self.view = self._of(connection, served(connection), wait=view is None)
+            if len(self.loaded) > 3:
+                structure_text = self.view.structure_text
+                self.loaded = {
+                    text: part for text, part in self.loaded.items() if text == structure_text
+                }
             return self.view
-
-    def of(
-        self,
-        connection: apsw.Connection,
-        generation: Generation,
-        seq: int,
-        old: View | None = None,
-        *,
-        files: bool = True,
-        structure: bool = True,
-    ) -> View:
-        """Return the view of a generation at a moment, from an older one if there is one.
-
-        Args:
-            connection: inside that moment.
-            generation: served or not.
-            seq: of that moment.
-            old: an earlier view.
-            files: whether its files are opened, and compared with their checksums.
-            structure: whether its structure is loaded.
-
-        Raises:
-            FileNotFoundError: a file is gone: another process compacts.
-            StoreError: a file was altered.
-        """
-        sql = "select stem, rows, structure from generations where g = ?"
-        known = ask(connection, sql, (generation.number,))
-        if not known:
-            raise StoreError("This generation is not there any more.")
-        ((stem, rows, said),) = known
-        sql = "select row, n, count from runs where g = ? and row >= ? order by row"
-        if old is not None and old.stem == stem:  # it has grown, at most
-            last = int(old.runs.rows[-1]) if old.rows else 0
-            runs = old.runs
-            if rows > old.rows:
-                runs = runs.with_rest(ask(connection, sql, (generation.number, last)))
-            alive, dead = old.alive, old.dead
-            gone = ask(connection, "select n from removed where seq > ?", (old.seq,))
-            arrays = old.arrays
-            for array in (
-                arrays.values()
-            ):  # mapped here, where a file that a compaction has removed is expected
-                array.rows(rows)
-        else:
-            runs, alive, dead = Runs(ask(connection, sql, (generation.number, 0))), None, 0
-            gone = ask(connection, "select n from removed")
-            arrays = self._open(connection, generation, stem, rows) if files else {}
-        alive, dead = _without(runs, rows, alive, dead, gone)
-        view = View(seq, generation, stem, rows, runs, alive, dead, arrays, None, said)
-        if said is None or not structure:
-            return view
-        return replace(view, structure=self._structure(view, said, old))
-
-    def _open(
-        self, connection: apsw.Connection, generation: Generation, stem: str, rows: int
-    ) -> Mapping[str, Array]:
-        """Return the files of a generation; all but features are compared with their checksums."""
-        arrays = {}
-        for name, width in generation.widths.items():
-            array = self._arrays.get((stem, name))
-            if array is None:
-                array = Array(file_of(self.record.folder, stem, name), width)
-            if name != FEATURES:
-                array.verify(rows, sums_of(connection, generation.number, name))
-            arrays[name] = self._arrays[stem, name] = array
-        return arrays
-
-    def _structure(self, view: View, said: str, old: View | None) -> Loaded | None:
-        """Return a structure; while it loads in the background, an older one stands in."""
-        if said in self._structures:
-            return self._structures[said]
-        structure = Structure.parse(said)
-        assert structure is not None
-        vectors, spans = view.arrays[VECTOR].rows(view.rows), view.generation.spans
-
-        def loaded() -> None:
-            made = load(self.record.folder, structure, vectors, spans, self.plugins)
-            with self._refresh:
-                self._structures[said] = made
-                self._loading.discard(said)
-                if self.view is not None and self.view.said == said:
-                    self.view = replace(self.view, structure=made)
-
-        if old is None:
-            loaded()
-            return self._structures[said]
-        if said not in self._loading:
-            self._loading.add(said)
-            threading.Thread(target=loaded, name="loading", daemon=True).start()
-        return old.structure if old.stem == view.stem else None
 
     def prepare(self, generation: Generation) -> None:
         """Open, verify and load what is about to be served, where somebody searches."""
-        if self.view is None:
-            return
-        with suppress(RetrievalError, OSError), self.record.reading() as connection:
-            self.of(connection, generation, -1)
+        if self.view is not None:
+            with suppress(RetrievalError, OSError), self.record.reading() as connection:
+                self._prepared = self._of(connection, generation, wait=True)
 
-    def counted(self, connection: apsw.Connection, generation: Generation) -> View:
-        """Return a generation's rows at a moment, without its files."""
-        seq = int(value(connection, "select value from state where key = 'seq'"))
-        old = self._counted.get(generation.number)
-        old = None if old is None or old.seq > seq else old
-        view = self.of(connection, generation, seq, old, files=False, structure=False)
-        self._counted[generation.number] = view
-        return view
-
-    def failed(self, said: str | None) -> bool:
-        """Whether a structure could not be loaded."""
-        return said is not None and self._structures.get(said, ()) is None
-
-    def take(self, said: str, loaded: Loaded | None) -> None:
-        """Have a structure that this process has just built."""
-        with self._refresh:
-            self._structures[said] = loaded
-
-    def _forget(self, view: View) -> None:
-        """Let go of files and structures that no generation of now has."""
-        if len(self._arrays) > 3 * len(view.arrays):
-            self._arrays = {(view.stem, name): array for name, array in view.arrays.items()}
-        if len(self._structures) > 3:
-            self._structures = {
-                said: loaded for said, loaded in self._structures.items() if said == view.said
-            }
-
-    def after_fork(self) -> None:
-        """Have locks of its own, in a child."""
-        self._refresh, self._known = threading.RLock(), None
-        self._loading.clear()
-
-
-def _without(
-    runs: Runs, rows: int, alive: Mask | None, dead: int, gone: Sequence[tuple[int, ...]]
-) -> tuple[Mask | None, int]:
-    """Return a mask of so many rows after items were removed, and how many are dead."""
-    if alive is not None and len(alive) < rows:
-        alive = np.concatenate([alive, np.ones(rows - len(alive), bool)])
-    there = runs.rows_of(np.fromiter((n for (n,) in gone), np.int64, len(gone)))
-    there = there[there >= 0]
-    if len(there):
-        alive = np.ones(rows, bool) if alive is None else alive.copy()
-        alive[there] = False
-        dead = rows - int(np.count_nonzero(alive))
-    return alive, dead
-
-
-def sums_of(connection: apsw.Connection, number: int, name: str) -> Sums:
-    """Return the checksums of one array of a generation."""
-    sql = "select block, sum from sums where g = ? and name = ?"
-    return {int(block): int(sum_) for block, sum_ in ask(connection, sql, (number, name))}
-
-
-def all_of(connection: apsw.Connection) -> tuple[Generation, ...]:
-    """Return all generations of a record, oldest first."""
-    sql = "select g, bundle, variant, widths, spans, state from generations order by g"
-    return tuple(
-        Generation(
-            g,
-            bundle,
-            variant,
-            json.loads(widths),
-            tuple((start, stop) for start, stop in json.loads(spans)),
-            state,
+    def _of(self, connection: apsw.Connection, generation: Generation, *, wait: bool) -> View:
+        """Return the view of a generation at a moment, from an older one if there is one."""
+        olds = [old for old in (self.view, self._prepared) if old is not None]
+        old = next((old for old in olds if old.generation.number == generation.number), None)
+        rows = Rows.of(connection, generation, old)
+        if old is not None and old.stem == rows.stem:
+            arrays = old.arrays
+            for array in arrays.values():  # mapped while a file that is gone is expected
+                array.rows(rows.rows)
+        else:
+            arrays = {}
+            for name, width in generation.widths.items():
+                path = file_of(self.record.folder, rows.stem, name)
+                array = arrays[name] = Array(path, width)
+                array.rows(rows.rows)
+                if name != FEATURES:  # which are verified when they are read
+                    array.verify(rows.rows, sums_of(connection, generation.number, name))
+        view = View(**vars(rows), arrays=arrays)
+        structure = (
+            self._structure(view, rows.structure_text, wait)
+            if rows.structure_text is not None
+            else None
         )
-        for g, bundle, variant, widths, spans, state in ask(connection, sql)
+        return replace(view, structure=structure)
+
+    def _structure(self, view: View, structure_text: str, wait: bool) -> Loaded | None:
+        """Return a structure; while it loads in the background, an older one stands in."""
+        if structure_text in self.loaded:
+            return self.loaded[structure_text]
+        vectors, spans = view.arrays[VECTOR].rows(view.rows), view.generation.spans
+
+        def loading() -> None:
+            structure = Structure.parse(structure_text)
+            loaded = load(self.record.folder, structure, vectors, spans, self.plugins)
+            with self._refresh:
+                self.loaded[structure_text] = loaded
+                self._loading.discard(structure_text)
+                if self.view is not None and self.view.structure_text == structure_text:
+                    self.view = replace(self.view, structure=loaded)
+
+        if wait:
+            loading()
+            return self.loaded[structure_text]
+        if structure_text not in self._loading:
+            self._loading.add(structure_text)
+            threading.Thread(target=loading, name="loading", daemon=True).start()
+        old = self.view
+        return old.structure if old is not None and old.stem == view.stem else None
+
+
+def missing_file(folder: Path, name: str) -> StoreError:
+    """Return the error for a file that is missing however often one looks."""
+    return StoreError(
+        f"The index {folder} is damaged: a file that its record names is missing: {name}. "
+        "Restore a snapshot."
     )
 
 
-def served(connection: apsw.Connection) -> Generation:
-    """Return the generation that is served.
-
-    Raises:
-        StoreError: there is not exactly one.
-    """
-    found = [one for one in all_of(connection) if one.state == "served"]
-    if len(found) != 1:
-        raise StoreError(
-            "The index is damaged: its record serves no generation. Restore a snapshot."
-        )
-    return found[0]
+def gone() -> StoreError:
+    """Return the error for a generation that was dropped."""
+    return StoreError("This generation is not there any more.")

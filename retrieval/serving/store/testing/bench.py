@@ -86,15 +86,15 @@ class Bench:
     def store(self, bundle: Bundle | None = None, features: int | None = None) -> Store:
         """Return a new empty store."""
         bundle = bundle or opened()
-        made = self.create(self.place, bundle, widths_of(bundle, features=features))
-        self._stores.append(made)
-        return made
+        created = self.create(self.place, bundle, widths_of(bundle, features=features))
+        self._stores.append(created)
+        return created
 
     def again(self, store: Store) -> Store:
         """Close a store, and return it opened once more."""
         store.close()
-        self._stores.append(found := self.reopen(self.place))
-        return found
+        self._stores.append(opened_again := self.reopen(self.place))
+        return opened_again
 
     def put(
         self, store: Store, state: State, items: Sequence[Item], bundle: Bundle | None = None
@@ -128,7 +128,7 @@ class Bench:
         expected = {id: item for id, item in state.items() if passes(chosen, item)}
         about = "" if where is None else f" where {where}"
         equal(store.count(chosen), len(expected), f"count{about}")
-        ids = [one.id for one in scanned(store, chosen)]
+        ids = [entry.id for entry in scanned(store, chosen)]
         if "ordered" in store.capabilities:
             equal(ids, sorted(expected), f"ids of scan{about}")
         equal(sorted(ids), sorted(expected), f"ids of scan{about}")
@@ -137,16 +137,16 @@ class Bench:
         for id, item in expected.items():
             alike(read[id], item)
         queries = normal(4, bundle.manifest.vector, 99)
-        found = store.search(queries, count, bundle.sha256, where=chosen)
-        equal(len(found), len(queries), "answers")
-        for query, one in zip(queries, found, strict=True):
-            self.check_answer(query, one, expected, bundle, count)
+        hits = store.search(queries, count, bundle.sha256, where=chosen)
+        equal(len(hits), len(queries), "answers")
+        for query, answer in zip(queries, hits, strict=True):
+            self.check_answer(query, answer, expected, bundle, count)
 
     def check_answer(
-        self, query: Floats, found: Sequence[Item], state: State, bundle: Bundle, count: int
+        self, query: Floats, hits: Sequence[Item], state: State, bundle: Bundle, count: int
     ) -> None:
         """Compare one answer with brute force over what may be found."""
-        ids = [item.id for item in found]
+        ids = [item.id for item in hits]
         equal(len(ids), len(set(ids)), "an answer names an item once; names")
         spans = spans_of(bundle)
         expected = nearest(query, state, spans, count)
@@ -157,7 +157,7 @@ class Bench:
         assert len(ids) <= count * len(spans), (
             f"{len(ids)} items proposed, {count} in each sub-space asked for"
         )
-        for item in found:
+        for item in hits:
             assert item.id in state, f"found, and not there or no match: {item.id!r}"
             alike(item, state[item.id])
 
@@ -175,11 +175,11 @@ def nearest(query: Floats, state: State, spans: Sequence[tuple[int, int]], count
         return set()
     ids = list(state)
     vectors = np.stack([state[id].arrays[VECTOR] for id in ids]).astype(np.float64)
-    found: set[str] = set()
+    ids_found: set[str] = set()
     for start, stop in spans:
         distances = ((vectors[:, start:stop] - query[start:stop].astype(np.float64)) ** 2).sum(1)
-        found |= {ids[at] for at in np.argsort(distances, kind="stable")[:count]}
-    return found
+        ids_found |= {ids[row] for row in np.argsort(distances, kind="stable")[:count]}
+    return ids_found
 
 
 def passes(where: Filter | None, item: Item) -> bool:
@@ -189,35 +189,35 @@ def passes(where: Filter | None, item: Item) -> bool:
 
 def scanned(store: Store, where: Filter | None = None, limit: int = 1000) -> list[Item]:
     """Return all pages of a scan."""
-    found: list[Item] = []
-    while page := store.scan(where, after=found[-1].id if found else None, limit=limit):
-        found += page
-    return found
+    items: list[Item] = []
+    while page := store.scan(where, after=items[-1].id if items else None, limit=limit):
+        items += page
+    return items
 
 
-def alike(found: Item, given: Item) -> None:
+def alike(read: Item, written: Item) -> None:
     """Compare an item that was read with the one that was written."""
     plain: dict[str, Any] = {"arrays": {}, "original": None}
-    equal(replace(found, **plain), replace(given, **plain), "an item")
-    for name, array in found.arrays.items():
+    equal(replace(read, **plain), replace(written, **plain), "an item")
+    for name, array in read.arrays.items():
         equal(array.dtype, np.dtype(np.float32), f"dtype of {name}")
-        same = np.array_equal(array, np.asarray(given.arrays[name], np.float32))
-        assert same, f"{name} of {found.id!r} is {array}, not {given.arrays[name]}"
+        same = np.array_equal(array, np.asarray(written.arrays[name], np.float32))
+        assert same, f"{name} of {read.id!r} is {array}, not {written.arrays[name]}"
 
 
-def equal(found: object, expected: object, what: str) -> None:
+def equal(actual: object, expected: object, what: str) -> None:
     """Raise an `AssertionError` that shows both, unless they are equal."""
-    assert found == expected, f"{what}: {found!r} instead of {expected!r}"
+    assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"
 
 
 @contextmanager
 def refused(*kinds: type[RetrievalError], saying: str = "") -> Iterator[list[str]]:
     """Require an error of a kind, which is a sentence; what is given to the block gets its text."""
-    told: list[str] = []
+    texts: list[str] = []
     try:
-        yield told
+        yield texts
     except kinds as fault:
-        told.append(text := str(fault))
+        texts.append(text := str(fault))
         assert text.rstrip()[-1:] in (".", "?", "!"), f"not a sentence: {text!r}"
         assert saying in text, f"it does not say {saying!r}: {text!r}"
     else:

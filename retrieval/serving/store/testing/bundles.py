@@ -63,9 +63,9 @@ def make_bundle(
         nodes.append(helper.make_node("Identity", ["vector"], ["code"]))
         names.append("code")
         write_rescorer(folder / "rescorer.onnx", width)
-    given = helper.make_tensor_value_info("input", proto.FLOAT, ["N", features])
+    graph_input = helper.make_tensor_value_info("input", proto.FLOAT, ["N", features])
     outputs = [helper.make_tensor_value_info(name, proto.FLOAT, ["N", width]) for name in names]
-    save_graph(folder / "encoder.onnx", nodes, [given], outputs, {"projection": projection})
+    save_graph(folder / "encoder.onnx", nodes, [graph_input], outputs, {"projection": projection})
     middle = width // 3
     spaces = (
         SubspaceEntry(name="left", start=0, stop=middle),

@@ -33,7 +33,7 @@ from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]:
     """Return items with the arrays that `item` gives under a bundle."""
-    return [replace(one, arrays=item(one.id, seed, bundle).arrays) for one in items]
+    return [replace(entry, arrays=item(entry.id, seed, bundle).arrays) for entry in items]
 
 
 def fill(
@@ -42,9 +42,9 @@ def fill(
     """Embed all that is pending, in the store and in what it should hold."""
     while items := store.pending(generation, limit):
         assert len(items) <= limit, f"{len(items)} items pending, {limit} asked for"
-        made = embedded(items, bundle)
-        store.embed(generation, made)
-        state.update((one.id, replace(state[one.id], arrays=one.arrays)) for one in made)
+        created = embedded(items, bundle)
+        store.embed(generation, created)
+        state.update((entry.id, replace(state[entry.id], arrays=entry.arrays)) for entry in created)
 
 
 class GenerationCases(Bench):
@@ -61,9 +61,17 @@ class GenerationCases(Bench):
         """A new store serves one, which says what it is; while it is empty another follows at once."""
         store, bundle = self.store(), opened()
         (served,) = store.generations()
-        found = (served.bundle, served.variant, dict(served.widths), served.spans, served.state)
+        properties = (
+            served.bundle,
+            served.variant,
+            dict(served.widths),
+            served.spans,
+            served.state,
+        )
         equal(
-            found, (bundle.sha256, None, widths_of(bundle), ((0, WIDTH),), "served"), "generation"
+            properties,
+            (bundle.sha256, None, widths_of(bundle), ((0, WIDTH),), "served"),
+            "generation",
         )
         equal(
             Bundle.open(store.bundle(served), threads=1).sha256,
@@ -96,8 +104,8 @@ class GenerationCases(Bench):
         equal(store.switch(began), False, "switch while some are pending")
         self.check(store, state)
         after = {
-            one.id: replace(state[one.id], arrays=item(one.id, 0, self.other).arrays)
-            for one in items
+            entry.id: replace(state[entry.id], arrays=item(entry.id, 0, self.other).arrays)
+            for entry in items
         }
         fill(store, began, (after := {**state, **after}), self.other)
         self.check(store, state)
@@ -107,7 +115,7 @@ class GenerationCases(Bench):
             store.search(normal(1, WIDTH, 0), 3, opened().sha256)
         with refused(Superseded):
             store.upsert([item("old")], opened().sha256)
-        equal([one.state for one in store.generations()], ["kept", "served"], "states")
+        equal([entry.state for entry in store.generations()], ["kept", "served"], "states")
         equal(store.switch(began), True, "switch to the one that is served")
         self.check(self.again(store), after, self.other)
 
@@ -124,11 +132,11 @@ class GenerationCases(Bench):
         store = self.again(store)
         begun = store.begin(self.other, widths_of(self.other))
         equal(begun.number, began.number, "the generation that was begun")
-        left = {one.id for one in store.pending(began, 1000)}
+        left = {entry.id for entry in store.pending(began, 1000)}
         assert {changed, "came"} <= left, f"changed, and not pending: {left}"
         assert not {gone, stays} & left, f"gone or embedded, and pending: {left}"
         after = dict(state)
-        done = [one.id for one in items if one.id not in (changed, gone)]
+        done = [entry.id for entry in items if entry.id not in (changed, gone)]
         after.update((id, replace(state[id], arrays=item(id, 5, self.other).arrays)) for id in done)
         fill(store, began, after, self.other)
         self.put(store, state, [item("late")])
@@ -154,15 +162,15 @@ class GenerationCases(Bench):
         self.remove(store, after, ["id 4"])
         self.check(store, after, self.other)
         equal(store.switch(first), False, "switch back with items pending")
-        equal({one.id for one in store.pending(first, 100)}, {"came", "id 3"}, "pending")
+        equal({entry.id for entry in store.pending(first, 100)}, {"came", "id 3"}, "pending")
         before = {
-            id: replace(one, arrays=state[id].arrays) if id in state else one
-            for id, one in after.items()
+            id: replace(entry, arrays=state[id].arrays) if id in state else entry
+            for id, entry in after.items()
         }
         fill(store, first, before, opened())
         equal(store.switch(first), True, "switch back")
         self.check(store, before)
-        equal([one.state for one in store.generations()], ["served", "kept"], "states")
+        equal([entry.state for entry in store.generations()], ["served", "kept"], "states")
         self.check(self.again(store), before)
 
     def test_items_that_are_left_out(self) -> None:
@@ -173,56 +181,58 @@ class GenerationCases(Bench):
         (first,) = store.generations()
         second = store.begin(self.other, widths_of(self.other))
         items = store.pending(second, 100)
-        out = [one.id for one in items[:5]]
+        out = [entry.id for entry in items[:5]]
         store.embed(second, embedded(items[5:], self.other), out)
         equal(store.pending(second, 100), [], "pending")
         equal(store.switch(second), True, "switch")
         after = {
-            id: replace(one, arrays=item(id, 0, self.other).arrays)
-            for id, one in state.items()
+            id: replace(entry, arrays=item(id, 0, self.other).arrays)
+            for id, entry in state.items()
             if id not in out
         }
-        for query, found in zip(
+        for query, hits in zip(
             q := normal(3, WIDTH + 5, 0), store.search(q, 100, self.other.sha256), strict=True
         ):
-            self.check_answer(query, found, after, self.other, 100)
+            self.check_answer(query, hits, after, self.other, 100)
         equal(set(store.get(state)), set(state), "items are kept")
         read = store.get(out, arrays=True)
-        assert all(not one.arrays for one in read.values()), "arrays of an item that was left out"
+        assert all(not entry.arrays for entry in read.values()), (
+            "arrays of an item that was left out"
+        )
         store.upsert([item(out[0], 3, self.other)], self.other.sha256)
-        (found,) = store.search(item(out[0], 3, self.other).vector[None], 1, self.other.sha256)
-        equal([one.id for one in found], [out[0]], "found once it was embedded")
+        (hits,) = store.search(item(out[0], 3, self.other).vector[None], 1, self.other.sha256)
+        equal([entry.id for entry in hits], [out[0]], "found once it was embedded")
         fill(store, first, dict(state), opened())
         equal(store.switch(first), True, "switch back")
-        (found,) = store.search(state[out[1]].vector[None], 1, opened().sha256)
-        equal([one.id for one in found], [out[1]], "found in the generation before")
+        (hits,) = store.search(state[out[1]].vector[None], 1, opened().sha256)
+        equal([entry.id for entry in hits], [out[1]], "found in the generation before")
 
     def test_features_for_the_next_generation(self) -> None:
         """Where features are kept, pending items come with them."""
         bundle, width = opened(), 8
         store = self.store(bundle, features=width)
-        given = [
-            replace(one, arrays={**one.arrays, FEATURES: features})
-            for one, features in zip(some(20), normal(20, width, 3), strict=True)
+        written = [
+            replace(entry, arrays={**entry.arrays, FEATURES: features})
+            for entry, features in zip(some(20), normal(20, width, 3), strict=True)
         ]
-        store.upsert(given, bundle.sha256)
-        (found,) = store.search(given[0].vector[None], 1, bundle.sha256)
-        equal(found[0].id, "id 0", "nearest")
+        store.upsert(written, bundle.sha256)
+        (hits,) = store.search(written[0].vector[None], 1, bundle.sha256)
+        equal(hits[0].id, "id 0", "nearest")
         began = store.begin(self.other, widths_of(self.other, features=width))
         items = store.pending(began, 100)
         equal(len(items), 20, "pending")
-        for one in items:
-            expected = next(each for each in given if each.id == one.id).arrays[FEATURES]
-            assert np.array_equal(one.arrays[FEATURES], expected), f"features of {one.id}"
-        vectors = self.other.encode(np.stack([one.arrays[FEATURES] for one in items])).vector
-        made = [
-            replace(one, arrays={VECTOR: vector, FEATURES: one.arrays[FEATURES]})
-            for one, vector in zip(items, vectors, strict=True)
+        for entry in items:
+            expected = next(near for near in written if near.id == entry.id).arrays[FEATURES]
+            assert np.array_equal(entry.arrays[FEATURES], expected), f"features of {entry.id}"
+        vectors = self.other.encode(np.stack([entry.arrays[FEATURES] for entry in items])).vector
+        created = [
+            replace(entry, arrays={VECTOR: vector, FEATURES: entry.arrays[FEATURES]})
+            for entry, vector in zip(items, vectors, strict=True)
         ]
-        store.embed(began, made)
+        store.embed(began, created)
         equal(store.switch(began), True, "switch")
-        (found,) = store.search(vectors[4:5], 1, self.other.sha256)
-        equal(found[0].id, items[4].id, "nearest in the next generation")
+        (hits,) = store.search(vectors[4:5], 1, self.other.sha256)
+        equal(hits[0].id, items[4].id, "nearest in the next generation")
 
     def test_arrays_that_do_not_fit(self) -> None:
         """Embedding refuses what `upsert` does, and items that are missing; nothing changes."""
@@ -230,11 +240,11 @@ class GenerationCases(Bench):
         self.put(store, state, some(6))
         began = store.begin(self.other, widths_of(self.other))
         bad: dict[str, Callable[[Item], Item]] = {
-            "the old bundle's": lambda one: item(one.id),
-            "NaN": lambda one: replace(
-                one, arrays={VECTOR: np.full(WIDTH + 5, np.nan, np.float32)}
+            "the old bundle's": lambda entry: item(entry.id),
+            "NaN": lambda entry: replace(
+                entry, arrays={VECTOR: np.full(WIDTH + 5, np.nan, np.float32)}
             ),
-            "none": lambda one: replace(one, arrays={}),
+            "none": lambda entry: replace(entry, arrays={}),
         }
         for what, spoilt in bad.items():
             items = store.pending(began, 10)
@@ -262,7 +272,7 @@ class GenerationCases(Bench):
         began = store.begin(self.other, widths_of(self.other))
         store.embed(began, embedded(store.pending(began, 10), self.other), [])
         store.drop(began)
-        equal([one.number for one in store.generations()], [first.number], "generations")
+        equal([entry.number for entry in store.generations()], [first.number], "generations")
         for call in (
             lambda: store.drop(began),
             lambda: store.switch(began),
@@ -276,8 +286,8 @@ class GenerationCases(Bench):
         assert again.number > began.number, "numbers count up"
         fill(store, again, state, self.other)
         equal(store.switch(again), True, "switch")
-        store.drop(next(one for one in store.generations() if one.state == "kept"))
+        store.drop(next(entry for entry in store.generations() if entry.state == "kept"))
         self.check(store, state, self.other)
         store = self.again(store)
-        equal([one.number for one in store.generations()], [again.number], "generations")
+        equal([entry.number for entry in store.generations()], [again.number], "generations")
         self.check(store, state, self.other)

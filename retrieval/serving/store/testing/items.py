@@ -186,7 +186,7 @@ class ItemCases(Bench):
             height=480,
         )
         integers: Any = np.arange(WIDTH)
-        given = [
+        written = [
             full,
             item("bare"),
             item("empty", label="", original=b""),
@@ -194,14 +194,14 @@ class ItemCases(Bench):
             Item("float64", arrays={VECTOR: integers / 3}),
         ]
         store = self.store()
-        store.upsert(given, opened().sha256)
+        store.upsert(written, opened().sha256)
         for _ in range(2):
-            for one in given:
-                alike(store.get([one.id])[one.id], one)
-                read = store.get([one.id], arrays=True)[one.id]
-                alike(read, one)
-                equal(set(read.arrays), set(one.arrays), "arrays that are read")
-                equal(store.original(one.id), one.original, "original")
+            for entry in written:
+                alike(store.get([entry.id])[entry.id], entry)
+                read = store.get([entry.id], arrays=True)[entry.id]
+                alike(read, entry)
+                equal(set(read.arrays), set(entry.arrays), "arrays that are read")
+                equal(store.original(entry.id), entry.original, "original")
             equal(store.original("nobody"), None, "original of an unknown id")
             store = self.again(store)
         store.upsert([item("full", 1, metadata={"é": 3})], opened().sha256)
@@ -248,32 +248,36 @@ class ItemCases(Bench):
         store = self.store()
         store.upsert([item(name) for name in names], opened().sha256)
         for limit in (1, 7, 1000):
-            ids = [one.id for one in scanned(store, limit=limit)]
+            ids = [entry.id for entry in scanned(store, limit=limit)]
             equal(sorted(ids), sorted(names), f"pages of {limit}")
             if "ordered" in store.capabilities:
                 equal(ids, sorted(names), f"pages of {limit}")
         store.delete(["id 10"])
         behind = ids[ids.index("id 10") + 1 :][:2]
         equal(
-            [one.id for one in store.scan(after="id 10", limit=2)],
+            [entry.id for entry in store.scan(after="id 10", limit=2)],
             behind,
             "behind one that is gone",
         )
         equal(store.scan(after=ids[-1]), [], "behind the last")
-        assert all(not one.arrays for one in store.scan()), "a scan reads no arrays"
+        assert all(not entry.arrays for entry in store.scan()), "a scan reads no arrays"
 
     def test_delete_what_matches(self) -> None:
         """By a filter, and by ids and a filter: either."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
         for ids, where, matches in (
-            ([], "price < 3", lambda one: one.metadata["price"] < 3),
-            (["id 19"], "label = 'kind 1'", lambda one: one.label == "kind 1" or one.id == "id 19"),
-            ([], "price = 1000", lambda one: False),
+            ([], "price < 3", lambda entry: entry.metadata["price"] < 3),
+            (
+                ["id 19"],
+                "label = 'kind 1'",
+                lambda entry: entry.label == "kind 1" or entry.id == "id 19",
+            ),
+            ([], "price = 1000", lambda entry: False),
         ):
-            gone = [id for id, one in state.items() if matches(one)]
+            gone = [id for id, entry in state.items() if matches(entry)]
             equal(store.delete(ids, where=parse_filter(where)), len(gone), f"deleted where {where}")
-            state = {id: one for id, one in state.items() if id not in gone}
+            state = {id: entry for id, entry in state.items() if id not in gone}
             self.check(store, state)
 
     def test_one_call_is_seen_whole_or_not_at_all(self) -> None:
@@ -282,13 +286,13 @@ class ItemCases(Bench):
         needs(store, "atomic")
         rounds = [
             [
-                replace(one, metadata={"round": number}, label=str(number))
-                for one in some(30, seed=number)
+                replace(entry, metadata={"round": number}, label=str(number))
+                for entry in some(30, seed=number)
             ]
             for number in range(12)
         ]
         store.upsert(rounds[0], opened().sha256)
-        queries, ids = normal(2, WIDTH, 1), [one.id for one in rounds[0]]
+        queries, ids = normal(2, WIDTH, 1), [entry.id for entry in rounds[0]]
         seen: list[set[object]] = []
         stop = threading.Event()
 
@@ -296,9 +300,9 @@ class ItemCases(Bench):
             while not stop.is_set():
                 answers = store.search(queries, 30, opened().sha256)
                 equal([len(answer) for answer in answers], [30, 30], "items found")
-                seen.append({one.metadata["round"] for answer in answers for one in answer})
-                seen.append({one.metadata["round"] for one in store.get(ids).values()})
-                seen.append({one.label for one in store.scan()})
+                seen.append({entry.metadata["round"] for answer in answers for entry in answer})
+                seen.append({entry.metadata["round"] for entry in store.get(ids).values()})
+                seen.append({entry.label for entry in store.scan()})
                 equal(store.count(), 30, "count")
 
         def write() -> None:
@@ -310,7 +314,7 @@ class ItemCases(Bench):
 
         equal(together([write, read, read, read]), [], "faults")
         assert seen, "no reader came to read"
-        assert all(len(one) == 1 for one in seen), "a reader saw a part of a call"
+        assert all(len(entry) == 1 for entry in seen), "a reader saw a part of a call"
 
     # What is refused
 
@@ -331,10 +335,10 @@ class ItemCases(Bench):
                 equal(store.count(), 5, "count")
             except Exception as fault:
                 raise AssertionError(f"{what}: {type(fault).__name__}: {fault}") from fault
-        with refused(DataError) as told:
+        with refused(DataError) as texts:
             nan, nul = Item("one", arrays=_vector(np.nan)), Item("three", "\0", arrays=_vector(0))
             store.upsert([nan, item("two"), nul], opened().sha256)
-        assert "one" in told[0] and "three" in told[0] and "two" not in told[0], told[0]
+        assert "one" in texts[0] and "three" in texts[0] and "two" not in texts[0], texts[0]
         self.check(store, state)
         self.put(store, state, [item("new")])
         self.check(self.again(store), state)

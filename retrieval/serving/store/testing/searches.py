@@ -63,16 +63,23 @@ class SearchCases(Bench):
             {},
         ]
         texts = ["é", "e\u0301", "É", "z", "\U0001f600"]
-        given = [
-            replace(one, metadata={**one.metadata, "nested": nested[at % 5], "text": texts[at % 4]})
-            for at, one in enumerate(some(self.filtered))
+        written = [
+            replace(
+                entry,
+                metadata={
+                    **entry.metadata,
+                    "nested": nested[number % 5],
+                    "text": texts[number % 4],
+                },
+            )
+            for number, entry in enumerate(some(self.filtered))
         ]
         store, state = self.store(), State()
-        self.put(store, state, given)
+        self.put(store, state, written)
         for where in FILTERS:
             self.check(store, state, where=where)
         self.check(store, state, where="price < 2", count=3)
-        self.put(store, state, [replace(one, label="kind 2") for one in given[:40]])
+        self.put(store, state, [replace(entry, label="kind 2") for entry in written[:40]])
         self.remove(store, state, [f"id {number}" for number in range(50, 100)])
         store = self.again(store)
         for where in FILTERS[::3]:
@@ -85,8 +92,8 @@ class SearchCases(Bench):
         store.upsert(
             [Item(f"same {n}", arrays={VECTOR: vector[0]}) for n in range(50)], opened().sha256
         )
-        (found,) = store.search(vector, 7, opened().sha256)
-        equal(len({one.id for one in found}), 7, "items proposed")
+        (hits,) = store.search(vector, 7, opened().sha256)
+        equal(len({entry.id for entry in hits}), 7, "items proposed")
 
     def test_large_small_and_distant_numbers(self) -> None:
         """Vectors far from zero, tiny and large ones are told apart as float64 does."""
@@ -98,10 +105,8 @@ class SearchCases(Bench):
             ]
             self.put(store, state, moved)
             queries = (normal(5, WIDTH, 6) * scale + offset).astype(np.float32)
-            for query, found in zip(
-                queries, store.search(queries, 7, opened().sha256), strict=True
-            ):
-                self.check_answer(query, found, state, opened(), 7)
+            for query, hits in zip(queries, store.search(queries, 7, opened().sha256), strict=True):
+                self.check_answer(query, hits, state, opened(), 7)
             store.close()
             self.destroy(self.place)
             self.place.mkdir(exist_ok=True)
@@ -123,8 +128,8 @@ class SearchCases(Bench):
         self.put(store, state, [item("id 3", 1, bundle)], bundle)
         for _ in range(2):
             self.check(store, state, bundle)
-            (found,) = store.search(normal(1, WIDTH, 1), 5, bundle.sha256)
-            assert all(set(one.arrays) >= {VECTOR, CODE} for one in found), (
+            (hits,) = store.search(normal(1, WIDTH, 1), 5, bundle.sha256)
+            assert all(set(entry.arrays) >= {VECTOR, CODE} for entry in hits), (
                 "an item without its code"
             )
             equal(set(store.get(["id 3"], arrays=True)["id 3"].arrays), {VECTOR, CODE}, "arrays")

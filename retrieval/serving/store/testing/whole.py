@@ -30,24 +30,24 @@ class WholeCases(Bench):
 
     def test_made_once_and_deleted(self) -> None:
         """What is there is not overwritten; what was deleted is gone, and another may follow."""
-        at = self.at(self.place)
+        place = self.at(self.place)
         for _ in range(2):
-            equal(at.exists(), False, "existence")
+            equal(place.exists(), False, "existence")
             with refused(StoreError):
-                at.open()
-            at.drop()  # of nothing: no fault
-        store, state, at = self.store(), State(), self.at(self.place)
+                place.open()
+            place.drop()  # of nothing: no fault
+        store, state, place = self.store(), State(), self.at(self.place)
         self.put(store, state, some(5))
-        equal(at.exists(), True, "existence")
+        equal(place.exists(), True, "existence")
         with refused(StoreError):
-            at.create(opened(), widths_of(opened()))
+            place.create(opened(), widths_of(opened()))
         self.check(store, state)
         first = store.identity()
         store.close()
-        at.drop()
-        equal(at.exists(), False, "existence after deleting")
+        place.drop()
+        equal(place.exists(), False, "existence after deleting")
         with refused(StoreError):
-            at.open()
+            place.open()
         store = self.store()
         self.check(store, State())
         assert store.identity() != first, "two indexes have one identity"
@@ -124,7 +124,7 @@ class WholeCases(Bench):
                 for hits, items in zip(
                     copy.search(Encoded(queries, queries), 5), answers, strict=True
                 ):
-                    equal({hit.id for hit in hits}, {one.id for one in items}, "nearest")
+                    equal({hit.id for hit in hits}, {entry.id for entry in items}, "nearest")
                 alike(copy.get("id 3", arrays=True)["id 3"], then["id 3"])
             self.check(store, state)
             with refused(StoreError):
@@ -139,15 +139,17 @@ class WholeCases(Bench):
         store.upsert([*some(4), item("kept", keep="copy", original=b"bytes")], opened().sha256)
         began = store.begin(other, widths_of(other))
         pending = store.pending(began, 10)
-        store.embed(began, [item(one.id, 0, other) for one in pending[1:]], [pending[0].id])
+        store.embed(began, [item(entry.id, 0, other) for entry in pending[1:]], [pending[0].id])
         equal(store.switch(began), True, "switch")
         store.snapshot(self.place.parent / "copy")
         with open_index(self.place.parent / "copy", threads=1) as copy:
-            equal([one.id for one in copy.scan()], sorted(one.id for one in pending), "items")
+            equal(
+                [entry.id for entry in copy.scan()], sorted(entry.id for entry in pending), "items"
+            )
             equal(copy.store.original("kept"), b"bytes", "original")
             equal(copy.bundle.sha256, other.sha256, "bundle")
-            read = copy.get([one.id for one in pending], arrays=True)
-            without = [id for id, one in read.items() if not one.arrays]
+            read = copy.get([entry.id for entry in pending], arrays=True)
+            without = [id for id, entry in read.items() if not entry.arrays]
             equal(without, [pending[0].id], "items without arrays")
 
     def test_a_snapshot_while_another_thread_writes(self) -> None:
@@ -184,13 +186,13 @@ class WholeCases(Bench):
         store = self.store()
 
         def write(start: int) -> None:
-            for one in some(12, start):
-                store.upsert([one], opened().sha256)
+            for entry in some(12, start):
+                store.upsert([entry], opened().sha256)
 
         equal(
             together([lambda start=start: write(start) for start in range(0, 48, 12)]), [], "faults"
         )  # type: ignore[misc]
-        state = {one.id: one for one in some(48)}
+        state = {entry.id: entry for entry in some(48)}
         self.check(store, state)
         self.check(self.again(store), state)
 

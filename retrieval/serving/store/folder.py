@@ -1,0 +1,315 @@
+"""The folder of a local index as a whole: made, looked through, copied.
+
+index.json            what it is; the record has its SHA-256
+items.sqlite          the record (`record.py`)
+arrays/               the files of its generations (`view.py`) and structures (`structure.py`)
+bundles/              their bundles
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import apsw
+import numpy as np
+
+from retrieval.errors import RetrievalError, StoreError
+from retrieval.host.files import sync, whole_folder
+from retrieval.host.version import installed_version
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.plain import open_plain, read_plain
+from retrieval.serving.files.strict_json import parse_json, strict_loads
+from retrieval.serving.store.items import Generation, Keep, spans_of
+from retrieval.serving.store.record import FILE, Record, all_of, ask, backup, no_room, reason, value
+from retrieval.serving.store.structure import ARRAYS, Structure, Wanted
+from retrieval.serving.store.upkeep import BUNDLES, new_stem
+from retrieval.serving.store.view import (
+    BLOCK,
+    Array,
+    Rows,
+    append,
+    damaged,
+    file_of,
+    missing_file,
+    sums_of,
+)
+
+INDEX = "index.json"
+FORMAT = 3
+_INDEX_BYTES = 1_000_000
+_TRIES = 20
+_CHECK_SECONDS = 3600.0
+_COPY_SECONDS = 7 * 86_400.0  # files of any size are copied within one moment
+
+
+def create_local(
+    folder: Path,
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    *,
+    structure: Wanted | None = None,
+    keep: Keep = "reference",
+    replace: bool = False,
+    identity: str | None = None,
+) -> None:
+    """Write an empty index, whole or not at all.
+
+    Args:
+        folder: must not exist, or is an index that gives way (`replace`); its parent must.
+        bundle: of the first generation; a copy goes into the index.
+        widths: width of each array of an item, by name.
+        structure: which structure it is to have.
+        keep: what it keeps of originals, unless an item says otherwise.
+        replace: see `folder`.
+        identity: its id; a new one by default.
+
+    Raises:
+        StoreError: there is something already, or the disk refuses.
+    """
+    occupied = StoreError(
+        f"{folder} exists already. Choose another name, or add to it with 'retrieval index add'."
+    )
+    description = {
+        "retrieval": "index",
+        "format": FORMAT,
+        "version": installed_version(),
+        "id": identity or str(uuid.uuid4()),
+        "created": _now(),
+    }
+    text = (json.dumps(description, indent=2) + "\n").encode()
+    state = {
+        "index": hashlib.sha256(text).hexdigest(),
+        "structure": (structure or Wanted()).text(),
+        "keep": keep,
+    }
+    try:
+        with whole_folder(folder, replace=replace, taken=occupied) as fresh:
+            (fresh / ARRAYS).mkdir()
+            (fresh / BUNDLES).mkdir()
+            (fresh / INDEX).write_bytes(text)
+            Record.create(fresh)
+            with Record.opened(fresh) as record:
+                with record.writing() as (connection, _):
+                    connection.executemany("insert into state values (?, ?)", state.items())
+                    add_generation(connection, fresh, bundle, widths, "served")
+                record.checkpoint()
+    except (OSError, apsw.Error, StoreError) as fault:
+        cause = fault.__cause__ if isinstance(fault, StoreError) else fault
+        if not isinstance(cause, OSError | apsw.Error):
+            raise
+        raise StoreError(f"The index {folder} cannot be written: {reason(cause)}") from cause
+
+
+def add_generation(
+    connection: apsw.Connection, folder: Path, bundle: Bundle, widths: Mapping[str, int], state: str
+) -> int:
+    """Begin a generation: its bundle, its files, its row in the record; return its number."""
+    target = folder / BUNDLES / bundle.sha256[:16]
+    if bundle.sha256 not in {known.bundle for known in all_of(connection)}:
+        # A folder that no generation has may be the rest of one that was being deleted.
+        with whole_folder(target, replace=True, taken=StoreError(f"{target} is there.")) as fresh:
+            bundle.copy(fresh)
+    stem = new_stem()
+    for name, width in widths.items():
+        append(file_of(folder, stem, name), 0, width, [])
+    sync(folder / ARRAYS)
+    sql = (
+        "insert into generations (bundle, variant, widths, spans, state, upto, created, stem, rows)"
+        " values (?,?,?,?,?,0,?,?,0) returning g"
+    )
+    spans = json.dumps(spans_of(bundle))
+    row = (bundle.sha256, bundle.variant, json.dumps(dict(widths)), spans, state, _now(), stem)
+    return int(value(connection, sql, row))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def identity_of(folder: Path) -> str:
+    """Return the id that an index got when it was created.
+
+    Raises:
+        StoreError: its `index.json` is missing, altered, or of another format.
+    """
+    content = index_text(folder)
+    with suppress(ValueError, KeyError, TypeError):
+        description = strict_loads(content)
+        version = str(description["version"])[:40]
+        if description["format"] > FORMAT:
+            raise StoreError(
+                f"The index {folder} has format {description['format']}, which retrieval {version} "
+                f"wrote; this is retrieval {installed_version()}, which reads format {FORMAT}. "
+                f"Install retrieval {version} or later."
+            )
+    formats = frozenset({FORMAT})
+    return str(parse_json(content, folder / INDEX, "index", StoreError, formats)["id"])
+
+
+def index_text(folder: Path) -> bytes:
+    """Return what the description of an index holds."""
+    path = folder / INDEX
+    try:
+        return read_plain(path, _INDEX_BYTES)
+    except OSError as fault:
+        raise StoreError(f"{path} cannot be read: {fault.strerror or fault}.") from None
+
+
+def bytes_of(folder: Path) -> int:
+    """Return the bytes that a folder's files take, but for those that others remove meanwhile."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                known = Path(parent, name).stat()
+                size += min(known.st_size, known.st_blocks * 512)  # files grow in steps, with holes
+    return size
+
+
+def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[str], list[str]]:
+    """Compare everything in an index with its checksums, and the record with the arrays.
+
+    Args:
+        folder: of the index.
+        report: called with how many arrays more were looked at.
+
+    Returns:
+        What is damaged, a sentence each; and what the next writer builds again by itself.
+
+    Raises:
+        StoreError: the record cannot be opened.
+    """
+    rebuilt: list[str] = []
+    with Record.opened(folder) as record, record.reading(seconds=_CHECK_SECONDS) as connection:
+        pages = ask(connection, "pragma integrity_check(10)")
+        faults = [f"{FILE}: {fault}." for (fault,) in pages if fault != "ok"]
+        for generation in all_of(connection):
+            rows = Rows.of(connection, generation)
+            for name, width in generation.widths.items():
+                path = file_of(folder, rows.stem, name)
+                try:
+                    sums = sums_of(connection, generation.number, name)
+                    Array(path, width).verify(rows.rows, sums)
+                except FileNotFoundError:
+                    faults.append(f"{ARRAYS}/{path.name} is missing.")
+                except RetrievalError as fault:
+                    faults.append(str(fault))
+                report(1)
+            rebuilt += [
+                f"{ARRAYS}/{name} is missing or was altered; the next writer builds it again."
+                for name in (
+                    Structure.parse(rows.structure_text).damaged(folder)
+                    if rows.structure_text
+                    else ()
+                )
+            ]
+            faults += _wrong_items(connection, generation, rows)
+            path = folder / BUNDLES / generation.bundle[:16]
+            try:
+                bundle = Bundle.open(path, variant=generation.variant, device="cpu")
+                if bundle.sha256 != generation.bundle:
+                    faults.append(f"{BUNDLES}/{path.name} is another bundle than the record says.")
+            except RetrievalError as fault:
+                faults.append(str(fault))
+    return faults, rebuilt
+
+
+def _wrong_items(connection: apsw.Connection, generation: Generation, rows: Rows) -> Iterator[str]:
+    """Say whether an item that a generation should have is not in it."""
+    g = generation.number
+    upto = value(connection, "select upto from generations where g = ?", (g,))
+    if generation.state == "served":
+        upto = value(connection, "select max(n) from items") or 0
+    sql = "select n from items where n <= ? and n not in (select n from left_out where g = ?)"
+    numbers = np.array([n for (n,) in ask(connection, sql, (upto, g))], np.int64)
+    if missing := int(np.count_nonzero(rows.runs.rows_of(numbers) < 0)):
+        yield f"Generation {g}: {missing:,} items have no vector."
+
+
+def write_snapshot(
+    record: Record,
+    target: Path,
+    instead: str = "Choose another name for the snapshot.",
+) -> None:
+    """Write a snapshot of an index to a new folder, whole or not at all.
+
+    Args:
+        record: of the index.
+        target: the new folder.
+        instead: what to do where there is something already, a sentence.
+
+    Raises:
+        StoreError: there is something already, the disk refuses, or a file that the record names
+            is missing.
+    """
+    folder = record.folder
+    occupied = StoreError(f"{target} exists already. {instead}")
+    if target.exists():
+        raise occupied
+    if not target.parent.is_dir():
+        raise StoreError(f"{target} cannot be written: there is no folder {target.parent}.")
+    missing = ""
+    for _ in range(_TRIES):
+        try:
+            with (
+                record.reading(seconds=_COPY_SECONDS) as connection,
+                _faults_of(folder, target),
+                whole_folder(target, replace=False, taken=occupied) as fresh,
+            ):
+                _copy(connection, folder, fresh)
+            return
+        except FileNotFoundError as fault:  # compacted just now: the moment is over
+            missing = fault.filename
+    raise missing_file(folder, missing)
+
+
+@contextmanager
+def _faults_of(folder: Path, target: Path) -> Iterator[None]:
+    """Say of what the disk refuses to the target that it is the target's."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, apsw.Error) as fault:
+        named = fault.filename if isinstance(fault, OSError) else None
+        if Path(named or folder).is_relative_to(folder) and not no_room(fault):
+            raise
+        raise StoreError(f"{target} cannot be written: {reason(fault)}") from fault
+
+
+def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
+    """Copy what a moment names, but missing files of a structure: the copy's writer builds it."""
+    generations = all_of(connection)  # begins the moment; a backup would let go of one of its own
+    backup(connection, fresh / FILE)
+    for inner in (ARRAYS, BUNDLES):
+        (fresh / inner).mkdir()
+    sql = "select stem, rows, widths, structure from generations"
+    for stem, rows, widths, text in ask(connection, sql):
+        for name, width in json.loads(widths).items():
+            path = file_of(folder, stem, name)
+            _copy_start(path, file_of(fresh, stem, name), rows * width * 4)
+        for name in Structure.names(text):
+            if (folder / ARRAYS / name).is_file():
+                shutil.copyfile(folder / ARRAYS / name, fresh / ARRAYS / name)
+    for name in {generation.bundle[:16] for generation in generations}:
+        shutil.copytree(folder / BUNDLES / name, fresh / BUNDLES / name)
+    shutil.copyfile(folder / INDEX, fresh / INDEX)
+
+
+def _copy_start(source: Path, target: Path, size: int) -> None:
+    """Copy the first `size` bytes of a file to a new one, which is synced."""
+    with open_plain(source) as file, target.open("xb") as copy:
+        while size and (piece := file.read(min(size, BLOCK))):
+            copy.write(piece)
+            size -= len(piece)
+    if size:
+        raise damaged(source, "was cut short")
+    sync(target)

@@ -1,0 +1,219 @@
+"""Which rows of a generation match a filter.
+
+Items of a small index are looked up in the record. Of a large one, fields that were filtered by
+stay in memory: a column has one number for each row, which of the field's different values it has.
+So a filter looks at each different value once, with the very function that says when it is true.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import apsw
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.serving.files.strict_json import strict_loads
+from retrieval.serving.filters import (
+    And,
+    Compare,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    fields,
+    matches,
+    to_sql,
+)
+from retrieval.serving.filters.deciding import COMPARE
+from retrieval.serving.store.items import no_field
+from retrieval.serving.store.record import ask, value
+from retrieval.serving.store.structure import Mask
+from retrieval.serving.store.view import View
+
+_FIELDS = 1000  # names that are looked through for a likely one
+_SMALL = 20_000  # items of which a filter is looked up in the record at once
+_MASKS = 16  # filters whose matches a view keeps
+_PAGE = 50_000  # items that are read at a time
+_COLUMNS = 8
+_TEXTS = 1 << 16  # different values that are no plain numbers
+_NUMBERS = 1 << 24  # different values
+_CHARACTERS = 16 << 20  # of all different values of a column
+_EXACT = 1 << 53  # whole numbers below are themselves as float64
+
+Leaf = Compare | In | Exists
+Name = tuple[str, ...] | str
+
+
+class Masks:
+    """The rows that match filters, in the folder of a local store; all searches share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stem = ""
+        self._seq = 0
+        self._columns: dict[Name, _Column] = {}
+        self._unfit: set[Name] = set()
+
+    def of(self, connection: apsw.Connection, view: View, where: Filter) -> Mask:
+        """Return which rows of a view match and are alive."""
+        if (mask := view.matched.get(where)) is not None:
+            return mask
+        refuse_unknown(connection, where)
+        if view.count > _SMALL:
+            with self._lock:
+                mask = self._by_columns(connection, view, where)
+        if mask is None:
+            condition, values = to_sql(where)
+            sql = f"select json_group_array(n) from (select n from items where {condition})"
+            numbers = np.array(json.loads(value(connection, sql, values)), np.int64)
+            rows = view.runs.rows_of(numbers)
+            mask = np.zeros(view.rows, bool)
+            mask[rows[rows >= 0]] = True
+        while len(view.matched) >= _MASKS:
+            view.matched.pop(next(iter(view.matched)), None)
+        view.matched[where] = mask
+        return mask
+
+    def _by_columns(self, connection: apsw.Connection, view: View, where: Filter) -> Mask | None:
+        """Return a mask; None where columns cannot tell."""
+        leaves = list(_leaves(where))
+        names = {leaf.field for leaf in leaves}
+        if view.stem != self._stem:
+            self._stem, self._seq, self._columns, self._unfit = view.stem, 0, {}, set()
+        exact = all(map(_is_exact, leaves))
+        if not exact or "id" in names or len(names) > _COLUMNS or names & self._unfit:
+            return None
+        if view.seq < self._seq:
+            return None  # a later moment was read, which lacks what was deleted in between
+        self._seq = view.seq
+        for name in sorted(names, key=str):
+            column = self._columns.pop(name, None) or _Column(name)
+            if not column.extend(connection, view):
+                self._unfit.add(name)
+                return None
+            self._columns[name] = column
+        mask = self._true(where, view.rows)
+        while len(self._columns) > _COLUMNS:
+            del self._columns[next(iter(self._columns))]  # the one that was used first
+        return mask if view.alive is None else mask & view.alive
+
+    def _true(self, where: Filter, rows: int) -> Mask:
+        """Return of which rows a filter is true."""
+        if isinstance(where, And | Or):
+            join = np.logical_and if isinstance(where, And) else np.logical_or
+            return join.reduce([self._true(part, rows) for part in where.parts])  # type: ignore[no-any-return]
+        if isinstance(where, Not):
+            return ~self._true(where.part, rows)
+        return self._columns[where.field].true(where, rows)
+
+
+class _Column:
+    """One field: a code for each row, and the value of each code; code 0 is none."""
+
+    def __init__(self, name: Name) -> None:
+        self.name = name
+        self.last = 0  # number of the last item
+        self._codes: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._known: dict[str | None, int] = {None: 0}
+        self._numbers: NDArray[np.float64] = np.full(1, np.nan)  # of each code that is a number
+        self._by_code: dict[int, Any] = {}  # the other values, by code
+        self._characters = 0
+
+    def extend(self, connection: apsw.Connection, view: View) -> bool:
+        """Read the items that are new, at a view's moment; False: there are too many values."""
+        more = np.zeros(view.rows - len(self._codes), np.int32)
+        self._codes = np.concatenate([self._codes, more])
+        label = isinstance(self.name, str)
+        path = () if label else ("$" + "".join(f'."{part}"' for part in self.name),)
+        text_of = "iif(label is null, null, json_quote(label))" if label else "metadata -> ?"
+        sql = f"select n, {text_of} from items where n > ? order by n limit ?"
+        while page := ask(connection, sql, (*path, self.last, _PAGE)):
+            self.last = page[-1][0]
+            known = self._known
+            codes = np.fromiter((known.setdefault(text, len(known)) for _, text in page), np.int32)
+            rows = view.runs.rows_of(np.fromiter((n for n, _ in page), np.int64))
+            self._codes[rows[rows >= 0]] = codes[rows >= 0]
+            try:
+                self._decode()
+            except ValueError:
+                return False
+            if len(self._by_code) > _TEXTS or len(known) > _NUMBERS:
+                return False
+            if self._characters > _CHARACTERS:
+                return False
+        return True
+
+    def _decode(self) -> None:
+        """Read the values that are new."""
+        first = len(self._numbers)
+        new = list(self._known)[first:] if len(self._known) > first else []
+        numbers = np.full(len(new), np.nan)
+        for place, text in enumerate(new):
+            assert text is not None
+            self._characters += len(text)
+            content = strict_loads(text)
+            if type(content) is float or (type(content) is int and abs(content) < _EXACT):
+                numbers[place] = content
+            else:
+                self._by_code[first + place] = content
+        self._numbers = np.concatenate([self._numbers, numbers])
+
+    def true(self, leaf: Leaf, rows: int) -> Mask:
+        """Return of which of the first `rows` rows a condition is true."""
+        table = np.zeros(len(self._numbers), bool)
+        plain = ~np.isnan(self._numbers)
+        if isinstance(leaf, Exists):
+            table[plain] = True
+        else:
+            op = "=" if isinstance(leaf, In) or leaf.op == "!=" else leaf.op
+            for operand in leaf.values if isinstance(leaf, In) else (leaf.value,):
+                if isinstance(operand, int | float) and not isinstance(operand, bool):
+                    table |= COMPARE[op](self._numbers, float(operand))
+            if isinstance(leaf, Compare) and leaf.op == "!=":
+                table = plain & ~table
+        for code, content in self._by_code.items():
+            if isinstance(self.name, str):
+                table[code] = matches(leaf, "", content, {})
+                continue
+            metadata = content
+            for part in reversed(self.name):
+                metadata = {part: metadata}
+            table[code] = matches(leaf, "", None, metadata)
+        mask: Mask = table[self._codes[:rows]]
+        return mask
+
+
+def _leaves(where: Filter) -> Iterator[Leaf]:
+    """Give the conditions of a filter."""
+    if isinstance(where, And | Or):
+        for part in where.parts:
+            yield from _leaves(part)
+    elif isinstance(where, Not):
+        yield from _leaves(where.part)
+    else:
+        yield where
+
+
+def _is_exact(leaf: Leaf) -> bool:
+    """Whether float64 holds the numbers that a condition compares with."""
+    if isinstance(leaf, Exists):
+        return True
+    operands = leaf.values if isinstance(leaf, In) else (leaf.value,)
+    return all(not isinstance(operand, int) or abs(operand) < _EXACT for operand in operands)
+
+
+def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
+    """Refuse a filter on what no item has ever had.
+
+    A field stays known when the last item that has it goes: a filter that was good yesterday does
+    not become an error because of that.
+    """
+    for name in sorted(fields(where)) if where is not None else ():
+        if not value(connection, "select 1 from fields where name = ?", (name,)):
+            sql = "select name from fields order by name limit ?"
+            raise no_field(name, [known for (known,) in ask(connection, sql, (_FIELDS,))])
