@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "train:train",
     "evaluate": "evaluate:evaluate",
     "compare": "compare:compare",
+    "sweep": "compare:sweep",
     "report": "report:report",
     "export": "export:export_command",
     "embed": "embed:embed_command",

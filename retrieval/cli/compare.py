@@ -1,8 +1,11 @@
-"""`retrieval compare`."""
+"""`retrieval compare` and `retrieval sweep`."""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,6 +13,92 @@ from retrieval.cli import say
 from retrieval.cli.common import loading
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import TRACK_OPTION
+from retrieval.cli.types import Choice
+
+MOST_VALUES = 1000
+"""Values of one key that a sweep may name as a range."""
+
+OPTIONS = (
+    click.option(
+        "--splits",
+        metavar="N",
+        type=int,
+        default=1,
+        show_default=True,
+        help="Splits to draw at random, each with all seeds; 1: the recipes' own split.",
+    ),
+    click.option(
+        "--against",
+        metavar="NAME",
+        help="Compare each recipe with this recipe or baseline alone, not all pairs.",
+    ),
+    click.option("--test-baselines", is_flag=True, help="Also test recipes against baselines."),
+    click.option(
+        "--workers",
+        type=int,
+        default=1,
+        show_default=True,
+        help="Processes that train at the same time.",
+    ),
+    click.option(
+        "--ray",
+        metavar="ADDRESS",
+        help=(
+            "Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes"
+            " see --output and the data."
+        ),
+    ),
+    click.option(
+        "--cpus",
+        type=click.IntRange(min=1),
+        help="With --ray: cores of each training. By default 4, or those of the smallest node.",
+    ),
+    click.option(
+        "--pretrained",
+        metavar="BACKBONE",
+        help=(
+            "Backbone of the row of frozen features, or none. By default the recipes' own if it"
+            " has weights, else core.efficientnet_lite0 where its extra is installed."
+        ),
+    ),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Change a value of every recipe, as in train.epochs=5; repeatable.",
+    ),
+    click.option(
+        "--latex",
+        "columns",
+        metavar="METRICS",
+        help="Columns of comparison.tex, as map_at_r,recall_at_1. By default all.",
+    ),
+    click.option("--caption", help="Caption of comparison.tex, as LaTeX."),
+    click.option(
+        "--label", default="tab:comparison", show_default=True, help="Label of comparison.tex."
+    ),
+    TRACK_OPTION,
+    PLUGIN_OPTION,
+    ALLOW_OPTION,
+)
+"""Options of both commands."""
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def _output(name: str) -> Callable[..., Any]:
+    return click.option(
+        "--output",
+        type=click.Path(path_type=Path),
+        default=Path(name),
+        show_default=True,
+        help="The comparison's folder: tables, runs, trials.",
+    )
 
 
 @click.command()
@@ -30,73 +119,30 @@ from retrieval.cli.train import TRACK_OPTION
     type=int,
     default=4,
     show_default=True,
-    help="Parts of the training classes, each of which judges the settings once.",
+    help="Parts of the training side, each of which judges the settings once.",
 )
 @click.option(
-    "--workers",
+    "--repeats",
     type=int,
     default=1,
     show_default=True,
-    help="Processes that train at the same time.",
+    help="How many times the training side is divided into folds.",
 )
 @click.option(
-    "--ray",
-    metavar="ADDRESS",
-    help=(
-        "Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes see"
-        " --output and the data."
-    ),
-)
-@click.option(
-    "--cpus",
-    type=click.IntRange(min=1),
-    help="With --ray: cores of each training. By default 4, or those of the smallest node.",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("comparison"),
+    "--fold-by",
+    type=Choice(["class", "item"]),
+    default="class",
     show_default=True,
-    help="The comparison's folder: tables, runs, trials.",
-)
-@click.option(
-    "--pretrained",
-    metavar="BACKBONE",
-    help=(
-        "Backbone of the row 'pretrained, frozen', or none. By default the recipes' own if it has"
-        " weights, else core.efficientnet_lite0 where its extra is installed."
-    ),
+    help="Hold out whole classes or, where classes are few, items of every class.",
 )
 @click.option(
     "--allow-different",
     is_flag=True,
     help="Compare also what differs in data, backbone or budget; the tables say so.",
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a value of every recipe, as in train.epochs=5; repeatable.",
-)
-@TRACK_OPTION
-@PLUGIN_OPTION
-@ALLOW_OPTION
-def compare(
-    recipes: tuple[Path, ...],
-    seeds: int,
-    search: int,
-    folds: int,
-    workers: int,
-    ray: str | None,
-    cpus: int | None,
-    output: Path,
-    pretrained: str | None,
-    allow_different: bool,
-    overrides: tuple[str, ...],
-    track: tuple[str, ...],
-    extra: tuple[str, ...],
-) -> None:
+@_output("comparison")
+@_options
+def compare(recipes: tuple[Path, ...], **options: Any) -> None:
     """Compare recipes fairly: the same data, net, batches, epochs and number of tuning trials,
     several seeds, and baselines.
 
@@ -106,6 +152,65 @@ def compare(
     Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20 --output
     comparisons/digits
     """
+    _run(recipes, **options)
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("values", nargs=-1, required=True, metavar="KEY=VALUES...")
+@_output("sweep")
+@_options
+def sweep(recipe: Path, values: tuple[str, ...], **options: Any) -> None:
+    """Compare settings of one recipe: every combination of the values, with several seeds.
+
+    Values are a list, as loss.alpha=1,2,4, or whole numbers from one to another, as seed=0..4.
+    The tables and the folder are those of 'retrieval compare', and the same command goes on.
+
+    Example:  retrieval sweep recipe.toml loss.alpha=1,2,4 seed=0..4
+    """
+    grid: dict[str, list[Any]] = {}
+    for text in values:
+        key, equals, listed = text.partition("=")
+        if not equals or not key or key in grid:
+            raise click.UsageError(f"{text}: give each key once, as loss.alpha=1,2,4.")
+        grid[key] = _values(text, listed)
+    seeds = grid.pop("seed", list(range(5)))
+    if seeds != list(range(len(seeds))):
+        raise click.UsageError("seed: seeds are counted from 0, as in seed=0..4.")
+    _run((recipe,), grid=grid, seeds=len(seeds), **options)
+
+
+def _values(text: str, listed: str) -> list[Any]:
+    """Return the values that a text lists: TOML, bare words, or a range of whole numbers."""
+    first, dots, last = listed.partition("..")
+    if dots:
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise click.UsageError(f"{text}: write a range of whole numbers as seed=0..4.")
+        if int(last) - int(first) >= MOST_VALUES:
+            raise click.UsageError(f"{text}: that is more than {MOST_VALUES:,} values.")
+        return list(range(int(first), int(last) + 1))
+    try:
+        values: list[Any] = tomllib.loads(f"values = [{listed}]")["values"]
+    except (ValueError, RecursionError):
+        values = [word.strip() for word in listed.split(",")]
+    if not values or "" in values or any(values.count(value) > 1 for value in values):
+        raise click.UsageError(f"{text}: name values, each once, as loss.alpha=1,2,4.")
+    return values
+
+
+def _run(
+    recipes: tuple[Path, ...],
+    *,
+    cpus: int | None,
+    ray: str | None,
+    output: Path,
+    columns: str | None,
+    caption: str | None,
+    label: str,
+    extra: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Compare, and print the tables."""
     if cpus is not None and ray is None:
         raise click.UsageError(
             "--cpus are of a training on a cluster: name the cluster with --ray."
@@ -116,24 +221,19 @@ def compare(
     with loading():
         from retrieval.host.lazy import keep_compiler_out
         from retrieval.training.comparison.compare import compare as run
-        from retrieval.training.comparison.written import markdown
+        from retrieval.training.comparison.written import Latex, markdown
 
     keep_compiler_out()
-    found = run(
+    names = [name.strip() for name in columns.split(",")] if columns else []
+    result = run(
         recipes,
         output,
-        seeds=seeds,
-        search=search,
-        folds=folds,
-        workers=workers,
-        ray=ray,
         cpus=cpus,
-        pretrained=pretrained,
-        allow_different=allow_different,
-        overrides=overrides,
+        ray=ray,
         plugins=extra,
-        track=track,
+        latex=Latex(names, caption, label),
         report=say,
+        **options,
     )
-    say(markdown(found))
+    say(markdown(result))
     say(f"Tables: {output}/comparison.md, .csv, .tex, .html, .json; runs: {output}/runs.")

@@ -1,4 +1,4 @@
-"""`retrieval compare`: what a search may see, and that a comparison goes on where it was stopped."""
+"""`retrieval compare`: what a search may see, and going on where it was stopped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,18 +19,18 @@ import pytest
 from comparing import LOSSES, RECIPE, go
 from retrieval.errors import DataError, Interrupted
 from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Range
+from retrieval.recipe.read import check_recipe, read_recipe
+from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
 from retrieval.training.comparison import plan
-from retrieval.training.comparison.jobs import Job, fold_recipe, perform
+from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
-from retrieval.training.comparison.result import Contestant
+from retrieval.training.comparison.result import Search
 from retrieval.training.comparison.search import Proposals, Trial, search
 from scipy.stats import kstest
 
 SLOW = '''
-"""A loss that notes each of its calls; while there is a file `slow` it waits for another process, and then takes its time."""
+"""A loss that notes its calls; while there is a file `slow`, it waits for another process."""
 import os
 import time
 from collections import Counter
@@ -103,13 +104,10 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
     measured = evaluate_run(tmp_path / "whole" / "runs" / "proxy" / "seed-1", progress=False)
     assert measured.figures["trained"]["map_at_r"] == figures[3]["figures"][1]["map_at_r"]
-    assert (
-        figures[2]["values"]
-        == figures[2]["trials"][int(np.argmax([t["score"] for t in figures[2]["trials"]]))][
-            "values"
-        ]
-    )
-    assert figures[2]["trials"][0]["values"] == {"optimizer.lr": 0.003}, (
+    (searched,) = figures[2]["searches"]
+    best = int(np.argmax([trial["score"] for trial in searched["trials"]]))
+    assert searched["values"] == searched["trials"][best]["values"]
+    assert searched["trials"][0]["values"] == {"optimizer.lr": 0.003}, (
         "the recipe's own values come first"
     )
 
@@ -143,8 +141,8 @@ def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_p
         recipe = check_recipe(table)
         found = search(
             recipe,
-            2,
-            2,
+            {k: v for k, v in table.items() if k != "search"},
+            Plan({}, 2, 2, None, 2),
             tmp_path / f"search-{scrambled}",
             lambda jobs: [perform(job) for job in jobs],
         )
@@ -382,15 +380,57 @@ def test_a_search_finds_an_optimum() -> None:
 
 
 def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:
-    def contestant(*margins: float, best: float) -> Contestant:
+    def notes(*margins: float, best: float) -> list[str]:
         trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
-        return Contestant("arc", True, [], {"loss.margin": best, "loss.kind": "a"}, trials)
+        return Search({"loss.margin": best, "loss.kind": "a"}, trials).notes("arc")
 
-    assert contestant(0.1, 0.2, 0.3, best=0.2).edges == []
-    assert contestant(0.1, 0.2, best=0.2).edges == []
-    (low,), (high,) = (
-        contestant(0.1, 0.2, 0.3, best=0.1).edges,
-        contestant(0.1, 0.2, 0.3, best=0.3).edges,
-    )
+    assert notes(0.1, 0.2, 0.3, best=0.2) == []
+    assert notes(0.1, 0.2, best=0.2) == []
+    (low,), (high,) = notes(0.1, 0.2, 0.3, best=0.1), notes(0.1, 0.2, 0.3, best=0.3)
     assert low == "arc was best at the lowest loss.margin tried, 0.1: widen its range."
     assert "highest loss.margin tried, 0.3" in high
+
+
+def test_splits_are_drawn_and_each_has_a_search_of_its_own(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write("triplet"), write("proxy")]
+    found = go(paths, tmp_path / "c", seeds=1, splits=2, fold_by="item", repeats=2)
+    held = []
+    for split in (0, 1):
+        recipe = (tmp_path / f"c/runs/triplet/split-{split}-seed-0/recipe.toml").read_text()
+        held.append(set(tomllib.loads(recipe)["split"]["test"]))
+    assert held[0] != held[1] and all(len(classes) == 4 for classes in held)
+    for row in found.contestants:
+        assert len(row.figures) == 2
+        assert len(row.searches) == (2 if row.recipe else 0)
+    assert len(found.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
+    given = (None, None, Split(by="given"))
+    monkeypatch.setattr("retrieval.training.comparison.jobs._training_items", lambda table: given)
+    with pytest.raises(DataError, match=r"takes the data's own\. Give --splits 1"):
+        drawn_splits(read_recipe(paths[0]), {}, 2)
+
+
+def test_a_sweep_is_a_comparison_of_settings_that_can_grow(
+    write: Callable[..., Path], tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    path, out = write("triplet"), tmp_path / "sweep"
+    more = ["--output", out, "--pretrained", "none", "--latex", "map_at_r"]
+    done = cli("sweep", path, "loss.margin=0.1,0.2", "seed=0..1", *more)
+    assert done.code == 0 and "| margin=0.1 |" in done.out and "| margin=0.2 |" in done.out
+    kept = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
+    assert len(kept) == 4
+    done = cli("sweep", path, "loss.margin=0.1,0.2,0.3", "seed=0..1", *more)
+    assert done.code == 0 and "| margin=0.3 |" in done.out
+    assert all(file.stat().st_mtime_ns == before for file, before in kept.items())
+    assert r" & MAP@R \\" in (out / "comparison.tex").read_text()
+    for wrong, sentence in (
+        ("loss.margin", "give each key once"),
+        ("loss.margin=1,1", "each once"),
+        ("seed=2..4", "counted from 0"),
+        ("seed=4..2", "write a range"),
+    ):
+        refused = cli("sweep", path, wrong, "optimizer.lr=0.1", *more)
+        assert refused.code == 2 and sentence in refused.err
+    both = cli("sweep", path, "loss.margin=0.1", "train.epochs=1,2", "seed=0,1", *more)
+    assert "| margin=0.1, epochs=2 |" in both.out

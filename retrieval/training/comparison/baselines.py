@@ -1,6 +1,4 @@
-"""What every table of a comparison holds besides recipes: raw items, the net untrained, and
-pretrained features as they are.
-"""
+"""Baselines of a comparison: raw items, the untrained net, frozen pretrained features."""
 
 from __future__ import annotations
 
@@ -13,13 +11,11 @@ from retrieval.training.comparison import space
 from retrieval.training.comparison.jobs import Job
 
 INSTALLED = "core.efficientnet_lite0"
-"""A backbone whose weights come as a package: the baseline for images where the recipes' own has
-none.
-"""
+"""Backbone whose weights come as a package, for images where the recipes' own has none."""
 
 
 def pretrained_backbone(recipe: Recipe, wanted: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Return the backbone of the row "pretrained, frozen", or why there is none.
+    """Return the backbone of the row of frozen features, or why there is none.
 
     Args:
         recipe: the first recipe that is compared.
@@ -50,19 +46,37 @@ def pretrained_backbone(recipe: Recipe, wanted: str | None) -> tuple[dict[str, A
     )
 
 
-def untrained_job(recipe: Recipe, seed: int, folder: Path) -> Job:
-    """Return the measuring of a recipe's net as it begins."""
-    table = {**space.table_of(recipe), "seed": seed}
+def names(base: Recipe, nets: bool, backbone: dict[str, Any] | None) -> dict[str, str]:
+    """Return what each baseline is called, by kind; without nets there is none that is untrained.
+
+    Args:
+        base: the recipe whose data and net the baselines have.
+        nets: whether a recipe trains a net.
+        backbone: of the frozen features; None for none.
+    """
+    features = base.loaded.find("backbones", base.backbone.name).takes("features")
+    table = {"raw": "raw vectors" if features else "raw pixels"}
+    if nets:
+        table["untrained"] = "untrained"
+    if backbone is not None:
+        table["frozen"] = f"{backbone['name']}, frozen"
+    return table
+
+
+def untrained_job(recipe: Recipe, split: dict[str, Any], folder: Path, seed: int) -> Job:
+    """Return the measuring of a recipe's net as it begins; with seed 0 also of the raw items."""
+    table = {**space.table_of(recipe), "split": split, "seed": seed}
     if _takes_pretrained(recipe):
         table["backbone"] = {**table["backbone"], "pretrained": False}
-    place = folder / "baselines" / f"untrained-{seed}"
-    return Job("untrained", table, place, place.with_suffix(".json"))
+    return Job("untrained", table, folder, folder.with_suffix(".json"))
 
 
-def frozen_job(recipe: Recipe, backbone: dict[str, Any], folder: Path) -> Job:
+def frozen_job(
+    recipe: Recipe, split: dict[str, Any], folder: Path, backbone: dict[str, Any]
+) -> Job:
     """Return the measuring of pretrained features."""
-    place = folder / "baselines" / "frozen"
-    return Job("frozen", _frozen_table(recipe, backbone), place, place.with_suffix(".json"))
+    table = {**_frozen_table(recipe, backbone), "split": split}
+    return Job("frozen", table, folder, folder.with_suffix(".json"))
 
 
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:

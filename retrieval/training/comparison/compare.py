@@ -1,26 +1,25 @@
-"""`retrieval compare`: search, train, measure, and write what came of it."""
+"""`retrieval compare`: search, train, measure, and write the tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from retrieval.errors import DataError, Interrupted
+from retrieval.errors import DataError, Interrupted, did_you_mean
 from retrieval.recipe.read import Recipe
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.training.comparison import baselines, plan, space
-from retrieval.training.comparison.jobs import Figures, Job
-from retrieval.training.comparison.on_ray import on_ray
-from retrieval.training.comparison.result import Comparison, Contestant
-from retrieval.training.comparison.search import Do, Trial, best, require_optuna, search
-from retrieval.training.comparison.workers import Workers
-from retrieval.training.comparison.written import differences, figures, write
+from retrieval.training.comparison.jobs import Figures, Job, drawn_splits
+from retrieval.training.comparison.result import Comparison, Contestant, Search
+from retrieval.training.comparison.search import Do, best, require_optuna, search
+from retrieval.training.comparison.workers import workers as prepared_workers
+from retrieval.training.comparison.written import Latex, differences, figures, write
 from retrieval.training.process import ending_as_interrupted
 from retrieval.training.tracking import Tracking, ending, failures
 
@@ -33,8 +32,14 @@ def compare(
     output: StrPath = "comparison",
     *,
     seeds: int = 5,
+    splits: int = 1,
+    grid: Mapping[str, Sequence[Any]] | None = None,
+    against: str | None = None,
+    test_baselines: bool = False,
     search: int = 0,
     folds: int = 4,
+    repeats: int = 1,
+    fold_by: Literal["class", "item"] = "class",
     workers: int = 1,
     ray: str | None = None,
     cpus: int | None = None,
@@ -43,6 +48,7 @@ def compare(
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
     track: Sequence[str] = (),
+    latex: Latex | None = None,
     progress: Progress = True,
     report: Callable[[str], None] | None = None,
 ) -> Comparison:
@@ -56,28 +62,37 @@ def compare(
     itself, and measured on the test side.
 
     Args:
-        recipes: TOML files, two at least.
+        recipes: TOML files; of one, its seeds or the settings of a grid make the table.
         output: the comparison's folder.
-        seeds: runs of each recipe, 2 at least.
+        seeds: runs of each recipe on each split; with one split 2 at least.
+        splits: how many splits to draw at random; 1: the recipes' own split.
+        grid: values by key of the recipe, as `{"loss.margin": [0.1, 0.2]}`: each combination is a
+            contestant.
+        against: the name of a recipe or baseline: compare each recipe with it alone.
+        test_baselines: also test recipes against the baselines.
         search: settings to try for each recipe, of its `[search]`; 0: it is taken as it is.
-        folds: into how many parts the training classes are divided to judge a setting; each is held
+        folds: into how many parts the training side is divided to judge a setting; each is held
             out once.
+        repeats: how many times it is divided so.
+        fold_by: "class": a fold holds out whole classes; "item": items of every class, for data of
+            few classes.
         workers: processes that train at the same time.
         ray: a Ray cluster that trains, HOST:PORT of its head, or "auto" on one of its nodes;
             `output` and the data lie where all of its nodes see them.
         cpus: with `ray`, cores of each training; None for 4, or as many as the smallest node has.
-        pretrained: the backbone of the row "pretrained, frozen"; "none" for none; None: the
-            recipes' own if it has weights, else one that is installed.
+        pretrained: the backbone of the row of frozen features; "none" for none; None: the recipes'
+            own if it has weights, else one that is installed.
         allow_different: compare also what differs in data, backbone or budget, and say so.
         overrides: changes to each recipe, as `"train.epochs=5"`.
         plugins: further plugin files or modules.
-        track: trackers that are told of the comparison and of each training with a seed: "wandb",
-            "mlflow", or a plugin's.
+        track: trackers of the comparison and of each training with a seed: "wandb", "mlflow", or a
+            plugin's.
+        latex: columns, caption and label of the LaTeX table.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
         report: is told what trackers say; by default it is printed where bars are shown.
 
     Returns:
-        The figures and what can be said of them.
+        The metrics and what can be said of them.
 
     Raises:
         DataError: with every problem of the recipes; they differ; the folder holds another
@@ -86,149 +101,182 @@ def compare(
         MissingDependency: the search needs Optuna, or a cluster Ray.
         Interrupted: Ctrl-C or SIGTERM; the same call goes on.
     """
-    _refuse_numbers(seeds, search, folds, workers)
+    _refuse_numbers(seeds, splits, search, folds, repeats, workers)
     if ray is not None and workers != 1:
         raise DataError("--workers are of this machine, and --ray is a cluster: give one of them.")
     if search:
         require_optuna()
-    read = plan.read_recipes(recipes, overrides, plugins, bool(search))
-    different = plan.refuse_different(read, allow_different)
-    backbone, why = baselines.pretrained_backbone(read[0], pretrained)
+    by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
+    # settings of a grid may differ in what recipes must share: that is what they try
+    different = plan.refuse_different([settings[0] for settings in by_file], allow_different)
+    read = [recipe for settings in by_file for recipe in settings]
+    base = next((recipe for recipe in read if recipe.learner is None), read[0])
+    backbone, why = baselines.pretrained_backbone(base, pretrained)
     tables = {recipe.name: recipe.model_dump(exclude_unset=True) for recipe in read}
-    planned = plan.Plan(tables, search, folds, backbone, seeds)
+    planned = plan.Plan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
+    titles = baselines.names(base, base.learner is None, backbone)
+    if against is not None and against not in (*tables, *titles.values()):
+        known = [*tables, *titles.values()]
+        raise DataError(
+            f"--against {against}: there is no such contestant.{did_you_mean(against, known)}"
+            f" They are: {', '.join(known)}."
+        )
     say = report or (print if progress is True else _nothing)
-    told = Tracking(track, read[0].loaded, say)
+    tracking = Tracking(track, read[0].loaded, say)
     folder = Path(output).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
-        held.enter_context(hold(folder, "comparing into this folder", DataError))
+    with ExitStack() as stack:
+        stack.enter_context(hold(folder, "comparing into this folder", DataError))
         plan.settle(folder, planned)
-        total = len(read) * (search * folds + seeds) + seeds + (backbone is not None)
-        meter = held.enter_context(Meter("comparing", total, "runs"))
-        held.enter_context(ending(told))
-        told.begin(folder, folder.name, asdict(planned))
-        jobs = Jobs(read, folder, planned, tuple(track))
-        who = (
-            Workers(workers, meter)
-            if ray is None
-            else held.enter_context(on_ray(ray, read[0], cpus, folder, meter))
-        )
+        trainings = len(read) * (search * folds * repeats + seeds)
+        total = splits * (trainings + seeds + (backbone is not None))
+        meter = stack.enter_context(Meter("comparing", total, "runs"))
+        stack.enter_context(ending(tracking))
+        tracking.begin(folder, folder.name, asdict(planned))
+        jobs = Jobs(base, titles, folder, planned, tuple(track))
+        worker = stack.enter_context(prepared_workers(workers, ray, cpus, base, folder, meter))
         try:
             with ending_as_interrupted():
-                first, *found = who.all(
+                rows, *contestants = worker.all(
                     [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
                 )
         except (KeyboardInterrupt, Interrupted):
             raise Interrupted(
                 "Interrupted; what was done is kept. The same command goes on."
             ) from None
-        missing = None if backbone else f"pretrained, frozen: {why}"
-        contestants = [*_baselines(first, seeds, bool(backbone)), *found]
-        result = Comparison(contestants, seeds, search, folds, different, missing, read[0].name)
-        write(folder, result)
-        _tell(told, result)
-    for sentence in failures([*folder.glob("runs/*/seed-*")]) if track else ():
+        missing = None if backbone else f"of frozen pretrained features: {why}"
+        result = Comparison(
+            [*rows, *contestants], planned, different, missing, base.name, against, test_baselines
+        )
+        write(folder, result, latex or Latex())
+        _tell(tracking, result)
+    for sentence in failures([*folder.glob("runs/*/*seed-*")]) if track else ():
         say(f"warning: {sentence}")
     return result
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """What a comparison does: its tasks, each of which asks for jobs."""
+    """A comparison's tasks, each of which asks for jobs."""
 
-    recipes: list[Recipe]
+    base: Recipe
+    titles: Mapping[str, str]
     folder: Path
     plan: plan.Plan
     track: tuple[str, ...]
 
-    def baselines(self, do: Do) -> list[Figures]:
-        """Measure the baselines."""
-        first, seeds, backbone = self.recipes[0], self.plan.seeds, self.plan.pretrained
-        jobs = [baselines.untrained_job(first, seed, self.folder) for seed in range(seeds)]
-        return do(
-            [*jobs, *([baselines.frozen_job(first, backbone, self.folder)] if backbone else [])]
-        )
+    def splits(self, recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
+        """Return each split's prefix of file names, and its `[split]`."""
+        count = self.plan.splits
+        drawn = drawn_splits(recipe, space.table_of(recipe), count)
+        return [
+            (f"split-{number}-" if count > 1 else "", split) for number, split in enumerate(drawn)
+        ]
+
+    def baselines(self, do: Do) -> list[Contestant]:
+        """Measure the baselines; what no seed changes is the same for all of them."""
+        seeds, backbone, place = self.plan.seeds, self.plan.pretrained, self.folder / "baselines"
+        metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
+        for prefix, split in self.splits(self.base):
+            untrained = do(
+                [
+                    baselines.untrained_job(
+                        self.base, split, place / f"{prefix}untrained-{seed}", seed
+                    )
+                    for seed in range(seeds)
+                ]
+            )
+            raw = next(row for name, row in untrained[0].items() if name != "untrained")
+            metrics["raw"] += [raw] * seeds
+            if "untrained" in metrics:
+                metrics["untrained"] += [row["untrained"] for row in untrained]
+            if backbone is not None:
+                job = baselines.frozen_job(self.base, split, place / f"{prefix}frozen", backbone)
+                metrics["frozen"] += list(do([job])[0].values()) * seeds
+        kinds: dict[str, Literal["raw", "untrained", "frozen"]] = {
+            "raw": "raw",
+            "untrained": "untrained",
+            "frozen": "frozen",
+        }
+        return [Contestant(self.titles[kind], kinds[kind], rows) for kind, rows in metrics.items()]
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
-        """Search for a recipe's settings, then train it with each seed."""
-        tried: list[Trial] = []
-        table = space.table_of(recipe)
-        if self.plan.trials:
-            place = self.folder / "search" / recipe.name
-            tried = search(recipe, self.plan.trials, self.plan.folds, place, do)
-            table = space.changed(table, best(tried).values)
-        jobs = [
-            Job(
-                "seed",
-                _seeded(recipe, table, seed),
-                self.folder / "runs" / recipe.name / f"seed-{seed}",
-                self.folder / "results" / recipe.name / f"seed-{seed}.json",
-                track=self.track,
-                group=self.folder.name,
+        """Search for a recipe's settings on each split, then train it with each seed."""
+        searches: list[Search] = []
+        metrics: list[Figures] = []
+        for prefix, split in self.splits(recipe):
+            table = {**space.table_of(recipe), "split": split}
+            if self.plan.trials:
+                place = self.folder / "search" / recipe.name / prefix.rstrip("-")
+                trials = search(recipe, table, self.plan, place, do)
+                searches.append(Search(best(trials).values, trials))
+                table = space.changed(table, searches[-1].values)
+            metrics += do(
+                [
+                    Job(
+                        "seed",
+                        _seeded(recipe, table, seed),
+                        self.folder / "runs" / recipe.name / f"{prefix}seed-{seed}",
+                        self.folder / "results" / recipe.name / f"{prefix}seed-{seed}.json",
+                        track=self.track,
+                        group=self.folder.name,
+                    )
+                    for seed in range(self.plan.seeds)
+                ]
             )
-            for seed in range(self.plan.seeds)
-        ]
-        figures = [found["trained"] for found in do(jobs)]
-        return Contestant(recipe.name, True, figures, best(tried).values if tried else {}, tried)
+        rows = [row["trained"] for row in metrics]
+        return Contestant(recipe.name, "learner" if recipe.learner else "net", rows, searches)
 
 
-def _tell(told: Tracking, result: Comparison) -> None:
-    """Tell trackers the means and the tables."""
-    told.figures(
+def _tell(tracking: Tracking, result: Comparison) -> None:
+    """Send the means and the tables to trackers."""
+    tracking.figures(
         {
-            f"{c.name}/{metric}": result.mean(c, metric).value
-            for c in result.contestants
+            f"{row.name}/{metric}": result.mean(row, metric).value
+            for row in result.contestants
             for metric in result.metrics
         }
     )
-    told.table("figures", figures(result))
-    told.table("differences", differences(result))
-    for each in result.contestants:
-        if each.trials:
-            keys = list(each.trials[0].values)
-            rows = [[*(str(t.values[key]) for key in keys), str(t.score)] for t in each.trials]
-            told.table(f"trials of {each.name}", [[*keys, "MAP@R"], *rows])
+    tracking.table("figures", figures(result))
+    tracking.table("differences", differences(result))
+    for row in result.contestants:
+        trials = [trial for tried in row.searches for trial in tried.trials]
+        if trials:
+            keys = list(trials[0].values)
+            cells = [[*(str(t.values[key]) for key in keys), str(t.score)] for t in trials]
+            tracking.table(f"trials of {row.name}", [[*keys, "MAP@R"], *cells])
 
 
 def _nothing(line: str) -> None:
     """Say nothing."""
 
 
-def _refuse_numbers(seeds: int, trials: int, folds: int, workers: int) -> None:
-    if seeds < 2:
+def _refuse_numbers(
+    seeds: int, splits: int, trials: int, folds: int, repeats: int, workers: int
+) -> None:
+    if min(seeds, splits) < 1 or max(seeds, splits) < 2:
         raise DataError(
-            f"A comparison needs two seeds at least, and five to say much: with {seeds} there is no"
-            " interval. Give --seeds 5."
+            "A comparison needs two seeds or two splits at least, and five to say much: with"
+            f" --seeds {seeds} and --splits {splits} there is no interval. Give --seeds 5."
         )
     if trials < 0:
         raise DataError("--search is a number of trials: 0 for none, or 1 and more.")
     if folds < 2:
-        raise DataError("A search needs two folds at least: some classes train while others judge.")
+        raise DataError("A search needs two folds at least: one part trains while another judges.")
+    if repeats < 1:
+        raise DataError("--repeats is how many times the training side is divided: 1 or more.")
     if not 1 <= workers <= MOST_WORKERS:
         raise DataError(f"--workers is a number of processes from 1 to {MOST_WORKERS}.")
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return a recipe's table with a seed; a learner that draws random numbers has one of its own,
-    which is 0 unless it is set.
+    """Return a recipe's table with a seed.
+
+    A learner that draws random numbers has a seed of its own, which is 0 unless it is set.
     """
     made = {**table, "seed": seed}
     if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
         factory = recipe.loaded.find("learners", recipe.learner.name)
-        if any(each.name == "seed" for each in factory.parameters):
+        if any(parameter.name == "seed" for parameter in factory.parameters):
             made["learner"] = {**table["learner"], "seed": seed}
-    return made
-
-
-def _baselines(found: list[Figures], seeds: int, frozen: bool) -> list[Contestant]:
-    """Return the baselines: what no seed changes is the same for all of them."""
-    raw = next(name for name in found[0] if name != "untrained")
-    made = [
-        Contestant(raw, False, [found[0][raw]] * seeds),
-        Contestant("untrained", False, [each["untrained"] for each in found[:seeds]]),
-    ]
-    if frozen:
-        made.append(
-            Contestant("pretrained, frozen", False, [found[-1]["pretrained, frozen"]] * seeds)
-        )
     return made

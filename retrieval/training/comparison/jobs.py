@@ -1,6 +1,4 @@
-"""One piece of a comparison's work, in this process or another: a training and its figures, kept in
-a file once they are known.
-"""
+"""Jobs of a comparison: a training and its metrics, which are kept in a file."""
 
 from __future__ import annotations
 
@@ -41,14 +39,16 @@ class Job:
     """A piece of work.
 
     Attributes:
-        kind: "fold": train on some training classes, judge on the others; "seed": train, measure on
-            the test side; "untrained": measure the net as it begins; "frozen": measure the
-            backbone's features.
+        kind: "fold": train on a part of the training side, measure on the rest; "seed": train,
+            measure on the test side; "untrained": measure the net as it begins; "frozen": measure
+            the backbone's features.
         table: the recipe's.
-        folder: where it runs; of a fold nothing stays there.
-        result: the file that its figures are written to.
-        fold: which part of the training classes judges, and how many parts there are.
-        track: trackers that a training with a seed is told to.
+        folder: where it runs; a fold leaves nothing there.
+        result: the file for its metrics.
+        fold: the fold's number, and how many folds a division has; numbers go on over repeated
+            divisions.
+        fold_by: "class": a fold holds out whole classes; "item": items of every class.
+        track: trackers that follow a training with a seed.
         group: what the comparison is called there.
     """
 
@@ -57,23 +57,27 @@ class Job:
     folder: Path
     result: Path
     fold: tuple[int, int] = (0, 0)
+    fold_by: Literal["class", "item"] = "class"
     track: tuple[str, ...] = ()
     group: str | None = None
 
 
 Figures = dict[str, dict[str, float]]
-"""Each contestant's figures by metric; empty for a training that diverged."""
+"""Each contestant's value of each metric; empty for a training that diverged."""
 
 
 def known(job: Job) -> Figures | None:
-    """Return what a job found before; None where it was never done.
+    """Return the metrics of a job that was done before; None where it was not.
 
     Raises:
         DataError: its file is damaged.
     """
     try:
-        found = json.loads(job.result.read_text(encoding="utf-8"))
-        return {str(name): {str(k): float(v) for k, v in of.items()} for name, of in found.items()}
+        table = json.loads(job.result.read_text(encoding="utf-8"))
+        return {
+            str(name): {str(metric): float(value) for metric, value in row.items()}
+            for name, row in table.items()
+        }
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -83,37 +87,60 @@ def known(job: Job) -> Figures | None:
 
 
 def perform(job: Job) -> Figures:
-    """Do a job, or go on with it, and keep its figures.
+    """Do a job, or go on with it, and keep its metrics.
 
     Raises:
         RetrievalError: what refused it.
-        Interrupted: it was asked to stop; where it trained, its checkpoint is written.
+        Interrupted: it was asked to stop; a training has written its checkpoint.
     """
     before = known(job)
     if before is not None:
         return before
     with showing(False):
         try:
-            figures = {"fold": _fold, "seed": _seed, "untrained": _untrained, "frozen": _frozen}[
-                job.kind
-            ](job)
+            metrics = _KINDS[job.kind](job)
         except Diverged:
             if job.kind != "fold":
                 raise
-            figures = {}
+            metrics = {}
     job.result.parent.mkdir(parents=True, exist_ok=True)
-    write_json(job.result, figures, DataError)
+    write_json(job.result, metrics, DataError)
     if job.kind != "seed":
         shutil.rmtree(job.folder, ignore_errors=True)
-    return figures
+    return metrics
 
 
 def training_side(splits: Splits) -> NDArray[np.int64]:
-    """Return the items that a search may see: those that train and those that validate."""
+    """Return the training and validation items, which are all that a search may see."""
     return np.sort(np.concatenate([splits.train, splits.validation]))
 
 
-def fold_classes(splits: Splits, seed: int, folds: int) -> list[list[str]]:
+def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the `[split]` tables of a comparison: the recipe's own for one, else drawn at random.
+
+    Raises:
+        DataError: the data bring their own split.
+    """
+    own = dict(table.get("split", {}))
+    if count == 1:
+        return [own]
+    _, splits, split = _training_items(table)
+    if split.by == "given":
+        raise DataError(
+            f'--splits draws splits, and [split] by = "given" of {recipe.name} takes the data\'s'
+            " own. Give --splits 1, or --set split.by=class."
+        )
+    if split.by == "item":
+        return [{**own, "seed": split.seed + number} for number in range(count)]
+    held = len(splits.classes) - len(np.unique(splits.labels[training_side(splits)]))
+    draws = [
+        np.random.default_rng([split.seed % 2**64, number, *b"splits"]).permutation(splits.classes)
+        for number in range(count)
+    ]
+    return [{**own, "test": sorted(order[:held].tolist())} for order in draws]
+
+
+def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list[list[str]]:
     """Return the classes of the training side in `folds` parts of about the same size.
 
     Raises:
@@ -123,23 +150,30 @@ def fold_classes(splits: Splits, seed: int, folds: int) -> list[list[str]]:
     if len(classes) < max(2 * folds, 4):
         raise DataError(
             f"The training side has {len(classes)} classes, and each of {folds} folds needs two:"
-            " take fewer with --folds, or hold out fewer for the test."
+            " take fewer with --folds, hold out items with --fold-by item, or hold out fewer"
+            " classes for the test."
         )
-    order = np.random.default_rng([seed % 2**64, *b"folds"]).permutation(classes)
+    entropy = [seed % 2**64, *([repeat] if repeat else []), *b"folds"]
+    order = np.random.default_rng(entropy).permutation(classes)
     return [[splits.classes[i] for i in sorted(part)] for part in np.array_split(order, folds)]
 
 
 def fold_recipe(job: Job) -> tuple[Recipe, Dataset]:
-    """Return the recipe of a fold, and its dataset: the training side alone, with one part of its
-    classes as the test side.
+    """Return the recipe of a fold and its dataset, the training side alone.
 
-    Where fewer classes are left than a batch takes, it takes those, and so many more items of each
-    that it is about as large.
+    One part of its classes, or of each class's items, is the test side. Where fewer classes are
+    left than a batch takes, it takes those, and so many more items of each that it is about as
+    large.
     """
     inner, splits, split = _training_items(job.table)
-    part, folds = job.fold
-    held = fold_classes(splits, split.seed, folds)[part]
-    table = {**job.table, "split": {**split.model_dump(), "by": "class", "test": held}}
+    number, folds = job.fold
+    own = split.model_dump()
+    if job.fold_by == "item":
+        held = {**own, "by": "item", "test": 1 / folds, "seed": split.seed + 1 + number}
+    else:
+        parts = fold_classes(splits, split.seed, folds, number // folds)
+        held = {**own, "by": "class", "test": parts[number % folds]}
+    table = {**job.table, "split": held}
     recipe = check_recipe(table, objects={"data": inner})
     if recipe.learner is None:
         train = make_splits(inner, recipe.split).train_labels
@@ -160,9 +194,7 @@ def _fitting(sampler: Sampler, classes: int) -> Sampler:
 
 
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
-"""The training side of the data that this process opened last: a search asks for the same one again
-and again.
-"""
+"""The training side that this process opened last: all folds of a search share it."""
 
 
 def _training_items(table: Mapping[str, Any]) -> tuple[Subset, Splits, Split]:
@@ -191,15 +223,15 @@ def _trained(recipe: Recipe, folder: Path, dataset: Dataset | None = None) -> Ru
 def _fold(job: Job) -> Figures:
     recipe, dataset = fold_recipe(job)
     try:
-        found = evaluate_run(_trained(recipe, job.folder, dataset), metrics=_metrics(recipe))
+        run = _trained(recipe, job.folder, dataset)
+        return {"trained": evaluate_run(run, metrics=_metrics(recipe)).figures["trained"]}
     except (Diverged, Interrupted):
         raise
     except RetrievalError as error:
         raise DataError(
-            f"{recipe.name}, in the search, where one of {job.fold[1]} parts of the training"
-            f" classes is held out each time: {error}\nMore --folds leave more classes to train on."
+            f"{recipe.name}, in the search, where one of {job.fold[1]} parts of the training side"
+            f" is held out each time: {error}\nMore --folds leave more to train on."
         ) from error
-    return {"trained": found.figures["trained"]}
 
 
 def _seed(job: Job) -> Figures:
@@ -208,16 +240,14 @@ def _seed(job: Job) -> Figures:
     # what failed is kept in the run's folder, since a worker has nobody to tell
     with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as told:
         run = _trained(recipe, job.folder)
-        told.retrieval_run_start(run)  # one that was trained before goes on with its figures
-        found = evaluate_run(run, metrics=_metrics(recipe)).figures["trained"]
-        told.figures({f"test_{name}": value for name, value in found.items()})
-    return {"trained": found}
+        told.retrieval_run_start(run)  # one that was trained before goes on with its metrics
+        metrics = evaluate_run(run, metrics=_metrics(recipe)).figures["trained"]
+        told.figures({f"test_{name}": value for name, value in metrics.items()})
+    return {"trained": metrics}
 
 
 def _untrained(job: Job) -> Figures:
-    """Measure a net as it begins; with the first seed also the raw items, which are the same for
-    all.
-    """
+    """Measure a net as it begins, and with seed 0 the raw items, which no seed changes."""
     recipe = check_recipe(job.table)
     return _measured(
         recipe,
@@ -231,7 +261,7 @@ def _untrained(job: Job) -> Figures:
 def _frozen(job: Job) -> Figures:
     """Measure the features of a backbone with the weights that it comes with."""
     return _measured(
-        check_recipe(job.table), job.folder, with_head=False, raw=False, called="pretrained, frozen"
+        check_recipe(job.table), job.folder, with_head=False, raw=False, called="frozen"
     )
 
 
@@ -247,13 +277,18 @@ def _measured(recipe: Recipe, folder: Path, *, with_head: bool, raw: bool, calle
     shutil.rmtree(folder, ignore_errors=True)
     create_folder(folder, recipe)
     run = Run(folder, recipe, dataset, splits, model.eval())
-    figures = evaluate_run(run, metrics=_metrics(recipe), baseline=raw).figures
-    return {called if name == "trained" else name: values for name, values in figures.items()}
+    rows = evaluate_run(run, metrics=_metrics(recipe), baseline=raw).figures
+    return {called if name == "trained" else name: values for name, values in rows.items()}
+
+
+_KINDS = {"fold": _fold, "seed": _seed, "untrained": _untrained, "frozen": _frozen}
 
 
 def perform_elsewhere(job: Job) -> tuple[Figures, str, int]:
-    """Do a job in a worker process: its figures, or a sentence that refuses and the exit code,
-    since not every error can be sent.
+    """Do a job in a worker process.
+
+    Returns:
+        Its metrics, or a sentence that refuses and the exit code: not every error can be sent.
     """
     if _asked_to_stop:
         return {}, _asked_to_stop[0], Interrupted.exit_code
@@ -266,15 +301,11 @@ def perform_elsewhere(job: Job) -> tuple[Figures, str, int]:
 
 
 _asked_to_stop: list[str] = []
-"""What a worker that was asked to stop said: the pool has handed it the next job already, which it
-does not begin.
-"""
+"""Sentence of a worker that was asked to stop: it begins no further job."""
 
 
 def begin_worker(threads: int) -> None:
-    """Prepare a worker process: its share of the cores; signals come from the process that started
-    it, and with that it ends.
-    """
+    """Prepare a worker process: its share of the cores, and an end with its parent."""
     import multiprocessing
     import threading
 
@@ -296,11 +327,11 @@ def begin_worker(threads: int) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def outcome(found: tuple[Figures, str, int]) -> Figures:
-    """Return what a worker found, or raise what refused it."""
-    figures, sentence, code = found
+def outcome(answer: tuple[Figures, str, int]) -> Figures:
+    """Return the metrics of a job done by a worker, or raise what refused it."""
+    metrics, sentence, code = answer
     if code == Interrupted.exit_code:
         raise Interrupted(sentence)
     if sentence:
         raise DataError(sentence)
-    return figures
+    return metrics

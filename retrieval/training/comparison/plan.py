@@ -1,14 +1,13 @@
-"""What is compared: recipes read, all their problems told at once, and held to the same data, net
-and budget.
-"""
+"""What is compared: recipes that share data, net and budget, and the plan of a comparison."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from retrieval.errors import DataError, RecipeError, RetrievalError, listed
 from retrieval.host.files import write_json
@@ -19,8 +18,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.training.comparison import space
 
 PRIMARY = "map_at_r"
-"""The figure that is tuned for, and that sentences are about: MAP@R (Musgrave et al., ECCV 2020).
-"""
+"""Metric that is tuned for and that sentences are about: MAP@R (Musgrave et al., ECCV 2020)."""
 FREE = ("real_weight", "loss_weight", "mine", "coupling", "clip_norm")
 """Keys of `[train]` that belong to a method, not to its budget."""
 
@@ -33,8 +31,11 @@ class Plan:
         recipes: each recipe's table, by its name.
         trials: how many settings are tried for each recipe; 0: the recipes are taken as they are.
         folds: into how many parts the training classes are divided to judge a setting.
-        pretrained: the backbone of the row "pretrained, frozen"; None where there is none.
-        seeds: how many runs of each.
+        pretrained: the backbone of the row of frozen features; None where there is none.
+        seeds: how many runs of each, on each split.
+        splits: how many splits are drawn; 1: the recipes' own.
+        repeats: how many times the training side is divided into folds.
+        fold_by: "class": a fold holds out whole classes; "item": items of every class.
     """
 
     recipes: dict[str, dict[str, Any]]
@@ -42,59 +43,91 @@ class Plan:
     folds: int
     pretrained: dict[str, Any] | None
     seeds: int
+    splits: int = 1
+    repeats: int = 1
+    fold_by: Literal["class", "item"] = "class"
+
+    @property
+    def blocks(self) -> str:
+        """What a test counts, as a sentence says it."""
+        return f"{self.splits} splits" if self.splits > 1 else f"{self.seeds} seeds"
 
 
 def read_recipes(
-    paths: Sequence[StrPath], overrides: Sequence[str], plugins: Sequence[str], search: bool
-) -> list[Recipe]:
-    """Read recipes.
+    paths: Sequence[StrPath],
+    overrides: Sequence[str],
+    plugins: Sequence[str],
+    search: bool,
+    grid: Mapping[str, Sequence[Any]],
+) -> list[list[Recipe]]:
+    """Read recipes: for each file one list, with a recipe for each setting of the grid.
 
     Args:
-        paths: TOML files, two at least.
+        paths: TOML files.
         overrides: changes to each of them.
         plugins: further plugins of each.
         search: whether each must say what may be tried.
+        grid: values by key, all of whose combinations are settings; empty: each recipe as it is.
 
     Raises:
         DataError: with every problem of every file.
     """
-    if len(paths) < 2:
-        raise DataError("A comparison needs two recipes at least: name another one.")
     if missing := [str(path) for path in paths if not Path(path).is_file()]:
         raise _refused([f"There is no recipe {path}." for path in missing])
-    recipes: list[Recipe] = []
+    recipes: list[list[Recipe]] = []
     problems: list[str] = []
+    origin: dict[str, StrPath] = {}
     for path in paths:
         try:
             recipe = read_recipe(path, overrides, plugins)
             if search and (wrong := space.faults(recipe)):
                 raise RecipeError(wrong, str(path))
-            recipes.append(recipe)
+            if recipe.name in origin:
+                problems.append(
+                    f"{origin[recipe.name]} and {path} are both called '{recipe.name}': change the"
+                    " `name` of one."
+                )
+            origin.setdefault(recipe.name, path)
+            prefix = f"{recipe.name}, " if len(paths) > 1 else ""
+            recipes.append(
+                [
+                    absolute_paths(read_recipe(path, [*overrides, *setting], plugins))
+                    for setting in settings(grid, prefix)
+                ]
+            )
         except RetrievalError as error:
             problems.append(str(error))
     if problems:
-        raise DataError("\n".join(problems))
-    names: dict[str, StrPath] = {}
-    for path, recipe in zip(paths, recipes, strict=True):
-        if recipe.name in names:
-            problems.append(
-                f"{names[recipe.name]} and {path} are both called '{recipe.name}': change the"
-                " `name` of one."
-            )
-        names.setdefault(recipe.name, path)
-    if problems:
         raise _refused(problems)
-    return [absolute_paths(recipe) for recipe in recipes]
+    return recipes
+
+
+def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
+    """Return the overrides of each setting of a grid, with a name made of its values."""
+    if not grid:
+        return [[]]
+    last = [key.rpartition(".")[2] for key in grid]
+    short = [name if last.count(name) == 1 else key for name, key in zip(last, grid, strict=True)]
+    made = []
+    for values in itertools.product(*grid.values()):
+        shown_values = [str(value) for value in values]
+        name = ", ".join(f"{key}={text}" for key, text in zip(short, shown_values, strict=True))
+        # a recipe's name is a folder's, too
+        name = prefix + "".join("_" if c in '/\\<>:"|?*' else c for c in name)
+        changes = [f"{key}={toml_value(value)}" for key, value in zip(grid, values, strict=True)]
+        made.append([*changes, f"name={toml_value(name)}"])
+    return made
 
 
 def _refused(problems: Sequence[str]) -> DataError:
-    return DataError(problems[0] if len(problems) == 1 else listed("The comparison", problems))
+    one = len(problems) == 1
+    return DataError(problems[0] if one else listed("The comparison", problems))
 
 
 def same(recipe: Recipe) -> dict[str, Any]:
-    """Return what must be the same for all that is compared, by what it is called."""
+    """Return the settings that all recipes must share, by name."""
     train = recipe.train.model_dump()
-    found: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "[data]": recipe.data.table,
         "[split]": recipe.split.model_dump(),
         "[sampler]": recipe.sampler.model_dump(),
@@ -104,29 +137,27 @@ def same(recipe: Recipe) -> dict[str, Any]:
         "[train]": {k: v for k, v in train.items() if k not in (*FREE, "epochs")},
     }
     if recipe.learner is not None:
-        return {**found, "the epochs": "none, it is fitted"}
-    found["the epochs"] = sum(phase.epochs for phase in recipe.phases)
-    found["[head] embedding_size"] = recipe.head.embedding_size
-    found["[head] hidden"] = recipe.head.hidden
-    return found
+        return {**shared, "the epochs": "none, it is fitted"}
+    shared["the epochs"] = sum(phase.epochs for phase in recipe.phases)
+    shared["[head] embedding_size"] = recipe.head.embedding_size
+    shared["[head] hidden"] = recipe.head.hidden
+    return shared
 
 
 def differences(recipes: Sequence[Recipe]) -> list[str]:
-    """Return in what recipes differ from the first one that should be the same for all, a sentence
-    each.
-    """
-    first, *others = recipes
-    ours, found = same(first), []
-    for other in others:
-        theirs = same(other)
+    """Return a sentence for each shared setting in which a recipe differs from the first one."""
+    first, *rest = recipes
+    ours, sentences = same(first), []
+    for recipe in rest:
+        theirs = same(recipe)
         for name in dict.fromkeys([*ours, *theirs]):
             if name not in ours or name not in theirs:
                 continue  # a learner has no head: that it has no epochs is said
-            found += [
-                f"{place}: {shown(a)} in {first.name}, {shown(b)} in {other.name}."
+            sentences += [
+                f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
                 for place, a, b in _apart(name, ours[name], theirs[name])
             ]
-    return found
+    return sentences
 
 
 def _apart(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
@@ -151,23 +182,26 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
     """Return the differences that are allowed.
 
     Raises:
-        DataError: there are some, and they are not.
+        DataError: there are differences that are not allowed.
     """
-    found = differences(recipes)
-    if found and not allowed:
+    sentences = differences(recipes)
+    if sentences and not allowed:
         raise DataError(
             listed(
-                "These recipes cannot be compared fairly: what should be the same", found, shown=50
+                "These recipes cannot be compared fairly: what should be the same",
+                sentences,
+                shown=50,
             )
             + "\nMake them the same, or take them as they are with --allow-different; the table"
             " then says so."
         )
-    return found
+    return sentences
 
 
 def settle(folder: Path, plan: Plan) -> None:
-    """Write `plan.json`, or go on with the one that is there: recipes may be added, and seeds be
-    more or fewer.
+    """Write `plan.json`, or go on with the one that is there.
+
+    Recipes may be added; seeds and splits may be more or fewer.
 
     Raises:
         DataError: the folder holds something else, or a comparison that this one does not go on
@@ -186,20 +220,22 @@ def settle(folder: Path, plan: Plan) -> None:
         before = Plan(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error}. Choose another --output.") from None
-    other = [
+    changed = [
         f"{what} was {shown(old)} and is {shown(new)}."
         for what, old, new in (
             ("--search", before.trials, plan.trials),
             ("--folds", before.folds, plan.folds),
+            ("--repeats", before.repeats, plan.repeats),
+            ("--fold-by", before.fold_by, plan.fold_by),
             ("--pretrained", before.pretrained, plan.pretrained),
         )
         if old != new
     ]
     for name, table in plan.recipes.items():
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
-            other.append(f"the recipe '{name}' was changed.")
-    if other:
+            changed.append(f"the recipe '{name}' was changed.")
+    if changed:
         raise DataError(
-            listed(f"{folder} holds another comparison", other) + " Choose another --output."
+            listed(f"{folder} holds another comparison", changed) + " Choose another --output."
         )
     write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)

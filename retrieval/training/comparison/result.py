@@ -1,22 +1,49 @@
-"""What a comparison found."""
+"""The result of a comparison: its table, its tests, and the sentences that they allow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-from retrieval.training.comparison.plan import PRIMARY
-from retrieval.training.comparison.search import Trial
-from retrieval.training.comparison.statistics import (
-    Difference,
-    Mean,
-    compare,
-    conclusion,
-    mean_of,
-    said,
-)
+import numpy as np
+
+from retrieval.training.comparison import statistics
+from retrieval.training.comparison.plan import PRIMARY, Plan
+from retrieval.training.comparison.search import Trial, agreement
+from retrieval.training.comparison.statistics import Difference, Mean, mean_of
+
+
+@dataclass(frozen=True)
+class Search:
+    """The trials of one recipe on one split, and the settings of the best one."""
+
+    values: dict[str, Any]
+    trials: Sequence[Trial]
+
+    def notes(self, name: str) -> list[str]:
+        """Return whether the folds agree and, if they do, which best values are at an edge.
+
+        Of two trials one is always the smallest: an edge says something from three on.
+        """
+        folds = agreement(self.trials)
+        if folds is not None and not folds[1]:
+            return [
+                f"{name}: the folds do not agree (ρ = {folds[0]:.2f}): the search could not tell"
+                " trials apart. --repeats divides anew; with few classes, --fold-by item holds out"
+                " items."
+            ]
+        lines = []
+        if folds is not None:
+            lines.append(f"{name}: the folds agree on the order of trials (ρ = {folds[0]:.2f}).")
+        for key, value in self.values.items():
+            tried = {trial.values[key] for trial in self.trials if trial.score is not None}
+            if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
+                continue
+            end = "lowest" if value == min(tried) else "highest"
+            lines.append(f"{name} was best at the {end} {key} tried, {value:.4g}: widen its range.")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -25,58 +52,44 @@ class Contestant:
 
     Attributes:
         name: the recipe's name, or what the baseline is called.
-        recipe: whether it is a recipe.
-        figures: by seed, each metric's value on the test side.
-        values: the settings that the search chose.
-        trials: the settings that were tried.
+        kind: "net" and "learner" are recipes, the others baselines.
+        figures: each metric's value on the test side, of each seed of the first split, then of
+            the next one's.
+        searches: one for each split, with a search.
     """
 
     name: str
-    recipe: bool
+    kind: Literal["net", "learner", "raw", "untrained", "frozen"]
     figures: list[dict[str, float]]
-    values: dict[str, Any] = field(default_factory=dict)
-    trials: Sequence[Trial] = ()
+    searches: list[Search] = field(default_factory=list)
 
     @property
-    def edges(self) -> list[str]:
-        """A sentence for each number whose best value is the smallest or the largest that was
-        tried.
-
-        Of two trials one is always the smallest: from three on, it says something.
-        """
-        sentences = []
-        for key, value in self.values.items():
-            tried = {trial.values[key] for trial in self.trials if trial.score is not None}
-            if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
-                continue
-            end = "lowest" if value == min(tried) else "highest"
-            sentences.append(
-                f"{self.name} was best at the {end} {key} tried, {value:.4g}: widen its range."
-            )
-        return sentences
+    def recipe(self) -> bool:
+        """Whether it is a recipe."""
+        return self.kind in ("net", "learner")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
         contestants: baselines, then recipes.
-        seeds: runs of each.
-        trials: settings that were tried for each recipe.
-        folds: parts of the training classes that judged them.
-        different: what the recipes do not share, and was allowed, a sentence each.
+        plan: seeds, splits, trials and folds.
+        different: sentences on what the recipes do not share, and was allowed.
         missing: which baseline there is none of, and why.
         base: the recipe whose data and net the baselines have.
+        against: the one contestant that all others are compared with; None: all pairs of recipes.
+        test_baselines: whether recipes are also compared with baselines.
     """
 
     contestants: list[Contestant]
-    seeds: int
-    trials: int
-    folds: int
+    plan: Plan
     different: list[str]
     missing: str | None
     base: str
+    against: str | None = None
+    test_baselines: bool = False
 
     @property
     def metrics(self) -> list[str]:
@@ -91,64 +104,118 @@ class Comparison:
     @property
     def recipes(self) -> list[str]:
         """The recipes' names."""
-        return [each.name for each in self.contestants if each.recipe]
+        return [row.name for row in self.contestants if row.recipe]
+
+    def values(self, contestant: Contestant, metric: str) -> list[float]:
+        """Return a metric's value of each seed or, with several splits, each split's mean."""
+        table = np.array([row[metric] for row in contestant.figures]).reshape(self.plan.splits, -1)
+        return [float(value) for value in (table[0] if len(table) == 1 else table.mean(1))]
 
     def mean(self, contestant: Contestant, metric: str) -> Mean:
-        """Return a metric's mean over seeds and its interval."""
-        return mean_of([figures[metric] for figures in contestant.figures])
+        """Return a metric's mean over blocks and its interval."""
+        return mean_of(self.values(contestant, metric))
+
+    @cached_property
+    def primary(self) -> dict[str, list[float]]:
+        """MAP@R of each contestant in each block."""
+        return {row.name: self.values(row, PRIMARY) for row in self.contestants}
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """Each recipe less those after it and less each baseline, by MAP@R."""
-        figures = {each.name: [f[PRIMARY] for f in each.figures] for each in self.contestants}
-        return compare(figures, self.recipes)
+        """The differences of MAP@R that are tested."""
+        return statistics.compare(self.primary, self.recipes, self._pairs())
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Return the pairs of names that are tested."""
+        names, baselines = self.recipes, [row for row in self.contestants if not row.recipe]
+        pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
+        if self.against is not None:
+            pairs = [(name, self.against) for name in names if name != self.against]
+            if self.against not in names:
+                return list(dict.fromkeys(self._fair(*pair) for pair in pairs))
+            names = [self.against]
+        if self.test_baselines:
+            pairs += [self._fair(name, row.name) for name in names for row in baselines]
+        return list(dict.fromkeys(pairs))
+
+    def _fair(self, name: str, baseline: str) -> tuple[str, str]:
+        """Return like and like: a learner trains no net, so raw items are its baseline."""
+        kinds = {row.name: row.kind for row in self.contestants}
+        if kinds[name] == "learner" and kinds[baseline] == "untrained":
+            baseline = next(row.name for row in self.contestants if row.kind == "raw")
+        return name, baseline
 
     @property
     def conclusion(self) -> str:
         """What can be said of all recipes together."""
-        return conclusion(self.differences, self.recipes, self.seeds)
+        if self.against is not None:
+            return statistics.conclusion_against(self.differences, self.against, self.plan.blocks)
+        return statistics.conclusion(self.differences, self.recipes, self.plan.blocks)
 
     @property
     def sentences(self) -> list[str]:
-        """What can be said of each difference."""
-        tests = sum(each.p is not None for each in self.differences)
-        return [said(each, self.seeds, tests) for each in self.differences]
+        """What can be said of the differences."""
+        return statistics.sentences(self.differences, self.plan.blocks)
 
     @property
     def notes(self) -> list[str]:
-        """How the figures came about, and what they do not say."""
-        tuned = (
-            f"{self.trials} settings were tried for each recipe (Optuna's TPE), each judged by"
-            f" MAP@R on the training side alone, its classes divided into {self.folds} folds; no"
-            " item of the test side was within reach."
-            if self.trials
-            else (
+        """How the metrics came about, and what they do not say."""
+        plan = self.plan
+        interval = (
+            f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.splits} splits, each the"
+            f" mean over {plan.seeds} seeds: it holds split and seed. Splits share classes or"
+            " items, so it is rather too narrow."
+            if plan.splits > 1
+            else f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.seeds} seeds, which"
+            " all rows share. A seed decides on weights and batches; the split is the same, so an"
+            " interval is of seeds only and says nothing of other test items (--splits does)."
+        )
+        notes = [interval, self._tuning()]
+        if any(each.p is not None for each in self.differences):
+            notes.append(
+                f"p values: {statistics.method(self.primary, self.recipes, self.differences)}"
+            )
+        fixed = [name for name in self.recipes if np.ptp(self.primary[name]) < statistics.SAME]
+        if fixed and self.plan.splits == 1:
+            notes.append(f"No seed changes {', '.join(fixed)}: one value, without an interval.")
+        notes.append(f"Baselines have the data and the net of {self.base}.")
+        if self.missing:
+            notes.append(f"There is no row {self.missing}.")
+        for row in self.contestants:
+            for number, search in enumerate(row.searches):
+                split = f" on split {number}" if plan.splits > 1 else ""
+                notes += search.notes(row.name + split)
+        return [*notes, *(f"Not the same for all: {each}" for each in self.different)]
+
+    def _tuning(self) -> str:
+        plan = self.plan
+        if not plan.trials:
+            return (
                 "Nothing was tuned: each recipe was taken as it is. How much each was tuned before"
                 " is not known."
             )
+        divided = "its classes" if plan.fold_by == "class" else "the items of each class"
+        times = f", {plan.repeats} times" if plan.repeats > 1 else ""
+        return (
+            f"{plan.trials} settings were tried for each recipe (Optuna's TPE), each judged by"
+            f" MAP@R on the training side alone, {divided} divided into {plan.folds} folds{times};"
+            " no item of the test side was within reach."
         )
-        notes = [
-            (
-                f"Mean ± 95 % interval (Student's t) over {self.seeds} seeds, which all rows share."
-                " A seed decides on weights and batches; the split is the same, so an interval"
-                " says nothing of other test items."
-            ),
-            tuned,
-            "p values: paired t test over seeds by MAP@R, corrected together by Holm's method.",
-            f"Baselines have the data and the net of {self.base}.",
-        ]
-        if self.missing:
-            notes.append(f"There is no row {self.missing}.")
-        notes += [sentence for each in self.contestants for sentence in each.edges]
-        return [*notes, *(f"Not the same for all: {each}" for each in self.different)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `comparison.json` holds."""
+        rows = []
+        for row in self.contestants:
+            rows.append(asdict(row) | {"recipe": row.recipe})
+            for search, table in zip(row.searches, rows[-1]["searches"], strict=True):
+                folds = agreement(search.trials)
+                table["agreement"] = None if folds is None else folds[0]
         return {
             "conclusion": self.conclusion,
             "sentences": self.sentences,
             "notes": self.notes,
-            "seeds": self.seeds,
-            "contestants": [asdict(each) for each in self.contestants],
+            "seeds": self.plan.seeds,
+            "splits": self.plan.splits,
+            "contestants": rows,
             "differences": [asdict(each) for each in self.differences],
         }

@@ -1,5 +1,6 @@
-"""The search for a recipe's settings: Optuna proposes, folds over the training classes judge, each
-trial is kept in a file.
+"""The search for a recipe's settings: Optuna proposes, folds of the training side judge.
+
+Each trial is kept in a file.
 
 One sampler serves all trials of a recipe, and its state goes on from one to the next: with a new
 sampler for each trial, every search would draw the same points. A search that was killed asks its
@@ -24,10 +25,10 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
 from retrieval.training.comparison import space
 from retrieval.training.comparison.jobs import Figures, Job
-from retrieval.training.comparison.plan import PRIMARY
+from retrieval.training.comparison.plan import PRIMARY, Plan
 
 Do = Callable[[Sequence[Job]], list[Figures]]
-"""Does jobs, in this process or in workers, and returns their figures in order."""
+"""Does jobs, in this process or in workers, and returns their metrics in order."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,12 @@ class Trial:
     Attributes:
         values: by key of the recipe.
         score: the mean MAP@R over the folds; None where a training diverged.
+        folds: MAP@R on each fold; None where its training diverged.
     """
 
     values: dict[str, Any]
     score: float | None
+    folds: Sequence[float | None] = ()
 
 
 def require_optuna() -> None:
@@ -113,13 +116,13 @@ def _distribution(values: Range) -> Any:
     return FloatDistribution(values.low, values.high, log=values.log)
 
 
-def search(recipe: Recipe, trials: int, folds: int, folder: Path, do: Do) -> list[Trial]:
+def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do: Do) -> list[Trial]:
     """Try settings of a recipe, or go on with trying.
 
     Args:
         recipe: with a `[search]`.
-        trials: how many settings.
-        folds: into how many parts the training classes are divided.
+        own: its table, with the split that is measured on.
+        plan: how many settings and folds, and what a fold holds out.
         folder: where the trials are kept.
         do: does a trial's trainings.
 
@@ -128,25 +131,33 @@ def search(recipe: Recipe, trials: int, folds: int, folder: Path, do: Do) -> lis
     """
     done: list[Trial] = []
     proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
-    for number in range(trials):
+    for number in range(plan.trials):
         place = folder / f"trial-{number:03}"
         known = _values(place / "values.json")
         values = proposals.next(known)
         if known is None:
             place.mkdir(parents=True, exist_ok=True)
             write_json(place / "values.json", values, DataError)
-        table = space.changed(space.table_of(recipe), values)
+        table = space.changed(own, values)
         jobs = [
-            Job("fold", table, place / f"fold-{k}", place / f"fold-{k}.json", (k, folds))
-            for k in range(folds)
+            Job(
+                "fold",
+                table,
+                place / f"fold-{k}",
+                place / f"fold-{k}.json",
+                (k, plan.folds),
+                plan.fold_by,
+            )
+            for k in range(plan.folds * plan.repeats)
         ]
-        scores = [found["trained"][PRIMARY] if found else None for found in do(jobs)]
-        whole = [score for score in scores if score is not None]
-        done.append(Trial(values, float(np.mean(whole)) if len(whole) == folds else None))
+        scores = [row["trained"][PRIMARY] if row else None for row in do(jobs)]
+        finite = [score for score in scores if score is not None]
+        mean = float(np.mean(finite)) if len(finite) == len(jobs) else None
+        done.append(Trial(values, mean, scores))
         proposals.tell(done[-1].score)
     if all(trial.score is None for trial in done):
         raise DataError(
-            f"{recipe.name}: in each of the {trials} trials the loss became NaN or infinite. Narrow"
+            f"{recipe.name}: in each of the {plan.trials} trials the loss became NaN or infinite. Narrow"
             " [search], above all the learning rate."
         )
     return done
@@ -155,6 +166,30 @@ def search(recipe: Recipe, trials: int, folds: int, folder: Path, do: Do) -> lis
 def best(trials: Sequence[Trial]) -> Trial:
     """Return the trial with the highest score; of equal ones the first."""
     return max((t for t in trials if t.score is not None), key=lambda trial: trial.score or 0.0)
+
+
+def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
+    """Return how far folds agree on the order of trials.
+
+    Returns:
+        The mean rank correlation of trials' scores between two folds (Spearman's ρ), and whether
+            the mean score tells trials apart: its reliability Kρ / (1 + (K − 1) ρ) (Spearman &
+            Brown, 1910) is one half at least. None for fewer than three trials, or two folds.
+    """
+    from scipy import stats
+
+    table = np.array([trial.folds for trial in trials if trial.score is not None], np.float64)
+    if len(table) < 3 or table.shape[1] < 2:
+        return None
+    ranks = stats.rankdata(table, axis=0)
+    # a fold that gives all trials one score has no order
+    ranks = ranks[:, np.ptp(ranks, axis=0) > 0]
+    count = ranks.shape[1]
+    if count < 2:
+        return 0.0, False
+    between = np.corrcoef(ranks.T)[np.triu_indices(count, 1)]
+    rho = float(between.mean())
+    return rho, rho > 0 and count * rho / (1 + (count - 1) * rho) >= 0.5
 
 
 def _values(file: Path) -> dict[str, Any] | None:

@@ -44,7 +44,7 @@ def tried(values: Range) -> list[Any]:
 
 
 def faults(recipe: Tables) -> list[str]:
-    """Return what is wrong with a recipe's `[search]`, a sentence each.
+    """Return the problems of a recipe's `[search]`, a sentence each.
 
     Each end of a range and each choice is put in its place, and the recipe checked as any other.
     """
@@ -73,8 +73,8 @@ def faults(recipe: Tables) -> list[str]:
 
 
 def own_values(recipe: Tables) -> dict[str, Any]:
-    """Return the values that a recipe itself sets for what is searched, as far as they lie within."""
-    table, found = table_of(recipe), {}
+    """Return the recipe's own values of the searched keys, as far as they lie within."""
+    table, values_by_key = table_of(recipe), {}
     for key, values in recipe.search.items():
         value: Any = table
         for step in key.split("."):
@@ -84,5 +84,5 @@ def own_values(recipe: Tables) -> dict[str, Any]:
             assert values.low is not None and values.high is not None
             inside = values.low <= value <= values.high
         if value is not None and inside:
-            found[key] = value
-    return found
+            values_by_key[key] = value
+    return values_by_key

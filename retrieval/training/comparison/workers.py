@@ -1,21 +1,25 @@
-"""Who does the jobs of a comparison: this process, one after another, or several worker processes
-at once.
-"""
+"""Who does the jobs of a comparison: this process, several worker processes, or a Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, Interrupted, RetrievalError
 from retrieval.host.cores import cores
+from retrieval.host.version import installed_version
+from retrieval.recipe.read import Recipe
+from retrieval.serving.embedding.runners import Cluster
 from retrieval.serving.progress import Meter
 from retrieval.training.comparison.jobs import (
     Figures,
@@ -28,90 +32,231 @@ from retrieval.training.comparison.jobs import (
 )
 from retrieval.training.comparison.search import Do
 
+PATIENCE = 30.0
+"""Seconds that trainings on a cluster have to write their checkpoints when they are stopped."""
+TRIES = 3
+"""Times that a job is begun anew after its node or process was lost."""
 
-class Workers:
-    """Does jobs, and counts them.
 
-    Args:
-        count: how many processes; 1 is this one.
-        meter: shows how many jobs are done.
-    """
+class Worker:
+    """Does jobs in this process, one after another, and counts them."""
 
-    def __init__(self, count: int, meter: Meter) -> None:
-        self.count, self.meter = count, meter
-        self._counted = threading.Lock()
-        self._pool: ProcessPoolExecutor | None = None
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.counting = threading.Lock()
 
     def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
-        """Do jobs and return their figures in order; those that are done already are not done
-        again.
-        """
-        if self._pool is None:
-            return [self._one(job) for job in jobs]
-        waiting: list[Figures | Future[Any]] = []
-        for job in jobs:
-            before = known(job)
-            waiting.append(self._pool.submit(perform_elsewhere, job) if before is None else before)
-        found = []
-        for each in waiting:
-            try:
-                found.append(outcome(each.result()) if isinstance(each, Future) else each)
-            except BrokenProcessPool:
-                raise DataError(
-                    "A worker process ended before its work was done, perhaps for want of memory."
-                    " The same command goes on; fewer --workers take less memory."
-                ) from None
-            self._count()
-        return found
+        """Return the metrics of jobs, in order; those done before are not done again."""
+        return [self.counted(perform(job)) for job in jobs]
 
-    def _one(self, job: Job) -> Figures:
-        found = perform(job)
-        self._count()
-        return found
-
-    def _count(self) -> None:
-        with self._counted:
+    def counted(self, metrics: Figures) -> Figures:
+        """Count a job, and return its metrics."""
+        with self.counting:
             self.meter.update()
+        return metrics
 
     def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
-        """Do tasks, each of which asks for jobs as it goes: one after another, or side by side
-        where there are workers.
+        """Do tasks, each of which asks for jobs as it goes.
 
         Raises:
             RetrievalError: what refused the first job that was refused.
             KeyboardInterrupt: Ctrl-C; workers were asked to stop, and have.
         """
-        if self.count == 1:
-            return [task(self) for task in tasks]
-        with self._processes(), ThreadPoolExecutor(len(tasks)) as threads:
+        return [task(self) for task in tasks]
+
+
+class Parallel(Worker):
+    """Does tasks side by side, and their jobs elsewhere."""
+
+    def submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
+        """Begin a job elsewhere."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Ask the workers to stop: one that trains writes its checkpoint first."""
+        raise NotImplementedError
+
+    def error(self, error: Exception) -> Exception:
+        """Return the error for a job whose worker was lost."""
+        raise NotImplementedError
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
+        """Return the metrics of jobs, in order; those done before are not done again."""
+        pending: list[Figures | Future[tuple[Figures, str, int]]] = []
+        for job in jobs:
+            before = known(job)
+            pending.append(self.submit(job) if before is None else before)
+        return [
+            self.counted(self._result(item) if isinstance(item, Future) else item)
+            for item in pending
+        ]
+
+    def _result(self, future: Future[tuple[Figures, str, int]]) -> Figures:
+        try:
+            answer = future.result()
+        except Exception as error:
+            raise self.error(error) from None
+        return outcome(answer)
+
+    def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
+        """Do tasks side by side; see `Worker.all`."""
+        with ThreadPoolExecutor(len(tasks)) as threads:
             try:
                 waiting = [threads.submit(task, self) for task in tasks]
-                return [each.result() for each in waiting]
+                return [future.result() for future in waiting]
             except BaseException:
-                self._stop()
+                self.stop()
                 raise
 
-    @contextlib.contextmanager
-    def _processes(self) -> Iterator[None]:
-        share = max(1, cores() // self.count)
-        self._pool = ProcessPoolExecutor(
-            self.count,
+
+class Processes(Parallel):
+    """Does jobs in processes of this machine, each with its share of the cores."""
+
+    def __init__(self, count: int, meter: Meter) -> None:
+        super().__init__(meter)
+        self.pool = ProcessPoolExecutor(
+            count,
             multiprocessing.get_context("spawn"),
             initializer=begin_worker,
-            initargs=(share,),
+            initargs=(max(1, cores() // count),),
         )
-        try:
-            yield
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
 
-    def _stop(self) -> None:
-        """Ask the workers to stop: one that trains writes its checkpoint first."""
-        assert self._pool is not None
-        running = list((self._pool._processes or {}).values())
-        self._pool.shutdown(wait=False, cancel_futures=True)
+    def submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
+        """Begin a job in a worker process."""
+        return self.pool.submit(perform_elsewhere, job)
+
+    def stop(self) -> None:
+        """Ask the worker processes to stop."""
+        running = list((self.pool._processes or {}).values())
+        self.pool.shutdown(wait=False, cancel_futures=True)
         for process in running:
             if process.is_alive() and process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)
+
+    def error(self, error: Exception) -> Exception:
+        """Return the error for a job whose process ended."""
+        if not isinstance(error, BrokenProcessPool):
+            return error
+        return DataError(
+            "A worker process ended before its work was done, perhaps for want of memory. The same"
+            " command goes on; fewer --workers take less memory."
+        )
+
+
+class OnRay(Parallel):
+    """Does jobs as tasks of a Ray cluster, whose nodes all see the comparison's folder."""
+
+    def __init__(self, cluster: Cluster, folder: Path, meter: Meter) -> None:
+        super().__init__(meter)
+        self.ray, plan = cluster.ray, folder / "plan.json"
+        self.stopped = False
+        self.running: dict[Future[Any], Any] = {}
+        self.arguments = installed_version(), plan, _checksum(plan), cluster.cpus
+        self.remote = self.ray.remote(_perform_on_node).options(
+            num_cpus=cluster.cpus,
+            num_gpus=int(cluster.gpu),
+            max_retries=TRIES,
+            retry_exceptions=False,
+        )
+
+    def submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
+        """Begin a job on a node."""
+        with self.counting:
+            if self.stopped:
+                raise Interrupted("The comparison was asked to stop.")
+            ref = self.remote.remote(job, *self.arguments)
+            future: Future[Any] = ref.future()
+            self.running[future] = ref
+            return future
+
+    def stop(self) -> None:
+        """Ask the trainings to stop, and end those that do not."""
+        with self.counting:
+            self.stopped = True
+            refs = [ref for future, ref in self.running.items() if not future.done()]
+        for ref in refs:
+            with contextlib.suppress(Exception):
+                self.ray.cancel(ref)
+        if refs:
+            _, late = self.ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)
+            for ref in late:
+                with contextlib.suppress(Exception):
+                    self.ray.cancel(ref, force=True)
+
+    def error(self, error: Exception) -> Exception:
+        """Return the error for a task that was stopped or lost."""
+        if self.stopped or isinstance(error, self.ray.exceptions.TaskCancelledError):
+            return Interrupted("The comparison was asked to stop.")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".")
+        return DataError(
+            f"A training on the cluster was lost: {reason}. The same command goes on; more --cpus"
+            " leave each training more of its node's memory."
+        )
+
+
+@contextlib.contextmanager
+def workers(
+    count: int, ray: str | None, cpus: int | None, recipe: Recipe, folder: Path, meter: Meter
+) -> Iterator[Worker]:
+    """Prepare what does the jobs.
+
+    Args:
+        count: how many processes; 1 is this one.
+        ray: the address of a Ray cluster instead; see `Cluster.joined`.
+        cpus: cores of each training there; None for 4, or as many as the smallest node has.
+        recipe: one of the compared; it says whether a GPU is wanted.
+        folder: the comparison's, with its `plan.json`.
+        meter: shows how many jobs are done.
+
+    Raises:
+        MissingDependency: Ray is not installed.
+        DataError: there is no cluster.
+    """
+    if ray is not None:
+        with Cluster.joined(ray, recipe.train.device, cpus) as cluster:
+            yield OnRay(cluster, folder, meter)
+    elif count == 1:
+        yield Worker(meter)
+    else:
+        processes = Processes(count, meter)
+        try:
+            yield processes
+        finally:
+            processes.pool.shutdown(cancel_futures=True)
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _perform_on_node(
+    job: Job, version: str, plan: Path, checksum: str, cpus: int
+) -> tuple[Figures, str, int]:
+    """Do a job on a node; see `perform_elsewhere`."""
+    import torch
+
+    from retrieval.serving.runtime import quiet_threads
+
+    node = socket.gethostname()
+    if version != installed_version():
+        sentence = (
+            f"Node {node} has retrieval {installed_version()}, this machine {version}: install the"
+            " same on every node."
+        )
+        return {}, sentence, DataError.exit_code
+    if not plan.is_file() or _checksum(plan) != checksum:
+        sentence = (
+            f"Node {node} does not see {plan.parent}: with --ray, --output lies in a folder that"
+            " all nodes share."
+        )
+        return {}, sentence, DataError.exit_code
+    quiet_threads()
+    torch.set_num_threads(cpus)
+    try:
+        return perform(job), "", 0
+    except KeyboardInterrupt:  # between two trainings: nothing is half written
+        return {}, "The comparison was asked to stop.", Interrupted.exit_code
+    except RetrievalError as error:
+        return {}, str(error), error.exit_code

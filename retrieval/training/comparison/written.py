@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import metric_title
 from retrieval.host.files import write_json, write_text
 from retrieval.host.values import toml_value
@@ -19,29 +21,43 @@ from retrieval.training.comparison.statistics import Mean, number, probability
 Cells = list[list[str]]
 
 
-def write(folder: Path, result: Comparison) -> None:
+@dataclass(frozen=True)
+class Latex:
+    """How the LaTeX table looks.
+
+    Attributes:
+        columns: its metrics; empty: all.
+        caption: its caption; None: how the metrics came about.
+        label: its label.
+    """
+
+    columns: Sequence[str] = ()
+    caption: str | None = None
+    label: str = "tab:comparison"
+
+
+def write(folder: Path, result: Comparison, style: Latex) -> None:
     """Write the tables into a folder, each file whole or not at all.
 
     Raises:
-        DataError: the folder cannot be written.
+        DataError: the folder cannot be written, or there is no such column.
     """
+    write_json(folder / "comparison.json", result.as_dict(), DataError)
     for name, text in (
         ("comparison.md", markdown(result)),
         ("comparison.csv", as_csv(result)),
-        ("comparison.tex", latex(result)),
         ("comparison.html", page(result)),
+        ("comparison.tex", latex(result, style)),
     ):
         write_text(folder / name, text, DataError)
-    write_json(folder / "comparison.json", result.as_dict(), DataError)
 
 
 def figures(result: Comparison) -> Cells:
-    """Return the table of figures, its head first."""
-    rows = [["", *map(metric_title, result.metrics)]]
-    for each in result.contestants:
-        rows.append(
-            [each.name, *(interval(result.mean(each, metric)) for metric in result.metrics)]
-        )
+    """Return the table of metrics, its head first."""
+    blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
+    rows = [[f"mean ± 95 %, of {blocks}, uncorrected", *map(metric_title, result.metrics)]]
+    for row in result.contestants:
+        rows.append([row.name, *(interval(result.mean(row, metric)) for metric in result.metrics)])
     return rows
 
 
@@ -52,27 +68,28 @@ def interval(mean: Mean) -> str:
 
 def differences(result: Comparison) -> Cells:
     """Return the table of differences, its head first."""
-    rows = [["", "less", "MAP@R", "p", "p, corrected"]]
+    rows = [["", "less", "MAP@R ± at Holm's level", "p", "p, corrected"]]
     for each in result.differences:
         p, corrected = (
             "" if value is None else probability(value) for value in (each.p, each.corrected)
         )
         sign = "+" if each.mean.value >= 0 else "−"
-        shown = f"{sign}{number(abs(each.mean.value))}" + (
+        apart = f"{sign}{number(abs(each.mean.value))}" + (
             f" ± {number(each.mean.half)}" if each.mean.half else ""
         )
-        rows.append([each.one, each.other, shown, p, corrected])
-    return rows
+        rows.append([each.one, each.other, apart, p, corrected])
+    return rows if len(rows) > 1 else []
 
 
 def settings(result: Comparison) -> list[str]:
-    """Return what the search chose for each recipe, a line each."""
-    return [
-        f"{each.name}: "
-        + ", ".join(f"{key} = {toml_value(_short(value))}" for key, value in each.values.items())
-        for each in result.contestants
-        if each.values
-    ]
+    """Return the settings of each recipe's best trial, a line each."""
+    lines = []
+    for row in result.contestants:
+        for split, search in enumerate(row.searches):
+            name = row.name if len(row.searches) == 1 else f"{row.name}, split {split}"
+            values = (f"{key} = {toml_value(_short(v))}" for key, v in search.values.items())
+            lines.append(f"{name}: {', '.join(values)}")
+    return lines
 
 
 def _short(value: object) -> object:
@@ -87,36 +104,26 @@ def markdown(result: Comparison) -> str:
         lines = ["| " + " | ".join(row) + " |" for row in safe]
         return [lines[0], "| --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:], ""]
 
-    chosen = settings(result)
-    return "\n".join(
-        [
-            f"**{result.conclusion}**",
-            "",
-            *table(figures(result)),
-            *(f"- {sentence}" for sentence in result.sentences),
-            "",
-            *table(differences(result)),
-            *(
-                ["Settings that the search chose:", "", *(f"- {line}" for line in chosen), ""]
-                if chosen
-                else []
-            ),
-            *(f"- {note}" for note in result.notes),
-            "",
-        ]
-    )
+    lines = [f"**{result.conclusion}**", "", *table(figures(result))]
+    if result.differences:
+        lines += [*(f"- {sentence}" for sentence in result.sentences), ""]
+        lines += table(differences(result))
+    if best := settings(result):
+        lines += ["Settings of the best trials:", "", *(f"- {line}" for line in best), ""]
+    return "\n".join([*lines, *(f"- {note}" for note in result.notes), ""])
 
 
 def as_csv(result: Comparison) -> str:
-    """Return every figure of every seed, a row each."""
+    """Return every metric of every seed and split, a row each."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["contestant", "kind", "seed", "metric", "value"])
-    for each in result.contestants:
-        kind = "recipe" if each.recipe else "baseline"
-        for seed, found in enumerate(each.figures):
+    rows.writerow(["contestant", "kind", "split", "seed", "metric", "value"])
+    for row in result.contestants:
+        kind = "recipe" if row.recipe else "baseline"
+        for place, values in enumerate(row.figures):
+            split, seed = divmod(place, result.plan.seeds)
             rows.writerows(
-                [each.name, kind, seed, metric, found[metric]] for metric in result.metrics
+                [row.name, kind, split, seed, metric, values[metric]] for metric in result.metrics
             )
     return text.getvalue()
 
@@ -141,28 +148,56 @@ LATEX = str.maketrans(
 )
 
 
-def latex(result: Comparison) -> str:
-    """Return both tables as LaTeX, for `\\usepackage{booktabs}`."""
+def latex(result: Comparison, style: Latex) -> str:
+    """Return the table of metrics for `\\usepackage{booktabs}`, per cent, the best in bold.
 
-    def table(rows: Cells) -> list[str]:
-        lines = [" & ".join(cell.translate(LATEX) for cell in row) + r" \\" for row in rows]
-        columns = "l" + "r" * (len(rows[0]) - 1)
-        return [
-            rf"\begin{{tabular}}{{{columns}}}",
+    Raises:
+        DataError: there is no such column.
+    """
+    columns = list(style.columns) or result.metrics
+    for name in columns:
+        if name not in result.metrics:
+            raise DataError(
+                f"--latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
+                f" It has: {', '.join(result.metrics)}."
+            )
+    means = [[result.mean(row, metric) for metric in columns] for row in result.contestants]
+    best = [max(cells[place].value for cells in means) for place in range(len(columns))]
+    lines: list[str] = []
+    before = False
+    for row, cells in zip(result.contestants, means, strict=True):
+        if row.recipe and not before and lines:
+            lines.append(r"\midrule")
+        before = row.recipe
+        texts = []
+        for mean, top in zip(cells, best, strict=True):
+            text = f"{100 * mean.value:.1f}"
+            text = rf"\textbf{{{text}}}" if mean.value == top else text
+            half = 100 * mean.half
+            texts.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
+        lines.append(" & ".join([row.name.translate(LATEX), *texts]) + r" \\")
+    caption = style.caption or (
+        f"Mean ± 95 % interval over {result.plan.blocks}, per cent. {result.conclusion}"
+    )
+    head = " & ".join(["", *(metric_title(metric).translate(LATEX) for metric in columns)])
+    return "\n".join(
+        [
+            *(f"% {line}" for line in (*result.sentences, *result.notes)),
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{caption.translate(LATEX) if style.caption is None else caption}}}",
+            rf"\label{{{style.label}}}",
+            rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
             r"\toprule",
-            lines[0],
+            rf"{head} \\",
             r"\midrule",
-            *lines[1:],
+            *lines,
             r"\bottomrule",
             r"\end{tabular}",
+            r"\end{table}",
             "",
         ]
-
-    notes = [
-        f"% {line}"
-        for line in (result.conclusion, *result.sentences, *settings(result), *result.notes)
-    ]
-    return "\n".join([*notes, *table(figures(result)), *table(differences(result))])
+    )
 
 
 def page(result: Comparison) -> str:
