@@ -41,7 +41,7 @@ T = TypeVar("T")
 _JSON: Mapping[Kind, int] = {"json": JSON_BYTES}
 _SEVERAL: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 _PARSED_AT_ONCE_BYTES = 16_384
-"""A larger body is parsed in a thread."""
+"""A larger form or JSON body is parsed in a thread."""
 
 
 class Routes:
@@ -331,7 +331,7 @@ class Routes:
             trail.note("read", began, perf_counter())
         try:
             async with self._deadline(request):
-                if len(body.content) <= _PARSED_AT_ONCE_BYTES:
+                if body.kind == "image" or len(body.content) <= _PARSED_AT_ONCE_BYTES:
                     yield read(body)
                 else:
                     yield await served.workers.searches.run(partial(read, body))
@@ -341,7 +341,7 @@ class Routes:
     @asynccontextmanager
     async def _deadline(self, request: Request) -> AsyncIterator[None]:
         """Bound what is done inside in time; RequestError 503 when it takes too long."""
-        HAS_LEFT.set(request.is_disconnected)
+        HAS_LEFT.set(request.scope.get("retrieval.has_left", bool))
         try:
             async with asyncio.timeout(self._settings.deadline):
                 yield
