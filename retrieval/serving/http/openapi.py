@@ -201,8 +201,8 @@ def _parameters(operation: Operation, *, named: bool) -> list[dict[str, Any]]:
     if named:
         parameters.append({"name": "index", "in": "path", "required": True, "schema": _NAME})
     if "{id}" in operation.path:
-        head = {"name": "id", "in": "path", "required": True, "schema": _ID}
-        parameters.append({**head, "description": "percent-encoded, slashes too"})
+        parameter = {"name": "id", "in": "path", "required": True, "schema": _ID}
+        parameters.append({**parameter, "description": "percent-encoded, slashes too"})
     for name, schema in operation.query.items():
         parameters.append({"name": name, "in": "query", "required": name == "id", "schema": schema})
     return parameters

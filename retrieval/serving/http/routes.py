@@ -76,7 +76,7 @@ class Routes:
         def read(body: Body) -> Query:
             return models.query_of(body, parameters, max_bytes)
 
-        return await self._search(request, limits, models.SEARCH_TYPES, read, several=False)
+        return await self._search(request, limits, models.SEARCH_TYPES, read, batch=False)
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
@@ -84,7 +84,7 @@ class Routes:
         read = partial(
             models.batch_of, most=self._settings.batch, max_bytes=self._settings.max_bytes
         )
-        return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, several=True)
+        return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, batch=True)
 
     async def _search(
         self,
@@ -92,7 +92,7 @@ class Routes:
         limits: Mapping[Kind, int],
         types: str,
         read: Callable[[Body], Query],
-        several: bool,
+        batch: bool,
     ) -> Response:
         served, prefix, began = self._served(request), _prefix_of(request), perf_counter()
         served.workers.searches.require_room()  # before the body is read
@@ -108,7 +108,7 @@ class Routes:
                     }
                     for hits in hits_by_query
                 ]
-                content: dict[str, Any] = {"answers": results} if several else results[0]
+                content: dict[str, Any] = {"answers": results} if batch else results[0]
                 content["took_ms"] = round(1000 * (perf_counter() - began), 2)
                 if query.options.explain:
                     content["explain"] = answers.explanation(query, index)
@@ -174,7 +174,7 @@ class Routes:
         """Add, replace or change items: all of them, or none."""
         served, settings = self._served(request), self._settings
         parameters_of(request)
-        read = partial(models.several_items, most=settings.batch, max_bytes=settings.max_bytes)
+        read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
         async with self._parsed(request, served, _SEVERAL, models.ADD_TYPES, read) as items:
             change = _change(request, served, "put", [_usable(item.id) for item in items])
             replaced = await served.put(items, change)
@@ -405,14 +405,17 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
     return parameters
 
 
-def _id_of(request: Request, *others: str) -> str:
-    """Return the id of a request's item, from its path or from `?id=`; `others` are parameters that
-    it may have.
+def _id_of(request: Request, *options: str) -> str:
+    """Return the id of a request's item, from its path or from `?id=`.
+
+    Args:
+        request: that names the item.
+        options: parameters that it may have besides.
     """
     if "id" in request.path_params:
-        parameters_of(request, *others)
+        parameters_of(request, *options)
         return unquote(request.path_params["id"], errors="surrogateescape")
-    id = parameters_of(request, "id", *others).get("id")
+    id = parameters_of(request, "id", *options).get("id")
     if not id:
         raise RequestError(400, "The address names no item: add ?id=, and the id percent-encoded.")
     return id

@@ -19,7 +19,7 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.plain import read_plain
 from retrieval.serving.http.audit import Audit, Change
 from retrieval.serving.http.changes import embedded, write
-from retrieval.serving.http.models import Given, NewItem, Query
+from retrieval.serving.http.models import NewItem, Query, QueryInput
 from retrieval.serving.http.problems import RequestError, no_item, store_failed
 from retrieval.serving.http.settings import BATCH_BYTES, Settings
 from retrieval.serving.http.turns import Turns, Workers
@@ -135,7 +135,7 @@ class Served:
             RequestError: 404, no such item; 503, too many are waiting, or the index cannot be
                 searched now.
         """
-        images = [given.image for given in query.given if given.image is not None]
+        images = [input.image for input in query.inputs if input.image is not None]
 
         async def ask() -> bytes:
             bundle = self.index.bundle
@@ -351,24 +351,24 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[
         DataError: a vector of another width, or an index that cannot be searched by id.
         RequestError: 404, no such item.
     """
-    options, answers = query.options, [list[Hit]() for _ in query.given]
+    options, answers = query.options, [list[Hit]() for _ in query.inputs]
     for by_id in (False, True):
         places = [
-            place for place, given in enumerate(query.given) if (given.id is not None) == by_id
+            place for place, input in enumerate(query.inputs) if (input.id is not None) == by_id
         ]
         if not places:
             continue
-        queries = [query.given[place] for place in places]
+        queries = [query.inputs[place] for place in places]
         encoded = _stored(index, queries) if by_id else _encoded(index.bundle, queries, pixels)
         k = options.k + by_id
         with stage("search", len(places)):
             results = index.search(encoded, k, candidates=options.candidates, where=query.where)
         for place, hits in zip(places, results, strict=True):
-            answers[place] = [hit for hit in hits if hit.id != query.given[place].id][: options.k]
+            answers[place] = [hit for hit in hits if hit.id != query.inputs[place].id][: options.k]
     return answers
 
 
-def _encoded(bundle: Bundle, queries: Sequence[Given], pixels: NDArray[Any] | None) -> Any:
+def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:
     """Return images or vectors as an index is asked for them."""
     if pixels is None:
         vectors = [query.vector for query in queries if query.vector is not None]
@@ -381,7 +381,7 @@ def _encoded(bundle: Bundle, queries: Sequence[Given], pixels: NDArray[Any] | No
         return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
 
 
-def _stored(index: Index, queries: Sequence[Given]) -> Encoded:
+def _stored(index: Index, queries: Sequence[QueryInput]) -> Encoded:
     """Return items of the index as queries."""
     bundle, ids = index.bundle, [str(query.id) for query in queries]
     if bundle.manifest.query_vectors:
