@@ -118,7 +118,7 @@ class AsyncClient:
             id: of an item, which is not among its neighbours.
             options: k, filter, candidates, fields (of the metadata), explain.
         """
-        if [image, vector, id].count(None) != 2:
+        if sum(target is not None for target in (image, vector, id)) != 1:
             raise DataError("A search takes an image, a vector or an id: one of them.")
         if image is not None:
             content = form_of(await files_of([image]), texts_of(options))

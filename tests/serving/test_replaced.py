@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import wire
 from retrieval.errors import StoreError
-from retrieval.serving.http.models import QueryInput, Options, Query
+from retrieval.serving.http.models import Options, Query, QueryInput
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers

@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 
 
-@pytest.fixture
-def server(served, index_path, photos):
-    return served(
+@pytest.fixture(scope="module")
+def server(shared, index_path, photos):
+    return shared(
         index_path, "--max-bytes", "100000", "--max-pixels", "1000000", "--images", str(photos)
     )
 
