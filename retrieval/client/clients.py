@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 from retrieval.client import answers
-from retrieval.client.folder import PushProgress, PushReport, push_folder
+from retrieval.client.folder import Push, PushProgress, PushReport
 from retrieval.client.images import (
     NewItem,
     dumps,
@@ -293,7 +293,7 @@ class AsyncClient:
             batch: most images of a request; the server's own limit where that is smaller.
             progress: told after each batch.
         """
-        return await push_folder(self, Path(folder), connections, batch, progress)
+        return await Push(self, Path(folder), batch, progress).run(connections)
 
 
 def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,7 +328,6 @@ class Client:
 
     def __init__(self, url: str, **settings: Any) -> None:
         self._client = AsyncClient(url, **settings)
-        self._settings = (url, settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock, self._process, self._closed = threading.Lock(), os.getpid(), False
 
@@ -353,6 +352,7 @@ class Client:
     add = _waiting(AsyncClient.add)
     get = _waiting(AsyncClient.get)
     delete = _waiting(AsyncClient.delete)
+    push = _waiting(AsyncClient.push)
     delete_where = _waiting(AsyncClient.delete_where)
     image = _waiting(AsyncClient.image)
     thumbnail = _waiting(AsyncClient.thumbnail)
@@ -366,36 +366,6 @@ class Client:
         pages = self._client._pages(filter, fields, page)
         while (items := self._run(_next(pages))) is not None:
             yield from items
-
-    def push(
-        self,
-        folder: str | Path,
-        *,
-        connections: int = 4,
-        batch: int = 16,
-        progress: Callable[[PushProgress], None] | None = None,
-    ) -> PushReport:
-        """Put the images below a folder on the server; see `AsyncClient.push`.
-
-        After Ctrl-C the next call goes on.
-
-        Raises:
-            DataError: an event loop is running here, as in a notebook: await `AsyncClient.push`.
-        """
-        with suppress(RuntimeError):
-            asyncio.get_running_loop()
-            raise DataError(
-                "An event loop is running here: write `await AsyncClient(url).push(folder)`."
-            )
-
-        async def run() -> PushReport:
-            url, settings = self._settings
-            async with AsyncClient(url, **settings) as client:
-                return await client.push(
-                    folder, connections=connections, batch=batch, progress=progress
-                )
-
-        return asyncio.run(run())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what a coroutine gives, run in the loop's thread; interrupted, it is cancelled."""

@@ -86,10 +86,18 @@ def serve(
     require_packages()
     settings = checked(settings or Settings(workers=cores()), host)
     beside = _in_event_loop() if wait is None else not wait
-    sources = index if isinstance(index, Mapping) else {_name_of(index): index}
+    place = index.path if isinstance(index, Index) else index
+    sources = index if isinstance(index, Mapping) else {default_name(str(place)): index}
     parts = Parts(sources, settings, device, tuple(plugins))
-    if settings.processes > 1:
-        parts.require_shareable(beside)
+    if settings.processes > 1 and beside:
+        raise StoreError(
+            "Several processes serve in the foreground only: start them with `retrieval serve"
+            " --processes N`."
+        )
+    if settings.processes > 1 and any(isinstance(each, Index) for each in sources.values()):
+        raise StoreError(
+            "Several processes cannot share an opened index: give its folder or its address."
+        )
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(host, port, "--port"))]
         if settings.health_port is not None:
@@ -192,18 +200,6 @@ class Parts:
         """Threads of one encoder: the share of a search that runs beside the others."""
         searches = self.settings.workers * self.settings.processes
         return max(1, min(default_threads(), cores() // searches))
-
-    def require_shareable(self, beside: bool) -> None:
-        """Refuse what several processes cannot serve: StoreError."""
-        if beside:
-            raise StoreError(
-                "Several processes serve in the foreground only: start them with `retrieval serve"
-                " --processes N`."
-            )
-        if any(isinstance(index, Index) for index in self.sources.values()):
-            raise StoreError(
-                "Several processes cannot share an opened index: give its folder or its address."
-            )
 
     def open(self, place: StrPath | Address) -> Any:
         """Open an index.
@@ -460,7 +456,3 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _name_of(index: Source) -> str:
-    return default_name(str(index.path if isinstance(index, Index) else index))
