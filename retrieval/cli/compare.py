@@ -10,10 +10,9 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import loading
+from retrieval.cli.common import Choice, loading
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import TRACK_OPTION
-from retrieval.cli.types import Choice
 
 MOST_VALUES = 1000
 """Values of one key that a sweep may name as a range."""

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 from retrieval.client import answers
-from retrieval.client.folder import PushProgress, PushReport, push_folder
+from retrieval.client.folder import Push, PushProgress, PushReport
 from retrieval.client.images import (
     NewItem,
-    described,
     dumps,
     files_of,
     form_of,
@@ -119,13 +118,13 @@ class AsyncClient:
             id: of an item, which is not among its neighbours.
             options: k, filter, candidates, fields (of the metadata), explain.
         """
-        if sum(one is not None for one in (image, vector, id)) != 1:
+        if sum(target is not None for target in (image, vector, id)) != 1:
             raise DataError("A search takes an image, a vector or an id: one of them.")
         if image is not None:
             content = form_of(await files_of([image]), texts_of(options))
         else:
-            given = {"id": id} if vector is None else {"vector": numbers_of(vector)}
-            content = json_of({**given, **options})
+            query = {"id": id} if vector is None else {"vector": numbers_of(vector)}
+            content = json_of({**query, **options})
         return await self._send("POST", "/search", answers.read_search, **content)
 
     async def search_batch(
@@ -142,8 +141,8 @@ class AsyncClient:
         named = [{"id": id} for id in ids]
         if sum(map(bool, (files, queries, named))) != 1:
             raise DataError("A batch takes images, vectors or ids: some of one of them.")
-        several = {"queries": queries or named, **options}
-        content = form_of(files, texts_of(options)) if files else json_of(several)
+        body = {"queries": queries or named, **options}
+        content = form_of(files, texts_of(options)) if files else json_of(body)
         return await self._send("POST", "/search/batch", answers.read_batch, **content)
 
     async def put(
@@ -171,14 +170,13 @@ class AsyncClient:
                 "An item takes an image or a vector, not both; `patch` changes its label or"
                 " metadata."
             )
-        said = {"label": label, "metadata": metadata and dict(metadata)}
+        fields = {"label": label, "metadata": metadata and dict(metadata)}
         if image is not None:
-            content = form_of(await files_of([image]), texts_of({**said, "keep": keep}))
+            content = form_of(await files_of([image]), texts_of({**fields, "keep": keep}))
         elif keep is not None:
             raise DataError('"keep" says what is kept of an image; the item has none.')
         else:
-            named = {name: value for name, value in said.items() if value is not None}
-            content = json_of({"vector": numbers_of(vector or ()), **named})
+            content = json_of({"vector": numbers_of(vector or ()), **_set(fields)})
         return await self._send("PUT", "/item", answers.read_put, **content, **id_parameter(id))
 
     async def patch(
@@ -187,8 +185,8 @@ class AsyncClient:
         """Change an item's label or metadata; what is None stays as it is, as do its image and
         vector.
         """
-        said = {"label": label, "metadata": None if metadata is None else dict(metadata)}
-        content = json_of({name: value for name, value in said.items() if value is not None})
+        fields = {"label": label, "metadata": None if metadata is None else dict(metadata)}
+        content = json_of(_set(fields))
         return await self._send("PATCH", "/item", answers.read_put, **content, **id_parameter(id))
 
     async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
@@ -206,18 +204,18 @@ class AsyncClient:
             )
         if images and any(item.vector is not None for item in items):
             raise DataError("An item takes an image or a vector, not both.")
-        said = [described(item) for item in items]
+        described = [item.json() for item in items]
         content = (
-            form_of(await files_of(images), {"items": dumps(said)})
+            form_of(await files_of(images), {"items": dumps(described)})
             if images
-            else json_of({"items": said})
+            else json_of({"items": described})
         )
         return await self._send("POST", "/items", answers.read_add, **content)
 
     async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
         """Return an item, with its vector when asked for."""
-        asked = {"vector": "true"} if vector else {}
-        return await self._send("GET", "/item", answers.read_item, **id_parameter(id, **asked))
+        options = {"vector": "true"} if vector else {}
+        return await self._send("GET", "/item", answers.read_item, **id_parameter(id, **options))
 
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
@@ -295,7 +293,11 @@ class AsyncClient:
             batch: most images of a request; the server's own limit where that is smaller.
             progress: told after each batch.
         """
-        return await push_folder(self, Path(folder), connections, batch, progress)
+        return await Push(self, Path(folder), batch, progress).run(connections)
+
+
+def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _waiting(
@@ -326,7 +328,6 @@ class Client:
 
     def __init__(self, url: str, **settings: Any) -> None:
         self._client = AsyncClient(url, **settings)
-        self._settings = (url, settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock, self._process, self._closed = threading.Lock(), os.getpid(), False
 
@@ -351,6 +352,7 @@ class Client:
     add = _waiting(AsyncClient.add)
     get = _waiting(AsyncClient.get)
     delete = _waiting(AsyncClient.delete)
+    push = _waiting(AsyncClient.push)
     delete_where = _waiting(AsyncClient.delete_where)
     image = _waiting(AsyncClient.image)
     thumbnail = _waiting(AsyncClient.thumbnail)
@@ -364,36 +366,6 @@ class Client:
         pages = self._client._pages(filter, fields, page)
         while (items := self._run(_next(pages))) is not None:
             yield from items
-
-    def push(
-        self,
-        folder: str | Path,
-        *,
-        connections: int = 4,
-        batch: int = 16,
-        progress: Callable[[PushProgress], None] | None = None,
-    ) -> PushReport:
-        """Put the images below a folder on the server; see `AsyncClient.push`.
-
-        After Ctrl-C the next call goes on.
-
-        Raises:
-            DataError: an event loop is running here, as in a notebook: await `AsyncClient.push`.
-        """
-        with suppress(RuntimeError):
-            asyncio.get_running_loop()
-            raise DataError(
-                "An event loop is running here: write `await AsyncClient(url).push(folder)`."
-            )
-
-        async def run() -> PushReport:
-            url, settings = self._settings
-            async with AsyncClient(url, **settings) as client:
-                return await client.push(
-                    folder, connections=connections, batch=batch, progress=progress
-                )
-
-        return asyncio.run(run())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what a coroutine gives, run in the loop's thread; interrupted, it is cancelled."""

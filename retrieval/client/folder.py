@@ -7,33 +7,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
-from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
 from retrieval.client.images import NewItem, file_bytes
 from retrieval.errors import DataError, ServerError, at_least_one
 from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere, own_name
 
+if TYPE_CHECKING:
+    from retrieval.client.clients import AsyncClient
+
 HASH = "sha256"
 """Where an item's metadata have the hash of its file."""
 
-_BYTES = 8_000_000  # of a batch of more than one image
-_ADDRESS = 8_000  # characters of the ids of a batch in an address
+_BATCH_BYTES = 8_000_000
+"""Of a batch of more than one image."""
+_ADDRESS_CHARACTERS = 8_000
+"""Of the ids of a batch in an address."""
 _ITEMS_FAULT = {400, 413, 422}
-
-
-class Server(Protocol):
-    """What a push asks of a client: some of `AsyncClient`."""
-
-    async def index(self) -> IndexAnswer: ...  # noqa: D102
-    async def add(self, items: Iterable[NewItem]) -> AddAnswer: ...  # noqa: D102
-    def items(  # noqa: D102
-        self, filter: Mapping[str, Any], *, fields: Sequence[str], page: int
-    ) -> AsyncIterator[ItemAnswer]: ...
 
 
 @dataclass(frozen=True)
@@ -44,16 +38,6 @@ class PushProgress:
     total: int
     sent: int
     seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Images a second."""
-        return self.done / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the end at this rate; None while there is none."""
-        return max(self.total - self.done, 0) / self.rate if self.rate else None
 
 
 @dataclass(frozen=True)
@@ -93,17 +77,18 @@ def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
         yield path, path.suffix.lower() in IMAGE_EXTENSIONS or leads_nowhere(path)
 
 
-class _Push:
-    """One push: the batches that are left, and what became of the files so far."""
+class Push:
+    """One push of a folder: the batches that are left, and what became of the files so far."""
 
     def __init__(
         self,
-        client: Server,
+        client: AsyncClient,
         folder: Path,
         batch: int,
         progress: Callable[[PushProgress], None] | None,
     ) -> None:
-        self._client, self._folder, self._progress, self._batch = client, folder, progress, batch
+        self._client, self._folder, self._progress = client, folder, progress
+        self._batch = at_least_one("batch", batch)
         self._turn, self._began = asyncio.Lock(), time.monotonic()
         self._counts = dict.fromkeys(
             ("total", "left_out", "done", "sent", "added", "replaced", "there"), 0
@@ -111,6 +96,8 @@ class _Push:
         self._bad: list[tuple[str, str]] = []
 
     async def run(self, connections: int) -> PushReport:
+        """Push it with so many requests at a time; see `AsyncClient.push`."""
+        connections = at_least_one("connections", connections)
         next(walk(self._folder), None)  # before the server is asked: a folder that is none
         index = await self._client.index()
         if index.input.kind != "image":
@@ -120,7 +107,7 @@ class _Push:
             min(self._batch, limits.batch),
             min(limits.bytes, limits.batch_bytes),
         )
-        self._most_bytes = min(limits.batch_bytes, _BYTES)
+        self._most_bytes = min(limits.batch_bytes, _BATCH_BYTES)
         await asyncio.to_thread(self._count)
         if not counts["total"]:
             raise DataError(
@@ -160,7 +147,7 @@ class _Push:
                 why = f"It cannot be read: {fault.strerror}."
                 self._refuse(id, "It is a link that leads nowhere." if leads_nowhere(path) else why)
                 continue
-            full = size + weight > self._most_bytes or address + length > _ADDRESS
+            full = size + weight > self._most_bytes or address + length > _ADDRESS_CHARACTERS
             if files and (full or len(files) >= self._batch):
                 yield files
                 files, size, address = [], 0, 0
@@ -227,15 +214,3 @@ class _Push:
     def _refuse(self, id: str, why: str) -> None:
         self._bad.append((id, why))
         self._counts["done"] += 1
-
-
-async def push_folder(
-    client: Server,
-    folder: Path,
-    connections: int,
-    batch: int,
-    progress: Callable[[PushProgress], None] | None,
-) -> PushReport:
-    """Put the images below a folder on a server; see `AsyncClient.push`."""
-    connections, batch = at_least_one("connections", connections), at_least_one("batch", batch)
-    return await _Push(client, folder, batch, progress).run(connections)

@@ -35,6 +35,13 @@ class NewItem:
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def json(self) -> dict[str, Any]:
+        """Return it as JSON can say it, without its image."""
+        vector = None if self.vector is None else numbers_of(self.vector)
+        fields = {"label": self.label, "metadata": dict(self.metadata) or None, "vector": vector}
+        named = {name: value for name, value in fields.items() if value is not None}
+        return {"id": self.id, **named}
+
 
 # Pillow's modes that a file of this format holds as they are: what becomes of them is the server's
 # rule
@@ -97,10 +104,10 @@ def _of_array(array: Any) -> Picture:
     pixels = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.size
     if pixels and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))):
         return pillow.fromarray(array)
-    said = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+    kind = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
     raise DataError(
         "An image is a path, bytes, a Pillow image or a uint8 array (H, W) or (H, W, 3), not"
-        f" {said}."
+        f" {kind}."
     )
 
 
@@ -109,30 +116,19 @@ async def files_of(images: Iterable[Image]) -> list[bytes]:
     return await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
 
 
-def described(item: NewItem) -> dict[str, Any]:
-    """Return an item as JSON can say it."""
-    said: dict[str, Any] = {"id": item.id}
-    if item.label is not None:
-        said["label"] = item.label
-    if item.metadata:
-        said["metadata"] = dict(item.metadata)
-    if item.vector is not None:
-        said["vector"] = numbers_of(item.vector)
-    return said
-
-
-def id_parameter(id: str, **others: str) -> dict[str, Any]:
+def id_parameter(id: str, **options: str) -> dict[str, Any]:
     """Return the parameter of an address that names an item."""
     if str(id) == "":
         raise DataError("An id has one character at least.")
-    return {"params": {"id": str(id), **others}}
+    return {"params": {"id": str(id), **options}}
 
 
 def texts_of(options: Mapping[str, Any]) -> dict[str, str]:
     """Return options as fields of a form or parameters of an address."""
-    given = {name: value for name, value in options.items() if value is not None}
     return {
-        name: value if isinstance(value, str) else dumps(value) for name, value in given.items()
+        name: value if isinstance(value, str) else dumps(value)
+        for name, value in options.items()
+        if value is not None
     }
 
 
@@ -141,19 +137,19 @@ def form_of(images: Sequence[bytes], fields: Mapping[str, str]) -> dict[str, Any
     return {"files": [("image", ("image", content)) for content in images], "data": fields}
 
 
-def json_of(said: Mapping[str, Any]) -> dict[str, Any]:
+def json_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON body."""
     try:
-        content = dumps(said).encode()
+        content = dumps(body).encode()
     except UnicodeEncodeError:
         raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
     return {"content": content, "headers": {"Content-Type": "application/json"}}
 
 
-def dumps(said: object) -> str:
+def dumps(value: object) -> str:
     """Return JSON."""
     try:
-        return json.dumps(said, ensure_ascii=False, allow_nan=False, default=_plain)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"This cannot be sent as JSON: {error}.") from None
 

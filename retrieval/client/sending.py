@@ -113,7 +113,7 @@ class Sender:
             address = httpx.URL(url)
         except (httpx.InvalidURL, TypeError):
             raise DataError(f"The server's address is not a URL: {str(url)[:200]!r}.") from None
-        odd = address.query or address.fragment or any(one.isspace() for one in url)
+        odd = address.query or address.fragment or any(character.isspace() for character in url)
         if address.scheme not in ("http", "https") or not address.host or odd:
             raise DataError(
                 "The server's address must be like http://127.0.0.1:8000, not"
@@ -200,19 +200,20 @@ class Sender:
                 raise DataError(
                     "Text that is sent must be Unicode without lone surrogates."
                 ) from None
-            asked = None
+            wait_asked = None
             if isinstance(outcome, _Answer):
                 if 200 <= outcome.status < 300 or (outcome.status == 404 and gone_is_done and done):
                     return self._understood(outcome, read)
-                asked = _retry_after(outcome.headers)
+                wait_asked = _retry_after(outcome.headers)
                 again = outcome.status in _PASSING and (repeats or outcome.status == 429)
             else:
                 again = repeats or isinstance(outcome, _NEVER_SENT)
             left = max(end - time.monotonic(), 0.001)
             backoff = min(self._retries.first * 2.0**done, self._retries.longest)
-            pause = backoff * random.uniform(0.5, 1.0) + (asked or 0.0)
+            pause = backoff * random.uniform(0.5, 1.0) + (wait_asked or 0.0)
             if not again or done >= self._retries.times or pause >= left:
-                raise self._error(outcome, done, asked if asked and asked >= left else None)
+                later = wait_asked if wait_asked and wait_asked >= left else None
+                raise self._error(outcome, done, later)
             done += 1
             await asyncio.sleep(pause)
 
@@ -279,9 +280,9 @@ def _is_loopback(host: str) -> bool:
 
 def _proxies() -> str:
     """Return the proxies that the environment names, without passwords."""
-    found = {name: url for name, url in getproxies_environment().items() if name != "no"}
+    proxies = {name: url for name, url in getproxies_environment().items() if name != "no"}
     return ", ".join(
-        f"{name}_proxy={re.sub('//[^/@]*@', '//…@', url)}" for name, url in sorted(found.items())
+        f"{name}_proxy={re.sub('//[^/@]*@', '//…@', url)}" for name, url in sorted(proxies.items())
     )
 
 

@@ -1,10 +1,13 @@
 """Attack a server of one's own, while honest clients search it; say what each got.
 
     python tests/attack/attack.py --requests 20000 --ends 20 --output benchmarks/results/attack.md
+    python tests/attack/attack.py --requests 20000 --proxy --output benchmarks/results/attack_proxy.md
 
 The server is a real one in a process of its own on 127.0.0.1; the attackers' and the honest
 clients' addresses differ (127.0.0.2 … and 127.0.0.1), as they do outside. Its exit code is 1 when a
-promise was broken.
+promise was broken. With `--proxy` all of them go through nginx with deploy's configuration and TLS,
+attackers from 240 addresses so that its rates let their requests through, beside idle connections
+and ones that send a byte a second.
 """
 
 from __future__ import annotations
@@ -32,15 +35,20 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # its neighbours, also where a test imports it by its path
 
+import wire  # noqa: E402
 from honest import HonestClients, Seen  # noqa: E402
 from hostile_images import damaged, worst  # noqa: E402
 from hostile_requests import Generator  # noqa: E402
+from proxy import Proxy, SlowClients  # noqa: E402
 from wire import FORM, Answer, ask, form, get, post, vector  # noqa: E402
 
 DEADLINE = 8.0  # seconds: the server's own default
 GRACE = 10.0
 _WARM = 1000  # requests before the memory is looked at
 _ATTACKERS = 8  # addresses
+_PROXY_ATTACKERS = 240  # addresses, of which the proxy takes 20 requests a second each
+_PROXY_PAUSE = 0.15  # seconds between an honest client's searches, for the same reason
+_IDLE, _DRIPPING = 1000, 200  # connections
 
 
 def makers() -> ModuleType:
@@ -188,6 +196,7 @@ class Attack:
         sound: an image that is in the index.
         first: number of the first request.
         searches: the honest clients' requests; by default with that image, and with a vector.
+        proxy: through which they all go; None: straight to the server.
     """
 
     def __init__(
@@ -197,8 +206,11 @@ class Attack:
         sound: bytes,
         first: int = 0,
         searches: list[bytes] | None = None,
+        proxy: Proxy | None = None,
     ) -> None:
-        self._server = server
+        self._server, self._proxy = server, proxy
+        self._port = server.port if proxy is None else proxy.port
+        self._addresses = _ATTACKERS if proxy is None else _PROXY_ATTACKERS
         self._generator = generator
         self._searches = searches or [post(form(sound, "3"), FORM), vector()]
         self._lock = threading.Lock()
@@ -210,7 +222,10 @@ class Attack:
         """Send so many requests, so many at a time, and return what came of it."""
         result, began, before = self.result, time.monotonic(), self._server.memory()
         first = self._next
-        honest = HonestClients(self._server.port, self._searches, DEADLINE)
+        behind = {}
+        if self._proxy is not None:
+            behind = {"pause": _PROXY_PAUSE, "certificate": str(self._proxy.certificate)}
+        honest = HonestClients(self._port, self._searches, DEADLINE, **behind)
         attackers = [
             threading.Thread(target=self._attack, args=(n, first + requests))
             for n in range(threads)
@@ -241,7 +256,6 @@ class Attack:
         self._stop.set()
 
     def _attack(self, thread: int, last: int) -> None:
-        source = f"127.0.0.{2 + thread % _ATTACKERS}"
         while True:
             with self._lock:
                 number, self._next = self._next, self._next + 1
@@ -249,8 +263,9 @@ class Attack:
                 return
             request = self._generator.make(number)
             answer = None
+            source = thread if self._proxy is None else number
             with suppress(OSError):
-                answer = request.send(self._server.port, source)
+                answer = request.send(self._port, f"127.0.0.{2 + source % self._addresses}")
             with self._lock:
                 status = answer.status if answer is not None else 0
                 self.result.answers.setdefault(request.kind, Counter())[status] += 1
@@ -260,7 +275,7 @@ class Attack:
     def _judge(self, name: str, answer: Answer) -> None:
         if answer.status == 503 and "retry-after" in answer.headers:
             self.result.overload[answer.error] += 1
-        else:
+        elif self._proxy is None or answer.status != 505:  # the proxy's, to an unknown HTTP version
             self.result.faults.append(f"{name}: {answer.status} {answer.body[:200]!r}")
 
 
@@ -295,7 +310,9 @@ def prepare(folder: Path) -> tuple[Path, bytes]:
     return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
 
 
-def report(result: Result, took: list[float], log: int, requests: int) -> str:
+def report(
+    result: Result, took: list[float], log: int, requests: int, slow: SlowClients | None = None
+) -> str:
     """Return what came of it, for people."""
     before, after = result.memory
     seen = result.honest
@@ -306,7 +323,8 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
         "",
         (
             f"`tests/attack/attack.py`: {requests:,} generated requests in {result.seconds:.0f} s"
-            f" from {_ATTACKERS} addresses, while two honest clients of another address searched."
+            f" from {_PROXY_ATTACKERS if slow else _ATTACKERS} addresses, while two honest clients of"
+            " another address searched."
             f" {platform.machine()}, {os.cpu_count()} cores shared with other work, Python"
             f" {platform.python_version()}."
         ),
@@ -325,6 +343,13 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
         ),
         f"- lines in the log: {log:,}",
     ]
+    if slow is not None:
+        closed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(slow.closed.items()))
+        lines.append(
+            f"- all through nginx with deploy/nginx.conf, beside {_IDLE:,} idle connections and"
+            f" {_DRIPPING:,} that sent a byte a second, {slow.most:,} open at a time at the most;"
+            f" the proxy closed {closed or 'none'}, and each was opened again"
+        )
     if took:
         lines.append(
             f"- SIGTERM at {len(took)} random moments of further attacks: gone after"
@@ -379,6 +404,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=48, help="attackers at a time")
     parser.add_argument("--ends", type=int, default=3, help="servers that are ended in the middle")
+    parser.add_argument("--proxy", action="store_true", help="through nginx, with slow clients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -386,15 +412,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         index, sound = prepare(Path(name))
         generator = Generator(images, sound, 16, options.seed)
-        server = Server.start(index, Path(name) / "log")
-        Attack(server, generator, sound, 10**6).run(
+        behind = ["--open", "read", "--proxy-header-from", "127.0.0.1"] if options.proxy else []
+        server = Server.start(index, Path(name) / "log", *behind)
+        proxy = slow = None
+        if options.proxy:
+            proxy = Proxy(Path(name) / "proxy", server.port)
+            wire.trust(str(proxy.certificate))
+            slow = SlowClients(proxy.port, proxy.context, _IDLE, _DRIPPING)
+        Attack(server, generator, sound, 10**6, proxy=proxy).run(
             _WARM, options.threads
         )  # every process is started, every pool filled
-        result = Attack(server, generator, sound).run(options.requests, options.threads)
+        result = Attack(server, generator, sound, proxy=proxy).run(
+            options.requests, options.threads
+        )
+        if proxy is not None and slow is not None:
+            slow.stop()
+            proxy.stop()
+            wire.trust(None)
         server.end()
         lines = server.log.read_text().count("\n")
         took = ends(index, Path(name) / "log2", generator, sound, options.ends, options.seed)
-    text = report(result, took, lines, options.requests)
+    text = report(result, took, lines, options.requests, slow)
     print(text)
     if options.output:
         options.output.write_text(text, encoding="utf-8")

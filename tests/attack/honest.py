@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
-from wire import Answer, ask
+from wire import Answer, ask, trust
 
 
 @dataclass
@@ -33,7 +33,9 @@ class Seen:
 
     def note(self, answer: Answer, expected: object, took: float, deadline: float) -> None:
         """Judge one answer."""
-        if answer.status == 503 and "retry-after" in answer.headers:
+        if answer.status == 429:
+            self.refused["Too Many Requests"] += 1
+        elif answer.status == 503 and "retry-after" in answer.headers:
             self.refused[answer.error] += 1
         elif answer.status != 200:
             self.wrong.append(f"{answer.status} {answer.body[:200]!r}")
@@ -53,13 +55,23 @@ class HonestClients:
         searches: the requests that they take turns with.
         deadline: the server's.
         count: of clients.
+        pause: seconds between the searches of one.
+        certificate: file of the certificate that they trust, where the server is behind TLS.
     """
 
-    def __init__(self, port: int, searches: list[bytes], deadline: float, count: int = 2) -> None:
+    def __init__(
+        self,
+        port: int,
+        searches: list[bytes],
+        deadline: float,
+        count: int = 2,
+        pause: float = 0.02,
+        certificate: str | None = None,
+    ) -> None:
         context = get_context("spawn")
         self._stop = context.Event()
         self._queue: Any = context.Queue()
-        arguments = (port, searches, deadline, count, self._stop, self._queue)
+        arguments = (port, searches, deadline, count, pause, certificate, self._stop, self._queue)
         self._process = context.Process(target=_search, args=arguments, daemon=True)
         self._process.start()
 
@@ -77,8 +89,16 @@ def results(answer: Answer) -> object:
 
 
 def _search(
-    port: int, searches: list[bytes], deadline: float, count: int, stop: Any, queue: Any
+    port: int,
+    searches: list[bytes],
+    deadline: float,
+    count: int,
+    pause: float,
+    certificate: str | None,
+    stop: Any,
+    queue: Any,
 ) -> None:
+    trust(certificate)
     seen, lock = Seen(), threading.Lock()
     expected = [results(ask(port, search)) for search in searches]
 
@@ -92,7 +112,7 @@ def _search(
                 answer = Answer(0, {}, str(fault).encode())
             with lock:
                 seen.note(answer, expected[turn], time.monotonic() - began, deadline)
-            time.sleep(0.02)
+            time.sleep(pause)
 
     threads = [threading.Thread(target=client, args=(turn,)) for turn in range(count)]
     for thread in threads:

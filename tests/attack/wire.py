@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+TLS: ssl.SSLContext | None = None
+"""What connections are wrapped in: set by `trust`."""
+
+
+def trust(certificate: str | None) -> None:
+    """Wrap the connections of this process in TLS, where a certificate's file is given."""
+    global TLS
+    TLS = None if certificate is None else ssl.create_default_context(cafile=certificate)
 
 
 @dataclass
@@ -31,7 +42,7 @@ def connect(port: int, timeout: float = 20.0, source: str = "127.0.0.1") -> sock
     """Return a connection from one of this machine's own addresses."""
     connection = socket.create_connection(("127.0.0.1", port), timeout, (source, 0))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+    return connection if TLS is None else TLS.wrap_socket(connection, server_hostname="localhost")
 
 
 def read_answer(connection: socket.socket) -> Answer:

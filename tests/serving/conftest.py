@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -55,6 +56,19 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
     """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready;
     gives its url and process.
     """
+    yield from _servers()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Callable[..., SimpleNamespace]]:
+    """As `served`, but the tests of a module share one server for each index and its options. Not
+    to be stopped.
+    """
+    for start in _servers():
+        yield functools.cache(start)
+
+
+def _servers() -> Iterator[Callable[..., SimpleNamespace]]:
     started, clients = [], []
 
     def start(

@@ -9,8 +9,6 @@ import json
 import re
 import shutil
 import socket
-import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 import wire
 import yaml
+from proxy import Proxy
 from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.settings import HEALTH
 
@@ -70,74 +69,22 @@ def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNam
     server = served(
         index_path, "--open", "read", "--proxy-header-from", "127.0.0.1", "--log-format", "json"
     )
-    certificates = tmp_path / "certificates"
-    certificates.mkdir()
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-subj",
-            "/CN=localhost",
-            "-days",
-            "2",
-            "-addext",
-            "subjectAltName=DNS:localhost,IP:127.0.0.1",
-            "-keyout",
-            certificates / "privkey.pem",
-            "-out",
-            certificates / "fullchain.pem",
-        ],
-        check=True,
-        capture_output=True,
+    proxy = Proxy(
+        tmp_path / "proxy",
+        server.port,
+        {
+            "client_header_timeout 15s": "client_header_timeout 2s",
+            "client_body_timeout   15s": "client_body_timeout   2s",
+        },
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
-    for said, here in (
-        ("/tmp/", f"{tmp_path}/"),
-        ("retrieval:8000", f"127.0.0.1:{server.port}"),
-        ("listen 8443 ssl", f"listen 127.0.0.1:{port} ssl"),
-        ("/certificates", str(certificates)),
-        (
-            "client_header_timeout 15s",
-            "client_header_timeout 2s",
-        ),  # as it is but for the test's time
-        ("client_body_timeout   15s", "client_body_timeout   2s"),
-    ):
-        assert said in text, said
-        text = text.replace(said, here)
-    (tmp_path / "nginx.conf").write_text(text)
-    nginx = ["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
-    checked = subprocess.run([*nginx, "-t"], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
-    process = subprocess.Popen([*nginx, "-g", "daemon off;"], stderr=subprocess.DEVNULL)
-    trusted = ssl.create_default_context(cafile=str(certificates / "fullchain.pem"))
-
-    def open_() -> ssl.SSLSocket:
-        return trusted.wrap_socket(
-            socket.create_connection(("127.0.0.1", port), 30), server_hostname="localhost"
-        )
 
     def ask(request: bytes) -> wire.Answer:
-        with open_() as connection:
+        with proxy.open() as connection:
             connection.sendall(request)
             return wire.read_answer(connection)
 
-    def up() -> bool:
-        with contextlib.suppress(OSError):
-            return ask(wire.get("/livez")).status == 200
-        return False
-
-    try:
-        wire.until(up)
-        yield SimpleNamespace(server=server, open=open_, ask=ask)
-    finally:
-        process.terminate()
-        process.wait(20)
+    yield SimpleNamespace(server=server, open=proxy.open, ask=ask)
+    proxy.stop()
 
 
 def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connections(

@@ -25,9 +25,9 @@ from starlette.requests import ClientDisconnect, Request
 LIVE = wire.get("/livez")
 
 
-@pytest.fixture
-def port(served, index_path) -> int:
-    return served(index_path).port
+@pytest.fixture(scope="module")
+def port(shared, index_path) -> int:
+    return shared(index_path).port
 
 
 def memory_of(server: SimpleNamespace) -> int:

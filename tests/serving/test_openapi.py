@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.openapi import OPERATIONS, document
-from retrieval.serving.index.creating import create_index
 from starlette.routing import Route
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
@@ -18,9 +18,8 @@ WIDTH = 16
 
 
 @pytest.fixture
-def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
-    create_index(tmp_path / "i", bundle_path, [photos / "1", photos / "2"], progress=False)
-    return tmp_path / "i"
+def living(index_path: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(index_path, tmp_path / "i"))
 
 
 def valid(schema: dict, content: object) -> bool:
@@ -43,25 +42,22 @@ def test_every_route_is_described_and_every_description_is_a_route(index_path):
         for method in route.methods - {"HEAD"}
     }
     assert routes == {
-        (path, method) for path, said in document()["paths"].items() for method in said
+        (path, method) for path, methods in document()["paths"].items() for method in methods
     }
-    names = [one["operationId"] for said in document()["paths"].values() for one in said.values()]
-    assert (
-        len(names) == len(set(names)) == len(OPERATIONS) + sum(one.of_index for one in OPERATIONS)
-    )
+    paths = document()["paths"].values()
+    names = [operation["operationId"] for methods in paths for operation in methods.values()]
+    count = sum(1 + operation.of_index for operation in OPERATIONS)
+    assert len(names) == len(set(names)) == count
 
 
 def test_the_document_is_openapi():
-    said = json.loads(json.dumps(document()))
-    for path, operations in said["paths"].items():
-        assert {
-            one["name"]
-            for op in operations.values()
-            for one in op["parameters"]
-            if one["in"] == "path"
-        } == set(re.findall(r"{(\w+)}", path))
-    for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(said)):
-        assert reference in said["components"]["schemas"]
+    text = json.dumps(document())
+    for path, methods in document()["paths"].items():
+        parameters = [each for operation in methods.values() for each in operation["parameters"]]
+        in_path = {each["name"] for each in parameters if each["in"] == "path"}
+        assert in_path == set(re.findall(r"{(\w+)}", path))
+    for reference in re.findall(r'"#/components/schemas/(\w+)"', text):
+        assert reference in document()["components"]["schemas"]
 
 
 def test_answers_are_what_the_document_says(served, living, photos):
@@ -73,9 +69,10 @@ def test_answers_are_what_the_document_says(served, living, photos):
     def ask(path, method="GET", template=None, **more):
         answer = server.client.request(method, path, **more)
         template = template or path.partition("?")[0]
-        said = document()["paths"][template][method.lower()]
-        seen.add(said["operationId"].removesuffix("Of"))
-        described = said["responses"].get(str(answer.status_code)) or said["responses"]["4XX"]
+        operation = document()["paths"][template][method.lower()]
+        seen.add(operation["operationId"].removesuffix("Of"))
+        responses = operation["responses"]
+        described = responses.get(str(answer.status_code)) or responses["4XX"]
         kind = answer.headers["content-type"]
         assert kind in described["content"], (path, kind, answer.text[:300])
         if "json" in kind:
@@ -131,26 +128,26 @@ def test_the_document_names_the_role_that_each_operation_takes(served, living):
         add_key(keys, kept)
     client = served(living, "--keys", str(keys)).client
     roles = list(sent)
-    for path, operations in document()["paths"].items():
-        for method, said in operations.items():
+    for path, methods in document()["paths"].items():
+        for method, operation in methods.items():
             address = path.replace("{index}", "i").replace("{id}", "nobody")
 
             def status(role, method=method, address=address):
                 headers = {} if role is None else {"Authorization": f"Bearer {sent[role]}"}
                 return client.request(method, address, headers=headers).status_code
 
-            if not said["security"]:
+            if not operation["security"]:
                 assert status(None) == 200 and address.endswith("openapi.json")
                 continue
-            ((role,),) = [one["key"] for one in said["security"] if one]
-            assert status(None) == 401, said["operationId"]
+            ((role,),) = [needed["key"] for needed in operation["security"] if needed]
+            assert status(None) == 401, operation["operationId"]
             lower = roles[: roles.index(role)]
-            assert [status(one) for one in lower] == [403] * len(lower), said["operationId"]
+            assert [status(role) for role in lower] == [403] * len(lower), operation["operationId"]
             allowed = client.request(
                 method, address, headers={"Authorization": f"Bearer {sent[role]}"}
             )
             assert "role" not in allowed.text or allowed.status_code == 200, (
-                said["operationId"],
+                operation["operationId"],
                 allowed.text,
             )
             assert allowed.status_code != 401
@@ -167,7 +164,7 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
     from schemathesis.specs.openapi import checks
 
     server = served(living, "--open", "admin")
-    wanted = (
+    promises = (
         not_a_server_error,
         checks.status_code_conformance,
         checks.content_type_conformance,
@@ -176,9 +173,9 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
     with warnings.catch_warnings(), requests.Session() as session:
         warnings.simplefilter("ignore")
         schema = schemathesis.openapi.from_dict(document())
-        asked = 0
-        for one in schema.get_all_operations():
-            operation = one.ok()
+        count = 0
+        for result in schema.get_all_operations():
+            operation = result.ok()
             if operation.path.startswith("/v1/indexes/"):
                 continue
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
@@ -193,10 +190,10 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
                     phases=[Phase.generate],
                 )
                 def test(case):
-                    nonlocal asked
-                    asked += 1
+                    nonlocal count
+                    count += 1
                     case.call_and_validate(
-                        base_url=server.url, checks=list(wanted), session=session
+                        base_url=server.url, checks=list(promises), session=session
                     )
 
                 try:
@@ -204,5 +201,5 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
                 except Exception as fault:
                     if type(fault).__name__ not in ("Unsatisfiable", "SkipTest", "Skipped"):
                         raise
-    assert asked > 60
+    assert count > 60
     assert server.client.get("/livez").status_code == 200

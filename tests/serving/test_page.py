@@ -33,8 +33,8 @@ def shot(page, name: str) -> None:
         page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
 
 
-def test_a_chosen_image_shows_its_neighbours(page, served, index_path, photos):
-    server = served(index_path, "--images", str(photos))
+def test_a_chosen_image_shows_its_neighbours(page, shared, index_path, photos):
+    server = shared(index_path, "--images", str(photos))
     page.goto(server.url)
     page.wait_for_selector("text=digits: 200 items, euclidean distance")
     shot(page, "empty")
@@ -111,9 +111,9 @@ PASTE = """async ([name, bytes, type]) => {
 }"""
 
 
-def test_a_pasted_image_and_a_photo(browser, served, index_path, photos):
+def test_a_pasted_image_and_a_photo(browser, shared, index_path, photos):
     """On a phone, which has a camera: the button that takes a photo is there, and only there."""
-    server = served(index_path, "--images", str(photos))
+    server = shared(index_path, "--images", str(photos))
     five, three = (photos / name for name in ("5/0005.png", "3/0003.png"))
     for touch in (False, True):
         context = browser.new_context(
@@ -141,8 +141,8 @@ def test_a_pasted_image_and_a_photo(browser, served, index_path, photos):
         context.close()
 
 
-def test_the_keyboard_and_the_names_of_things(page, served, index_path, photos):
-    server = served(index_path, "--images", str(photos))
+def test_the_keyboard_and_the_names_of_things(page, shared, index_path, photos):
+    server = shared(index_path, "--images", str(photos))
     page.goto(server.url)
     page.set_input_files("#file", str(photos / "3" / "0003.png"))
     page.wait_for_selector(".hit")
@@ -223,8 +223,8 @@ def described(bundle_path, photos, tmp_path_factory) -> Path:
     return tmp_path / "i"
 
 
-def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, served, described):
-    server = served(described)
+def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, shared, described):
+    server = shared(described)
     page.goto(server.url)
     page.wait_for_function("() => document.querySelectorAll('#field option').length === 4")
     assert page.locator("#field option").all_text_contents() == ["label", "id", "made by", "price"]
@@ -265,9 +265,9 @@ def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, served,
 
 
 def test_a_part_is_searched_for_by_pointer_and_by_keyboard(
-    page, served, index_path, tmp_path, photos
+    page, shared, index_path, tmp_path, photos
 ):
-    server = served(index_path, "--images", str(photos))
+    server = shared(index_path, "--images", str(photos))
     three, five = (Image.open(photos / name) for name in ("3/0003.png", "5/0005.png"))
     both = Image.new("L", (16, 8))
     both.paste(three, (0, 0))
@@ -309,8 +309,8 @@ def test_a_part_is_searched_for_by_pointer_and_by_keyboard(
     assert page.faults == []
 
 
-def test_an_address_says_what_is_searched_for_and_never_the_image(page, served, described):
-    server = served(described)
+def test_an_address_says_what_is_searched_for_and_never_the_image(page, shared, described):
+    server = shared(described)
     page.goto(server.url)
     page.set_input_files("#file", str(described.parent / "<b>3.png"))
     page.wait_for_selector(".hit")
@@ -322,7 +322,7 @@ def test_an_address_says_what_is_searched_for_and_never_the_image(page, served, 
     name = page.locator(".hit .key").nth(1).inner_text()
     with page.expect_response("**/v1/search"):
         page.locator(".hit button.frame").nth(1).click()
-    shared = page.url
+    address = page.url
     page.wait_for_function(
         "() => document.querySelector('#status').textContent.startsWith('5 nearest')"
     )
@@ -330,19 +330,19 @@ def test_an_address_says_what_is_searched_for_and_never_the_image(page, served, 
     assert name not in keys
     page.go_back()
     page.goto("about:blank")
-    page.goto(shared)
+    page.goto(address)
     page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
     assert page.locator(".hit .key").all_inner_texts() == keys
     assert page.input_value("#filter") == "price > 5" and page.input_value("#k") == "5"
-    assert all("#" not in url and "price" not in url for url in page.asked if url != shared)
+    assert all("#" not in url and "price" not in url for url in page.asked if url != address)
     page.goto("about:blank")
     page.goto(f"{server.url}/#id=nobody%3Cb%3E&k=7")
     page.wait_for_selector("text=There is no such item.")
     assert page.input_value("#k") == "7"
 
 
-def test_two_indexes_side_by_side(page, served, index_path, described, photos):
-    server = served(
+def test_two_indexes_side_by_side(page, shared, index_path, described, photos):
+    server = shared(
         index_path,
         f"priced={described}",
         "--images",
@@ -373,11 +373,11 @@ def test_two_indexes_side_by_side(page, served, index_path, described, photos):
     assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def test_axe_finds_nothing(page, served, described, index_path):
+def test_axe_finds_nothing(page, shared, described, index_path):
     axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="axe is not installed"
     ).Axe()
-    server = served(described, index_path)
+    server = shared(described, index_path)
     page.goto(f"{server.url}/#beside=digits")
     page.set_input_files("#file", str(described.parent / "<b>3.png"))
     page.wait_for_selector("#others .hit")
@@ -402,9 +402,9 @@ def test_axe_finds_nothing(page, served, described, index_path):
 
 
 def test_its_picture_in_the_docs_is_what_it_shows(
-    page, served, index_path, photos, shown, tmp_path
+    page, shared, index_path, photos, shown, tmp_path
 ):
-    server = served(index_path, "--images", str(photos))
+    server = shared(index_path, "--images", str(photos))
     page.set_viewport_size({"width": 900, "height": 860})
     page.goto(server.url)
     page.wait_for_selector("text=200 items")

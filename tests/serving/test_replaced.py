@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import wire
 from retrieval.errors import StoreError
-from retrieval.serving.http.models import Given, Options, Query
+from retrieval.serving.http.models import Options, Query, QueryInput
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
@@ -108,7 +108,7 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     monkeypatch.setattr(old, "search", late)
     try:
         if does == "search":
-            query = Query((Given(vector=np.full(WIDTH, 0.5)),), Options(k=100), None)
+            query = Query((QueryInput(vector=np.full(WIDTH, 0.5)),), Options(k=100), None)
             found = asyncio.run(searcher.search(query, lambda hits, index: b"%d" % len(hits[0])))
             assert found == b"%d" % count
         else:

@@ -14,9 +14,9 @@ from retrieval.serving.index.creating import create_index
 LIVE = wire.get("/livez")
 
 
-@pytest.fixture
-def port(served, index_path) -> int:
-    return served(index_path).port
+@pytest.fixture(scope="module")
+def port(shared, index_path) -> int:
+    return shared(index_path).port
 
 
 # --- framing, headers, hosts

@@ -19,13 +19,14 @@ import pytest
 from PIL import Image
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import open_index
+from starlette.requests import ClientDisconnect
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 
 
-@pytest.fixture
-def server(served, index_path, photos):
-    return served(
+@pytest.fixture(scope="module")
+def server(shared, index_path, photos):
+    return shared(
         index_path, "--max-bytes", "100000", "--max-pixels", "1000000", "--images", str(photos)
     )
 
@@ -329,7 +330,7 @@ def test_a_busy_server_says_so(server, photos):
         gate.set()
         await asyncio.gather(*running[:-1])
         assert await turns.run(lambda: 5) == 5
-        assert turns.running == turns.waiting == 0
+        assert turns.busy == turns.waiting == 0
         turns.close()
         return caught.value.status
 
@@ -337,36 +338,29 @@ def test_a_busy_server_says_so(server, photos):
     assert post(server, good).status_code == 200
 
 
-def test_a_request_that_ends_while_its_client_is_looked_for_leaves_no_turn_taken():
-    """Of a batch with a bad image the others are given up, some while they ask whether the client
-    is still there.
-    """
+def test_what_waits_is_begun_beside_long_work_unless_its_client_has_left():
+    """A quick answer waits for no long one that the same thread took after it."""
     import asyncio
 
     from retrieval.serving.http.turns import HAS_LEFT, Turns
 
-    async def give_up() -> None:
-        turns, asked = Turns("images", 1, 16), asyncio.Event()
-
-        async def never() -> bool:
-            asked.set()
-            await asyncio.Event().wait()
-            return False
-
-        HAS_LEFT.set(never)
-        gate = threading.Event()
-        first, second = (asyncio.create_task(turns.run(gate.wait)) for _ in range(2))
+    async def quick_and_long() -> None:
+        turns, gate, begun = Turns("images", 2, 16), threading.Event(), []
+        quick = asyncio.create_task(turns.run(lambda: 5))
+        long = [asyncio.create_task(turns.run(gate.wait)) for _ in range(2)]
+        assert await asyncio.wait_for(quick, 5) == 5
+        HAS_LEFT.set(lambda: True)
+        gone = asyncio.create_task(turns.run(lambda: begun.append(1)))
         await asyncio.sleep(0.05)
+        assert not any(task.done() for task in (*long, gone))
         gate.set()
-        await first
-        await asyncio.wait_for(asked.wait(), 5)
-        second.cancel()
-        await asyncio.wait([second])
-        HAS_LEFT.set(None)
-        assert await asyncio.wait_for(turns.run(lambda: 5), 5) == 5
+        assert await asyncio.gather(*long) == [True, True]
+        with pytest.raises(ClientDisconnect):
+            await gone
+        assert not begun
         turns.close()
 
-    asyncio.run(give_up())
+    asyncio.run(quick_and_long())
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

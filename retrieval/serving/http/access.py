@@ -19,7 +19,7 @@ _CLOSE = {"Connection": "close"}
 _DOES = {
     "read": "searching and looking",
     "write": "adding, changing and deleting",
-    "admin": "snapshots and figures",
+    "admin": "snapshots and metrics",
 }
 
 

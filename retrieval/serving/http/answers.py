@@ -66,10 +66,10 @@ def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, A
 
 
 def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
-    here = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
+    url = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
     return {
-        "image_url": here and f"{here}/image",
-        "thumbnail_url": here and f"{here}/thumbnail",
+        "image_url": url and f"{url}/image",
+        "thumbnail_url": url and f"{url}/thumbnail",
     }
 
 
@@ -107,7 +107,7 @@ def explanation(query: Query, index: Index) -> dict[str, Any]:
     trail, stats = current(), index.stats()
     seconds = {} if trail is None else trail.seconds()
     return {
-        "stages_ms": {name: round(1000 * each, 3) for name, each in seconds.items()},
+        "stages_ms": {name: round(1000 * duration, 3) for name, duration in seconds.items()},
         "searched": {
             "items": len(index),
             "bundle": index.bundle.sha256,
@@ -139,8 +139,8 @@ def description(name: str, index: Index) -> dict[str, Any]:
         "format": 3,
         "generation": index.generation.number,
         "generations": [
-            {"number": one.number, "state": one.state, "bundle": one.bundle}
-            for one in stats.generations
+            {"number": entry.number, "state": entry.state, "bundle": entry.bundle}
+            for entry in stats.generations
         ],
         "bytes": stats.bytes,
         "deleted": stats.details.get("deleted"),

@@ -70,7 +70,10 @@ _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 ]
-_PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PARENT = re.compile(
+    rb"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
+)
+"""A valid `traceparent`: ids that are not zero, and of version 00 nothing behind its 55 characters."""
 
 
 class Application:
@@ -138,9 +141,9 @@ class Application:
         began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace))
         scope["retrieval.request_id"] = trail.id
-        own = [*_HEADERS, (b"x-request-id", trail.id.encode())]
+        headers = [*_HEADERS, (b"x-request-id", trail.id.encode())]
         if trace:
-            own.append((b"traceparent", dict(scope["headers"])[b"traceparent"]))
+            headers.append((b"traceparent", dict(scope["headers"])[b"traceparent"]))
         status = bytes_out = bytes_in = 0
         sending = began
 
@@ -156,7 +159,7 @@ class Application:
                 status, sending = message["status"], perf_counter()
                 if self._traces is not None:  # the instrumentation ends the span with the answer
                     self._traces.begin(trail, scope["method"], self._route(scope))
-                message = {**message, "headers": [*message.get("headers", []), *own]}
+                message = {**message, "headers": [*message.get("headers", []), *headers]}
             bytes_out += len(message.get("body", b""))
             await send(message)
 
@@ -240,12 +243,12 @@ class Application:
     async def _ready(self, request: Request) -> Response:
         """Say whether all indexes can be searched, and what is wrong with which."""
         states = {name: readiness.state() for name, readiness in self.readiness.items()}
-        several = len(states) > 1
-        members: dict[str, Any] = {"indexes": states} if several else next(iter(states.values()))
+        is_one = len(states) == 1
+        members: dict[str, Any] = next(iter(states.values())) if is_one else {"indexes": states}
         for name, readiness in self.readiness.items():
             if reason := readiness.reason():
-                sentence = f"Index {name}: {reason}" if several else reason
-                shown = members if several else {"checks": members["checks"]}
+                sentence = reason if is_one else f"Index {name}: {reason}"
+                shown = {"checks": members["checks"]} if is_one else members
                 raise RequestError(503, sentence, members=shown)
         return JSONResponse({"status": "ready", **members})
 
@@ -309,19 +312,7 @@ def _static(name: str, media_type: str) -> Callable[[Request], Awaitable[Respons
 
 
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """Return the trace's id of a valid `traceparent`, as W3C Trace Context 1 has it; empty where
-    there is none.
-    """
+    """Return the id in the one `traceparent` of W3C Trace Context 1, or an empty string."""
     parents = [value for name, value in headers if name == b"traceparent"]
     match = _PARENT.fullmatch(parents[0]) if len(parents) == 1 else None
-    if match is None:
-        return ""
-    version, trace, span, _, more = match.groups()
-    if (
-        version == b"ff"
-        or (version == b"00" and more)
-        or not trace.strip(b"0")
-        or not span.strip(b"0")
-    ):
-        return ""
-    return trace.decode()
+    return match[1].decode() if match else ""

@@ -144,8 +144,8 @@ def read_form(body: Body, names: Sequence[str], max_bytes: int, max_images: int 
         for name, value in parts:
             if isinstance(value, str) and name != "image":
                 if name not in names:
-                    known = ", ".join(f'"{known}"' for known in ("image", *names))
-                    raise RequestError(400, f"The form has an unknown field; it takes {known}.")
+                    fields = ", ".join(f'"{field}"' for field in ("image", *names))
+                    raise RequestError(400, f"The form has an unknown field; it takes {fields}.")
                 if name in form.fields:
                     raise RequestError(400, f'The form repeats its field "{name}".')
                 form.fields[name] = value
@@ -188,8 +188,10 @@ def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str 
             return parts
     except MultiPartException as error:
         if error.message.startswith("Too many files"):
-            few = "one" if max_images == 1 else f"{max_images:,} at most"
-            raise RequestError(400, f'Too many files: give {few}, in the field "image".') from None
+            limit = "one" if max_images == 1 else f"{max_images:,} at most"
+            raise RequestError(
+                400, f'Too many files: give {limit}, in the field "image".'
+            ) from None
         reason = error.message.rstrip(".")
     except FormParserError as error:  # Starlette before 1.10 lets it through
         reason = str(error).rstrip(".")

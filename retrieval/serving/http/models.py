@@ -100,7 +100,7 @@ class Options(JsonBody):
     explain: Annotated[bool, Field(description="true or false")] = False
 
 
-class GivenBody(JsonBody):
+class QueryBody(JsonBody):
     """One of several queries."""
 
     shape = 'A query must be {"vector": [numbers]} or {"id": "the id of an item"}.'
@@ -109,16 +109,16 @@ class GivenBody(JsonBody):
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
     id: Annotated[ItemId | None, Field(description="the id of an item")] = None
 
-    def given(self) -> Given:
+    def input(self) -> QueryInput:
         """Return the vector, or the id of the item, to search with."""
         return (
-            Given(id=self.id)
+            QueryInput(id=self.id)
             if self.vector is None
-            else Given(vector=np.array(self.vector, np.float64))
+            else QueryInput(vector=np.array(self.vector, np.float64))
         )
 
 
-class SearchBody(Options, GivenBody):
+class SearchBody(Options, QueryBody):
     """A search with a vector, or with an item of the index."""
 
     shape = (
@@ -135,7 +135,7 @@ class BatchBody(Options):
         "see /v1/openapi.json for all fields."
     )
 
-    queries: Annotated[list[GivenBody], Field(min_length=1, description="a list of queries")]
+    queries: Annotated[list[QueryBody], Field(min_length=1, description="a list of queries")]
 
 
 class ListParameters(JsonBody):
@@ -217,7 +217,7 @@ class DeleteBody(JsonBody):
     all: Annotated[Literal[True] | None, Field(description="true")] = None
 
 
-_ENTRIES: Mapping[str, type[JsonBody]] = {"queries": GivenBody, "items": NamedItemBody}
+_ENTRIES: Mapping[str, type[JsonBody]] = {"queries": QueryBody, "items": NamedItemBody}
 
 
 def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
@@ -307,7 +307,7 @@ _FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
 # Queries and items
 
 
-class Given(NamedTuple):
+class QueryInput(NamedTuple):
     """One thing to search with: an encoded image's bytes, a vector, or the id of an item."""
 
     image: bytes | None = None
@@ -318,7 +318,7 @@ class Given(NamedTuple):
 class Query(NamedTuple):
     """One search or several: what to search with, how, and among which items."""
 
-    given: tuple[Given, ...]
+    inputs: tuple[QueryInput, ...]
     options: Options
     where: Filter | None
 
@@ -336,12 +336,12 @@ def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query
         RequestError: 400, the body is not what it should be.
     """
     if body.kind == "image":
-        return _query([Given(body.content)], Options.of_texts(parameters))
+        return _query([QueryInput(body.content)], Options.of_texts(parameters))
     if body.kind == "form":
         form = read_form(body, OPTIONS, max_bytes)
-        return _query([Given(form.images[0])], Options.of_texts(form.fields))
+        return _query([QueryInput(form.images[0])], Options.of_texts(form.fields))
     search = SearchBody.of(loads(body.content))
-    return _query([search.given()], search)
+    return _query([search.input()], search)
 
 
 def batch_of(body: Body, most: int, max_bytes: int) -> Query:
@@ -352,17 +352,17 @@ def batch_of(body: Body, most: int, max_bytes: int) -> Query:
     """
     if body.kind == "form":
         form = read_form(body, OPTIONS, max_bytes, most)
-        return _query([Given(image) for image in form.images], Options.of_texts(form.fields))
+        return _query([QueryInput(image) for image in form.images], Options.of_texts(form.fields))
     batch = BatchBody.of(loads(body.content))
     if len(batch.queries) > most:
         raise RequestError(
             400, f"The request has {len(batch.queries):,} queries; {most:,} are the most."
         )
-    return _query([query.given() for query in batch.queries], batch)
+    return _query([query.input() for query in batch.queries], batch)
 
 
-def _query(given: Sequence[Given], options: Options) -> Query:
-    return Query(tuple(given), options, filter_of(options.filter))
+def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
+    return Query(tuple(inputs), options, filter_of(options.filter))
 
 
 class NewItem(NamedTuple):
@@ -396,7 +396,7 @@ def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
     return NewItem(id, fields.label, fields.metadata, form.images[0], None, fields.keep)
 
 
-def several_items(body: Body, most: int, max_bytes: int) -> list[NewItem]:
+def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
     """Return the items of a body, `most` at most; RequestError 400 as in `query_of`.
 
     For a thread.

@@ -81,9 +81,10 @@ class _RateLimit(logging.Filter):
 class _Lines(QueueHandler):
     """Formats lines, and hands them to a thread: nobody waits for whoever reads the log."""
 
-    def __init__(self, waiting: queue.Queue[Any], form: str, several: bool) -> None:
+    def __init__(self, waiting: queue.Queue[Any], form: str, names_process: bool) -> None:
         super().__init__(waiting)
-        self._json, self._own = form == "json", {"process": os.getpid()} if several else {}
+        self._json = form == "json"
+        self._process = {"process": os.getpid()} if names_process else {}
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Leave a line out where nobody reads the log."""
@@ -100,7 +101,7 @@ class _Lines(QueueHandler):
                 fields["traceback"] = logging.Formatter().formatException(record.exc_info)
             if (trail := current()) is not None:
                 fields["request_id"] = trail.id
-        fields |= self._own
+        fields |= self._process
         if left_out := getattr(record, "left_out", 0):
             fields["left_out"] = left_out
         record.msg = (_as_json if self._json else _as_text)(record, message, fields)
@@ -131,15 +132,15 @@ def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) ->
     return line if trace is None else f"{line}\n{trace}"
 
 
-def start_log(form: Literal["text", "json"], several: bool = False) -> QueueListener:
+def start_log(form: Literal["text", "json"], names_process: bool = False) -> QueueListener:
     """Have the log written to standard error, by a thread; `stop` writes what is left.
 
     Args:
         form: for people or for programs.
-        several: whether lines say which process wrote them.
+        names_process: whether lines say which process wrote them.
     """
     waiting: queue.Queue[Any] = queue.Queue(_WAITING_LINES)
-    handler = _Lines(waiting, form, several)
+    handler = _Lines(waiting, form, names_process)
     handler.addFilter(_RateLimit())
     for name, level in (
         (LOG, logging.INFO),
@@ -163,7 +164,7 @@ class Metrics:
     """The metrics of one server and its indexes, in a registry of its own."""
 
     def __init__(self, indexes: Mapping[str, Served]) -> None:
-        self._several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        self._has_siblings = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         self._registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -193,7 +194,7 @@ class Metrics:
             "search": histogram("search_batch", "Queries searched for at once.", _BATCHES),
         }
         self._gauges = _Gauges(indexes)
-        if not self._several:
+        if not self._has_siblings:
             self._registry.register(self._gauges)
             ProcessCollector(registry=self._registry)
 
@@ -213,7 +214,7 @@ class Metrics:
         disk.
         """
         registry = self._registry
-        if self._several:
+        if self._has_siblings:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
             registry.register(self._gauges)
@@ -245,20 +246,19 @@ class _Gauges(Collector):
         yield GaugeMetricFamily(
             "retrieval_decode_processes", "Processes that decode.", value=len(pids)
         )
-        several = len(self._indexes) > 1
+        labels = ["index"] if len(self._indexes) > 1 else []
         for name, text in _INDEX_METRICS.items():
-            labels = ["index"] if several else []
             family = GaugeMetricFamily(f"retrieval_index_{name}", text, labels=labels)
             for index, served in self._indexes.items():
                 if (value := self._values(index, served).get(name)) is not None:
-                    family.add_metric([index] if several else [], value)
+                    family.add_metric([index] if labels else [], value)
             if family.samples:
                 yield family
 
     def _values(self, name: str, served: Served) -> dict[str, float]:
         """Return the metrics of an index by name, looked up every 15 seconds at most."""
-        at, values = self._seen.get(name, (-_STATS_SECONDS, {}))
-        if time.monotonic() - at >= _STATS_SECONDS:
+        looked, values = self._seen.get(name, (-_STATS_SECONDS, {}))
+        if time.monotonic() - looked >= _STATS_SECONDS:
             values = {}
             with suppress(StoreError):  # readiness says so
                 with served.use() as index:

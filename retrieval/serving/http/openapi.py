@@ -76,8 +76,7 @@ class Operation(NamedTuple):
     Attributes:
         method: lower case.
         path: below `/v1`, and below `/v1/indexes/{index}` if it is an index's.
-        handler: name of the method of `Routes` that answers.
-        summary: a sentence.
+        handler: name of the method of `Routes` that answers; its docstring is the summary.
         answer: the type of the answer; None for a picture.
         query: schemas of the parameters behind the question mark, by name; `id` must be there.
         bodies: schemas of the body by content type.
@@ -88,7 +87,6 @@ class Operation(NamedTuple):
     method: str
     path: str
     handler: str
-    summary: str
     answer: type | None
     query: Mapping[str, Any] = {}
     bodies: Mapping[str, Any] = {}
@@ -103,132 +101,52 @@ class Operation(NamedTuple):
 
 
 def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
-    """Return the operations on one item, named in the path or as `?id=`.
-
-    What ends in a word comes first.
-    """
-    new = _form(
-        "image",
-        image=_BINARY,
-        label=_TEXT,
-        metadata={"type": "string", "description": "a JSON object"},
-        keep={"enum": ["copy", "thumbnail", "nothing"], "default": "copy"},
-    )
-    changed = {_JSON: _ref(models.ItemChangeBody)}
+    """Return the operations on one item, named in the path or as `?id=`; longer paths first."""
+    item = answers.ItemAnswer
+    bodies = {_FORM: _NEW_ITEM, _JSON: _ref(models.ItemBody)}
+    change = {_JSON: _ref(models.ItemChangeBody)}
     return [
-        Operation(
-            "get",
-            f"{path}/image",
-            "get_image",
-            "Give an item's original, as browsers show it.",
-            None,
-            query,
-        ),
-        Operation(
-            "get",
-            f"{path}/thumbnail",
-            "get_thumbnail",
-            "Give a small JPEG of an item's original.",
-            None,
-            query,
-        ),
-        Operation(
-            "get", path, "get_item", "Give an item.", answers.ItemAnswer, {**query, **_VECTOR}
-        ),
-        Operation(
-            "put",
-            path,
-            "put_item",
-            "Add an item, or replace the one of this id.",
-            answers.PutAnswer,
-            query,
-            {_FORM: new, _JSON: _ref(models.ItemBody)},
-        ),
-        Operation(
-            "patch",
-            path,
-            "patch_item",
-            "Change an item's label or metadata; what is left out stays.",
-            answers.PutAnswer,
-            query,
-            changed,
-        ),
-        Operation("delete", path, "delete_item", "Delete an item.", answers.Deleted, query),
+        Operation("get", f"{path}/image", "get_image", None, query),
+        Operation("get", f"{path}/thumbnail", "get_thumbnail", None, query),
+        Operation("get", path, "get_item", item, {**query, **_VECTOR}),
+        Operation("put", path, "put_item", answers.PutAnswer, query, bodies),
+        Operation("patch", path, "patch_item", answers.PutAnswer, query, change),
+        Operation("delete", path, "delete_item", answers.Deleted, query),
     ]
 
 
-_ONE = {
+_NEW_ITEM = _form(
+    "image",
+    image=_BINARY,
+    label=_TEXT,
+    metadata={"type": "string", "description": "a JSON object"},
+    keep={"enum": ["copy", "thumbnail", "nothing"], "default": "copy"},
+)
+_IMAGE_BODIES = {
     _FORM: _form("image", image=_BINARY, **_OPTIONS),
     "application/octet-stream": _BINARY,
     "image/*": _BINARY,
 }
+_SEARCH = {**_IMAGE_BODIES, _JSON: _ref(models.SearchBody)}
+_BATCH = {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}
 _ITEMS = {
     "type": "string",
     "description": "a JSON list that says what each image is, in their order",
 }
+_ADD = {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}
+_DELETE = {_JSON: _ref(models.DeleteBody)}
 OPERATIONS = (
-    Operation(
-        "post",
-        "/search",
-        "search",
-        "Search with an image, a vector or an item of the index.",
-        answers.SearchAnswer,
-        _OPTIONS,
-        {**_ONE, _JSON: _ref(models.SearchBody)},
-    ),
-    Operation(
-        "post",
-        "/search/batch",
-        "search_batch",
-        "Search with several images, vectors or items.",
-        answers.BatchAnswer,
-        {},
-        {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)},
-    ),
-    Operation(
-        "get", "/index", "get_index", "Say what the index is and holds.", answers.IndexAnswer
-    ),
-    Operation("get", "/items", "list_items", "List items, page by page.", answers.Page, _LIST),
-    Operation(
-        "post",
-        "/items",
-        "add_items",
-        "Add, replace or change items: all of them, or none.",
-        answers.AddAnswer,
-        {},
-        {
-            _FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS),
-            _JSON: _ref(models.ItemsBody),
-        },
-    ),
+    Operation("post", "/search", "search", answers.SearchAnswer, _OPTIONS, _SEARCH),
+    Operation("post", "/search/batch", "search_batch", answers.BatchAnswer, {}, _BATCH),
+    Operation("get", "/index", "get_index", answers.IndexAnswer),
+    Operation("get", "/items", "list_items", answers.Page, _LIST),
+    Operation("post", "/items", "add_items", answers.AddAnswer, {}, _ADD),
     *_item_operations("/items/{id}", {}),
     *_item_operations("/item", {"id": _ID}),
-    Operation(
-        "post",
-        "/delete",
-        "delete_items",
-        "Delete items by id, by filter, or all.",
-        answers.Deleted,
-        {},
-        {_JSON: _ref(models.DeleteBody)},
-    ),
-    Operation(
-        "post",
-        "/snapshots",
-        "snapshot",
-        "Write a copy of this moment to the operator's folder.",
-        answers.Snapshot,
-        status=201,
-    ),
-    Operation(
-        "get",
-        "/indexes",
-        "list_indexes",
-        "Name the server's indexes.",
-        answers.Indexes,
-        of_index=False,
-    ),
-    Operation("get", "/openapi.json", "openapi", "Give this document.", dict, of_index=False),
+    Operation("post", "/delete", "delete_items", answers.Deleted, {}, _DELETE),
+    Operation("post", "/snapshots", "snapshot", answers.Snapshot, status=201),
+    Operation("get", "/indexes", "list_indexes", answers.Indexes, of_index=False),
+    Operation("get", "/openapi.json", "openapi", dict, of_index=False),
 )
 """Every route of /v1, in the order in which an address is compared with them."""
 
@@ -236,6 +154,8 @@ OPERATIONS = (
 @cache
 def document() -> dict[str, Any]:
     """Return the document; not to be changed."""
+    from retrieval.serving.http.routes import Routes  # which is made of `OPERATIONS`
+
     types = [
         *(models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody),
         *(models.SearchBody, models.BatchBody, answers.Problem),
@@ -247,12 +167,10 @@ def document() -> dict[str, Any]:
     )
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        paths.setdefault(f"/v1{operation.path}", {})[operation.method] = _described(
-            operation, named=False
-        )
-        if operation.of_index:
-            there = paths.setdefault(f"/v1/indexes/{{index}}{operation.path}", {})
-            there[operation.method] = _described(operation, named=True)
+        summary = getattr(Routes, operation.handler).__doc__
+        for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
+            methods = paths.setdefault(prefix + operation.path, {})
+            methods[operation.method] = _described(operation, summary, named="{index}" in prefix)
     return {
         "openapi": "3.1.0",
         "info": {"title": "retrieval", "version": "1", "description": _INTRODUCTION},
@@ -261,11 +179,11 @@ def document() -> dict[str, Any]:
     }
 
 
-def _described(operation: Operation, *, named: bool) -> dict[str, Any]:
+def _described(operation: Operation, summary: str, *, named: bool) -> dict[str, Any]:
     method, path = operation.method.upper(), f"/v1{operation.path}"
     described: dict[str, Any] = {
         "operationId": operation.id + ("Of" if named else ""),
-        "summary": operation.summary,
+        "summary": summary,
         "security": (
             [] if is_free(method, path) else [{"key": [needed_role(method, path, keyed=True)]}, {}]
         ),
@@ -283,8 +201,8 @@ def _parameters(operation: Operation, *, named: bool) -> list[dict[str, Any]]:
     if named:
         parameters.append({"name": "index", "in": "path", "required": True, "schema": _NAME})
     if "{id}" in operation.path:
-        head = {"name": "id", "in": "path", "required": True, "schema": _ID}
-        parameters.append({**head, "description": "percent-encoded, slashes too"})
+        parameter = {"name": "id", "in": "path", "required": True, "schema": _ID}
+        parameters.append({**parameter, "description": "percent-encoded, slashes too"})
     for name, schema in operation.query.items():
         parameters.append({"name": name, "in": "query", "required": name == "id", "schema": schema})
     return parameters

@@ -39,6 +39,7 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        cycle.scope["retrieval.has_left"] = lambda: cycle.disconnected  # type: ignore[typeddict-unknown-key]
         super()._start_asgi_task(cycle, app)
 
     def _disconnect(self) -> None:

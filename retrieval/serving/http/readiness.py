@@ -17,7 +17,7 @@ from PIL import Image
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.http.models import Given, Options, Query
+from retrieval.serving.http.models import Options, Query, QueryInput
 from retrieval.serving.http.problems import UNREACHABLE, RequestError, report
 from retrieval.serving.http.served import DAMAGED, Served
 from retrieval.serving.http.settings import PROBE_SECONDS
@@ -87,7 +87,7 @@ class Readiness:
             "search": await self._fault_of(self._search, slow),
             "model": await self._fault_of(self._model, slow),
         }
-        before, now = (next(filter(None, each.values()), None) for each in (self._faults, faults))
+        before, now = (next(filter(None, parts.values()), None) for parts in (self._faults, faults))
         if now != before and now is not None:
             log.warning("Not ready. %s", now)
         elif now is None and before not in (None, _NEW):
@@ -158,11 +158,11 @@ def sample(bundle: Bundle) -> Query:
     """Return a query that goes the whole way of a client's."""
     input, noise = bundle.manifest.input, np.random.default_rng(0)
     if input.kind == "features":
-        return Query((Given(vector=noise.normal(size=input.shape)),), Options(k=1), None)
+        return Query((QueryInput(vector=noise.normal(size=input.shape)),), Options(k=1), None)
     pixels = noise.integers(0, 256, size=input.shape, dtype=np.uint8).transpose(1, 2, 0)
     out = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG")
-    return Query((Given(image=out.getvalue()),), Options(k=1), None)
+    return Query((QueryInput(image=out.getvalue()),), Options(k=1), None)
 
 
 def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:

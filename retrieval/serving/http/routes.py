@@ -1,4 +1,6 @@
-"""What is done at each address of /v1: one method for each operation of `openapi.OPERATIONS`."""
+"""What is done at each address of /v1: one method for each operation of `openapi.OPERATIONS`, whose
+summary is the method's docstring.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ T = TypeVar("T")
 _JSON: Mapping[Kind, int] = {"json": JSON_BYTES}
 _SEVERAL: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 _PARSED_AT_ONCE_BYTES = 16_384
-"""A larger body is parsed in a thread."""
+"""A larger form or JSON body is parsed in a thread."""
 
 
 class Routes:
@@ -64,7 +66,7 @@ class Routes:
     # Search
 
     async def search(self, request: Request) -> Response:
-        """Answer one search."""
+        """Search with an image, a vector or an item of the index."""
         max_bytes = self._settings.max_bytes
         limits: dict[Kind, int] = {"form": max_bytes, "json": JSON_BYTES, "image": max_bytes}
         kind = request.headers.get("content-type", "")
@@ -74,15 +76,15 @@ class Routes:
         def read(body: Body) -> Query:
             return models.query_of(body, parameters, max_bytes)
 
-        return await self._search(request, limits, models.SEARCH_TYPES, read, several=False)
+        return await self._search(request, limits, models.SEARCH_TYPES, read, batch=False)
 
     async def search_batch(self, request: Request) -> Response:
-        """Answer several searches."""
+        """Search with several images, vectors or items."""
         parameters_of(request)
         read = partial(
             models.batch_of, most=self._settings.batch, max_bytes=self._settings.max_bytes
         )
-        return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, several=True)
+        return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, batch=True)
 
     async def _search(
         self,
@@ -90,7 +92,7 @@ class Routes:
         limits: Mapping[Kind, int],
         types: str,
         read: Callable[[Body], Query],
-        several: bool,
+        batch: bool,
     ) -> Response:
         served, prefix, began = self._served(request), _prefix_of(request), perf_counter()
         served.workers.searches.require_room()  # before the body is read
@@ -106,7 +108,7 @@ class Routes:
                     }
                     for hits in hits_by_query
                 ]
-                content: dict[str, Any] = {"answers": results} if several else results[0]
+                content: dict[str, Any] = {"answers": results} if batch else results[0]
                 content["took_ms"] = round(1000 * (perf_counter() - began), 2)
                 if query.options.explain:
                     content["explain"] = answers.explanation(query, index)
@@ -117,7 +119,7 @@ class Routes:
     # Items
 
     async def get_item(self, request: Request) -> Response:
-        """Give an item, and its vector when asked for it."""
+        """Give an item."""
         served, prefix, id = self._served(request), _prefix_of(request), _id_of(request, "vector")
         with_vector = models.truth(request.query_params.get("vector", "false"))
         if not isinstance(with_vector, bool):
@@ -135,13 +137,13 @@ class Routes:
             return answer(await served.read(work))
 
     async def put_item(self, request: Request) -> Response:
-        """Add an item, or replace the one that has its id."""
+        """Add an item, or replace the one of this id."""
         limits: dict[Kind, int] = {"form": self._settings.max_bytes, "json": JSON_BYTES}
         read = partial(models.put_item, max_bytes=self._settings.max_bytes)
         return await self._put_one(request, limits, models.PUT_TYPES, "put", read)
 
     async def patch_item(self, request: Request) -> Response:
-        """Change an item's label or metadata."""
+        """Change an item's label or metadata; what is left out stays."""
         return await self._put_one(
             request, _JSON, models.PATCH_TYPES, "change", models.changed_item
         )
@@ -169,17 +171,17 @@ class Routes:
             return answer({"deleted": 1})
 
     async def add_items(self, request: Request) -> Response:
-        """Add, replace or change several items: all of them, or none."""
+        """Add, replace or change items: all of them, or none."""
         served, settings = self._served(request), self._settings
         parameters_of(request)
-        read = partial(models.several_items, most=settings.batch, max_bytes=settings.max_bytes)
+        read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
         async with self._parsed(request, served, _SEVERAL, models.ADD_TYPES, read) as items:
             change = _change(request, served, "put", [_usable(item.id) for item in items])
             replaced = await served.put(items, change)
             return answer({"added": len(items) - replaced, "replaced": replaced})
 
     async def list_items(self, request: Request) -> Response:
-        """Give a page of items, in the order of their ids."""
+        """List items, page by page."""
         served, prefix = self._served(request), _prefix_of(request)
         page = models.ListParameters.of_texts(
             parameters_of(request, *models.ListParameters.model_fields)
@@ -202,7 +204,7 @@ class Routes:
             return answer(await served.read(work))
 
     async def delete_items(self, request: Request) -> Response:
-        """Delete items by id, all that match a filter, or all."""
+        """Delete items by id, by filter, or all."""
         served = self._served(request)
         parameters_of(request)
 
@@ -217,7 +219,7 @@ class Routes:
     # Pictures
 
     async def get_image(self, request: Request) -> Response:
-        """Give an item's original, or a PNG of it where browsers do not show its format."""
+        """Give an item's original, as browsers show it."""
         return await self._picture(request, small=False)
 
     async def get_thumbnail(self, request: Request) -> Response:
@@ -245,7 +247,7 @@ class Routes:
     # The index
 
     async def get_index(self, request: Request) -> Response:
-        """Describe an index."""
+        """Say what the index is and holds."""
         served, settings = self._served(request), self._settings
         parameters_of(request)
         own = {
@@ -263,7 +265,7 @@ class Routes:
             )
 
     async def snapshot(self, request: Request) -> Response:
-        """Write a copy of one moment below the operator's folder; answers when it is whole."""
+        """Write a copy of this moment to the operator's folder."""
         served, folder = self._served(request), self._settings.snapshots
         parameters_of(request)
         if folder is None:
@@ -279,12 +281,12 @@ class Routes:
         return answer({"snapshot": name}, 201)
 
     async def list_indexes(self, request: Request) -> Response:
-        """Name the indexes that the caller may use."""
+        """Name the server's indexes."""
         parameters_of(request)
         return answer({"indexes": sorted(filter(_caller_of(request).may_use, self.indexes))})
 
     async def openapi(self, request: Request) -> Response:
-        """Give the OpenAPI document."""
+        """Give this document."""
         return answer(document())
 
     # What they share
@@ -331,7 +333,7 @@ class Routes:
             trail.note("read", began, perf_counter())
         try:
             async with self._deadline(request):
-                if len(body.content) <= _PARSED_AT_ONCE_BYTES:
+                if body.kind == "image" or len(body.content) <= _PARSED_AT_ONCE_BYTES:
                     yield read(body)
                 else:
                     yield await served.workers.searches.run(partial(read, body))
@@ -341,7 +343,7 @@ class Routes:
     @asynccontextmanager
     async def _deadline(self, request: Request) -> AsyncIterator[None]:
         """Bound what is done inside in time; RequestError 503 when it takes too long."""
-        HAS_LEFT.set(request.is_disconnected)
+        HAS_LEFT.set(request.scope.get("retrieval.has_left", bool))
         try:
             async with asyncio.timeout(self._settings.deadline):
                 yield
@@ -403,14 +405,17 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
     return parameters
 
 
-def _id_of(request: Request, *others: str) -> str:
-    """Return the id of a request's item, from its path or from `?id=`; `others` are parameters that
-    it may have.
+def _id_of(request: Request, *options: str) -> str:
+    """Return the id of a request's item, from its path or from `?id=`.
+
+    Args:
+        request: that names the item.
+        options: parameters that it may have besides.
     """
     if "id" in request.path_params:
-        parameters_of(request, *others)
+        parameters_of(request, *options)
         return unquote(request.path_params["id"], errors="surrogateescape")
-    id = parameters_of(request, "id", *others).get("id")
+    id = parameters_of(request, "id", *options).get("id")
     if not id:
         raise RequestError(400, "The address names no item: add ?id=, and the id percent-encoded.")
     return id

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.decoding import Decoded
 from retrieval.serving.files.plain import read_plain
 from retrieval.serving.http.audit import Audit, Change
-from retrieval.serving.http.changes import embedded, write
-from retrieval.serving.http.models import Given, NewItem, Query
+from retrieval.serving.http.models import NewItem, Query, QueryInput
 from retrieval.serving.http.problems import RequestError, no_item, store_failed
 from retrieval.serving.http.settings import BATCH_BYTES, Settings
 from retrieval.serving.http.turns import Turns, Workers
@@ -30,7 +31,9 @@ from retrieval.serving.stages import stage
 from retrieval.serving.store import contract
 from retrieval.serving.store.contract import (
     CODE,
+    FEATURES,
     VECTOR,
+    Floats,
     Item,
     StoreUnavailable,
     Superseded,
@@ -49,6 +52,8 @@ _NOT_WRITTEN = (
 )
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
 _TRIES = 5
+_COPIED_BYTES = 64_000_000
+"""Originals that one request copies when it changes labels or metadata."""
 T = TypeVar("T")
 
 
@@ -135,7 +140,7 @@ class Served:
             RequestError: 404, no such item; 503, too many are waiting, or the index cannot be
                 searched now.
         """
-        images = [given.image for given in query.given if given.image is not None]
+        images = [input.image for input in query.inputs if input.image is not None]
 
         async def ask() -> bytes:
             bundle = self.index.bundle
@@ -235,11 +240,11 @@ class Served:
             bundle, widths, items = self.index.bundle, self.index.generation.widths, {}
             if embeds:
                 decoded = await self.workers.pixels(bundle, images)
-                embed = partial(embedded, bundle, widths, new_items, decoded, thumbnails)
+                embed = partial(_embedded, bundle, widths, new_items, decoded, thumbnails)
                 items = await self.workers.searches.run(embed)
 
             def work(index: Index) -> int:
-                replaced = write(index, bundle, new_items, items)
+                replaced = _write(index, bundle, new_items, items)
                 change.count = len(new_items)
                 return replaced
 
@@ -351,24 +356,24 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[
         DataError: a vector of another width, or an index that cannot be searched by id.
         RequestError: 404, no such item.
     """
-    options, answers = query.options, [list[Hit]() for _ in query.given]
+    options, answers = query.options, [list[Hit]() for _ in query.inputs]
     for by_id in (False, True):
         places = [
-            place for place, given in enumerate(query.given) if (given.id is not None) == by_id
+            place for place, input in enumerate(query.inputs) if (input.id is not None) == by_id
         ]
         if not places:
             continue
-        queries = [query.given[place] for place in places]
+        queries = [query.inputs[place] for place in places]
         encoded = _stored(index, queries) if by_id else _encoded(index.bundle, queries, pixels)
         k = options.k + by_id
         with stage("search", len(places)):
             results = index.search(encoded, k, candidates=options.candidates, where=query.where)
         for place, hits in zip(places, results, strict=True):
-            answers[place] = [hit for hit in hits if hit.id != query.given[place].id][: options.k]
+            answers[place] = [hit for hit in hits if hit.id != query.inputs[place].id][: options.k]
     return answers
 
 
-def _encoded(bundle: Bundle, queries: Sequence[Given], pixels: NDArray[Any] | None) -> Any:
+def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:
     """Return images or vectors as an index is asked for them."""
     if pixels is None:
         vectors = [query.vector for query in queries if query.vector is not None]
@@ -381,7 +386,7 @@ def _encoded(bundle: Bundle, queries: Sequence[Given], pixels: NDArray[Any] | No
         return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
 
 
-def _stored(index: Index, queries: Sequence[Given]) -> Encoded:
+def _stored(index: Index, queries: Sequence[QueryInput]) -> Encoded:
     """Return items of the index as queries."""
     bundle, ids = index.bundle, [str(query.id) for query in queries]
     if bundle.manifest.query_vectors:
@@ -400,3 +405,123 @@ def _stored(index: Index, queries: Sequence[Given]) -> Encoded:
     if bundle.manifest.rescorer is not None:
         codes = np.stack([items[id].arrays[CODE] for id in ids])
     return Encoded(vectors, vectors, codes, bundle.sha256)
+
+
+# What is written
+
+
+def _embedded(
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    new_items: Sequence[NewItem],
+    images: Sequence[Decoded],
+    thumbnails: Mapping[str, bytes],
+) -> dict[str, Item]:
+    """Return the items that have an image or a vector, by id, with the arrays that the index keeps
+    of them.
+
+    Args:
+        bundle: embeds them.
+        widths: numbers of each array that the index keeps of an item, by name.
+        new_items: all of them.
+        images: decoded, of those that have one, in order.
+        thumbnails: by id, where no more is kept.
+
+    Raises:
+        DataError: vectors that the index does not take.
+    """
+    items: dict[str, Item] = {}
+    if images:
+        rows = _arrays(bundle, widths, np.stack([image.pixels for image in images]))
+        with_image = [new for new in new_items if new.image is not None]
+        for new, image, arrays in zip(with_image, images, rows, strict=True):
+            assert new.image is not None
+            items[new.id] = Item(
+                new.id,
+                new.label,
+                new.metadata,
+                keep=new.keep,
+                original=new.image if new.keep == "copy" else thumbnails.get(new.id),
+                bytes=len(new.image),
+                width=image.width,
+                height=image.height,
+                arrays=arrays,
+            )
+    if with_vector := [new for new in new_items if new.vector is not None]:
+        for new, arrays in zip(with_vector, _of_vectors(bundle, widths, with_vector), strict=True):
+            items[new.id] = Item(new.id, new.label, new.metadata, keep="nothing", arrays=arrays)
+    return items
+
+
+def _arrays(
+    bundle: Bundle, widths: Mapping[str, int], inputs: NDArray[Any]
+) -> list[dict[str, Floats]]:
+    """Return the arrays that the index keeps of each image or each row of features."""
+    with stage("encode", len(inputs)):
+        features = bundle.features(inputs) if FEATURES in widths else None
+        encoded = bundle.encode(inputs) if features is None else bundle.encode_features(features)
+    arrays = {VECTOR: encoded.vector}
+    if encoded.code is not None:
+        arrays[CODE] = encoded.code
+    if features is not None:
+        arrays[FEATURES] = np.asarray(features, np.float32)
+    return [{name: array[row] for name, array in arrays.items()} for row in range(len(inputs))]
+
+
+def _of_vectors(
+    bundle: Bundle, widths: Mapping[str, int], items: Sequence[NewItem]
+) -> list[dict[str, Floats]]:
+    takes_features = bundle.manifest.input.kind == "features"
+    width = bundle.manifest.input.shape[0] if takes_features else bundle.manifest.vector
+    if wrong := next((item for item in items if len(item.vector or ()) != width), None):
+        what = "features" if takes_features else "numbers"
+        length = len(wrong.vector or ())
+        raise DataError(
+            f"A vector of this index has {width} {what}, not {length} (item {wrong.id[:80]!a})."
+        )
+    vectors = np.array([item.vector for item in items], np.float64)
+    if takes_features:
+        return _arrays(bundle, widths, vectors)
+    if set(widths) != {VECTOR}:
+        raise DataError(
+            "This index keeps more of an item than its vector: give the image, or features where it"
+            " takes them."
+        )
+    with np.errstate(over="ignore"):
+        return [{VECTOR: row} for row in vectors.astype(np.float32)]
+
+
+def _write(
+    index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Mapping[str, Item]
+) -> int:
+    """Write items in one transaction; return how many were there. For the thread that writes.
+
+    Those that are not among the embedded `items` are there already, and change in what they name.
+
+    Raises:
+        DataError: an item that is not embedded is not there.
+    """
+    changes = [new for new in new_items if new.id not in items]
+    stored = index.get([new.id for new in changes], arrays=True) if changes else {}
+    if missing := [new.id for new in changes if new.id not in stored]:
+        more = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
+        raise DataError(
+            f"There is no item {missing[0][:80]!a}, so that it needs an image or a vector{more}."
+        )
+    size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
+    if len(changes) > 1 and size > _COPIED_BYTES:
+        raise DataError(
+            f"The originals of these items have more than {_COPIED_BYTES:,} bytes. Change fewer at"
+            " a time."
+        )
+    with stage("write", len(new_items)):
+        whole = [items.get(new.id) or _changed(index, stored[new.id], new) for new in new_items]
+        return index.store.upsert(whole, bundle.sha256)
+
+
+def _changed(index: Index, item: Item, change: NewItem) -> Item:
+    """Return an item with what a change names."""
+    original = index.store.original(item.id) if item.keep in ("copy", "thumbnail") else None
+    label = change.label if "label" in change.named else item.label
+    metadata = change.metadata if "metadata" in change.named else item.metadata
+    return replace(item, label=label, metadata=metadata, original=original)

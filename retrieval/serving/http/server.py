@@ -47,11 +47,11 @@ _RULE = (
     " digit"
 )
 
-Given = StrPath | Address | Index
+Source = StrPath | Address | Index
 
 
 def serve(
-    index: Given | Mapping[str, Given],
+    index: Source | Mapping[str, Source],
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -86,10 +86,18 @@ def serve(
     require_packages()
     settings = checked(settings or Settings(workers=cores()), host)
     beside = _in_event_loop() if wait is None else not wait
-    given = index if isinstance(index, Mapping) else {_name_of(index): index}
-    parts = Parts(given, settings, device, tuple(plugins))
-    if settings.processes > 1:
-        parts.require_shareable(beside)
+    place = index.path if isinstance(index, Index) else index
+    sources = index if isinstance(index, Mapping) else {default_name(str(place)): index}
+    parts = Parts(sources, settings, device, tuple(plugins))
+    if settings.processes > 1 and beside:
+        raise StoreError(
+            "Several processes serve in the foreground only: start them with `retrieval serve"
+            " --processes N`."
+        )
+    if settings.processes > 1 and any(isinstance(each, Index) for each in sources.values()):
+        raise StoreError(
+            "Several processes cannot share an opened index: give its folder or its address."
+        )
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(host, port, "--port"))]
         if settings.health_port is not None:
@@ -128,7 +136,7 @@ class Serving:
         return_large_blocks()
         self._app = parts.application()
         self._log = start_log(parts.settings.log_format or "text")
-        self._listeners, self._given = listeners, parts.given
+        self._listeners, self._sources = listeners, parts.sources
         self._app.ends_process = not beside
         self._server = uvicorn.Server(_config(self._app))
         self._thread = threading.Thread(target=self.run, name="serve", daemon=True)
@@ -155,7 +163,7 @@ class Serving:
             signal.signal(signal.SIGINT, leave)
         self._server.run(sockets=self._listeners)
         for name, served in self._app.served.items():
-            if not isinstance(self._given[name], Index) and self._app.workers.idle:
+            if not isinstance(self._sources[name], Index) and self._app.workers.idle:
                 served.index.close()  # closing it under a search that hangs would crash
         self._log.stop()
 
@@ -182,7 +190,7 @@ class Parts:
     Several processes pickle it.
     """
 
-    given: Mapping[str, Any]
+    sources: Mapping[str, Any]
     settings: Settings
     device: Device = "auto"
     plugins: tuple[str, ...] = ()
@@ -192,18 +200,6 @@ class Parts:
         """Threads of one encoder: the share of a search that runs beside the others."""
         searches = self.settings.workers * self.settings.processes
         return max(1, min(default_threads(), cores() // searches))
-
-    def require_shareable(self, beside: bool) -> None:
-        """Refuse what several processes cannot serve: StoreError."""
-        if beside:
-            raise StoreError(
-                "Several processes serve in the foreground only: start them with `retrieval serve"
-                " --processes N`."
-            )
-        if any(isinstance(index, Index) for index in self.given.values()):
-            raise StoreError(
-                "Several processes cannot share an opened index: give its folder or its address."
-            )
 
     def open(self, place: StrPath | Address) -> Any:
         """Open an index.
@@ -232,11 +228,12 @@ class Parts:
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
         reopen = {
             name: partial(self.open, index)
-            for name, index in self.given.items()
+            for name, index in self.sources.items()
             if not isinstance(index, Index)
         }
         opened = {
-            name: reopen[name]() if name in reopen else index for name, index in self.given.items()
+            name: reopen[name]() if name in reopen else index
+            for name, index in self.sources.items()
         }
         return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
 
@@ -245,7 +242,7 @@ class Parts:
         from retrieval.serving.http.monitoring import start_log
 
         return_large_blocks()
-        start_log(self.settings.log_format or "text", several=True)
+        start_log(self.settings.log_format or "text", names_process=True)
         try:
             app = self.application()
         except RetrievalError as error:
@@ -260,7 +257,7 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
     from uvicorn.supervisors import Multiprocess
 
     items = 0
-    for place in parts.given.values():
+    for place in parts.sources.values():
         with parts.open(place) as index:  # a fault of it is told here, and once
             items += len(index)
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
@@ -459,7 +456,3 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _name_of(index: Given) -> str:
-    return default_name(str(index.path if isinstance(index, Index) else index))

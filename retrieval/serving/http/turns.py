@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -29,17 +31,46 @@ WAITING_CHANGES = 16
 WAITING_SNAPSHOTS = 4
 WAITING_PICTURES = 64
 _PICTURE_THREADS = 8
+_MOMENT_SECONDS = 0.002
 
 T = TypeVar("T")
 
-HAS_LEFT: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("has_left", default=None)
-"""Says whether the client of this task's request has left, so that what waited for its turn is not
-begun.
-"""
+HAS_LEFT: ContextVar[Callable[[], bool]] = ContextVar("has_left", default=bool)
+"""Says whether the client of this task's request has left, so that what waited is not begun."""
+
+
+class _Job:
+    """A piece of work, and the future that its caller waits for."""
+
+    __slots__ = ("_work", "ended", "error", "result")
+
+    def __init__(self, ended: asyncio.Future[Any], work: Callable[[], Any]) -> None:
+        self.ended, self._work = ended, work
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def do(self) -> None:
+        """Do it, in a thread."""
+        try:
+            self.result = self._work()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        """Hand it to its caller, in the event loop."""
+        if self.ended.done():
+            return
+        if self.error is None:
+            self.ended.set_result(self.result)
+        else:
+            self.ended.set_exception(self.error)
 
 
 class Turns:
     """A pool of threads with a bounded queue: some work runs, some waits, the rest is refused.
+
+    A thread that is woken does all that waits and wakes the event loop once, since waking costs as
+    much as a small search. What still waits a moment later gets the next thread.
 
     Args:
         what: the work is, for the refusal: "searches".
@@ -48,62 +79,85 @@ class Turns:
     """
 
     def __init__(self, what: str, at_once: int, waiting: int) -> None:
-        self._what, self._most_waiting = what, waiting
-        self._free = asyncio.Semaphore(at_once)
+        self._what, self._at_once, self._room = what, at_once, at_once + waiting
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix=what)
-        self.waiting = self.running = 0
+        self._queue, self._done = deque[_Job](), deque[_Job]()
+        self._pending = self.busy = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Pieces of work that wait for a thread."""
+        return max(0, self._pending - self._at_once)
 
     def require_room(self) -> None:
         """Refuse work that would find no room: RequestError 503."""
-        if self._free.locked() and self.waiting >= self._most_waiting:
+        if self._pending >= self._room:
             raise busy(f"too many {self._what} are waiting")
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return what some work gives, done in a thread.
 
-        Whoever is cancelled leaves the work its turn until its end.
+        Work that has begun keeps its turn until its end, though its caller is cancelled.
 
         Raises:
             RequestError: 503, too much is waiting.
         """
         self.require_room()
-        queued, waits = perf_counter(), self._free.locked()
-        self.waiting += 1
-        try:
-            await self._free.acquire()
-        finally:
-            self.waiting -= 1
-        try:
-            if waits and (has_left := HAS_LEFT.get()) is not None and await has_left():
-                raise ClientDisconnect
-        except BaseException:  # asking waits too, so that it may be cancelled
-            self._free.release()
-            raise
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
+        queued, has_left, loop = perf_counter(), HAS_LEFT.get(), asyncio.get_running_loop()
 
-        def noted() -> T:
+        def begin() -> T:
+            if has_left():
+                raise ClientDisconnect
             if (trail := current()) is not None:
                 trail.note("wait", queued, perf_counter())
             return work()
 
-        def end(future: Future[T]) -> None:
-            self._free.release()
-            self.running -= 1
-            if not ended.done():
-                ended.set_result(future)
+        job = _Job(loop.create_future(), partial(contextvars.copy_context().run, begin))
+        self._pending += 1
+        self._queue.append(job)
+        if self._timer is None:  # at once, but when all requests that came together are here
+            self._timer = loop.call_later(_MOMENT_SECONDS * bool(self.busy), self._tick, loop)
+        try:
+            result: T = await job.ended
+            return result
+        except asyncio.CancelledError:
+            with suppress(ValueError):
+                self._queue.remove(job)
+                self._pending -= 1
+            raise
 
-        def end_in_loop(future: Future[T]) -> None:
-            with suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(end, future)
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand back what is done, and wake a thread for what waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._done:
+            self._pending -= 1
+            self._done.popleft().end()
+        if self._queue:
+            if self.busy < self._at_once:
+                self.busy += 1
+                self._threads.submit(self._work, loop)
+            self._timer = loop.call_later(_MOMENT_SECONDS, self._tick, loop)
 
-        self.running += 1
-        self._threads.submit(contextvars.copy_context().run, noted).add_done_callback(end_in_loop)
-        done: Future[T] = await ended
-        return done.result()
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Do what waits until nothing does: in a thread."""
+        with suppress(IndexError):
+            while True:
+                job = self._queue.popleft()
+                job.do()
+                self._done.append(job)
+        with suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(self._rest, loop)
+
+    def _rest(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.busy -= 1
+        self._tick(loop)
 
     def close(self) -> None:
         """Begin nothing any more."""
+        self._queue.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -175,7 +229,7 @@ class Workers:
     def idle(self) -> bool:
         """Whether no thread works for an index."""
         pools = (self.searches, self.changes, self.pictures, self.snapshots)
-        return all(turns.running == 0 for turns in pools)
+        return all(turns.busy == 0 for turns in pools)
 
     def close(self) -> None:
         """Begin nothing any more, and end the processes that decode."""

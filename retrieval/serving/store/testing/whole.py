@@ -189,9 +189,7 @@ class WholeCases(Bench):
             for entry in some(12, start):
                 store.upsert([entry], opened().sha256)
 
-        equal(
-            together([lambda start=start: write(start) for start in range(0, 48, 12)]), [], "faults"
-        )  # type: ignore[misc]
+        equal(together([partial(write, start) for start in range(0, 48, 12)]), [], "faults")
         state = {entry.id: entry for entry in some(48)}
         self.check(store, state)
         self.check(self.again(store), state)
