@@ -4,7 +4,7 @@ and that one from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,10 @@ A long one evens out features of very different scales.
 """
 BLOCK = 64
 """Triplets that are judged and then learned at a time; at the very start 1, 1, 2, 4, … of them."""
+FOLDS = 4
+"""Parts of the items, by their digests. What is judged of an item, is judged by experts that have
+learned no pair with any item of its part.
+"""
 REFRESH = 512
 """Triplets between two decompositions of the moment, after the first thousand; before that, each
 block has its own.
@@ -47,7 +51,7 @@ SETTLE = 500
 """Without `prepare` or `fit`, mean and principal components are taken from this many triplets;
 until then the map is the identity.
 """
-MIXTURE = 10.0
+MIXTURE = 5.0
 """Around which n the bound of `_bound` is tightest; it holds at any number."""
 
 
@@ -150,7 +154,6 @@ class Warm(LinearMap, OnlineLearner):
             1,
         )
         self.lead_, self.differing_, self.triplets_lead_ = np.zeros((3, number))
-        self.proven_ = np.zeros(number, bool)
         self.waiting_ = np.zeros((0, 3, features))
         self.held_ = np.zeros((places, features))
         self.keys_ = np.zeros((places, 2), np.uint64)
@@ -183,17 +186,17 @@ class Warm(LinearMap, OnlineLearner):
             else _signed(np.ascontiguousarray(np.linalg.eigh(covariance)[1][:, ::-1][:, :width].T))
         )
         self.sum_, self.products_ = np.zeros(0), np.zeros((0, 0))
-        self.moment_ = np.zeros((width, width))
+        self.moment_, self.pairs_ = np.zeros((FOLDS + 1, width, width)), np.zeros(FOLDS + 1)
         self._decompose()
 
     def _decompose(self) -> None:
-        """Find the moment's directions, and each expert's scale along them."""
+        """Find the directions of each moment, and each expert's scale along them."""
         values, self.directions_ = np.linalg.eigh(self.moment_)
         # the mean is over all features, of which the moment knows the larger part
-        mean = float(np.trace(self.moment_)) / self.basis_.shape[1] or 1.0
-        known = self.learned_ / (self.learned_ + self.prior)
-        values = np.maximum(values, 0.0) / mean * known / self.ridge
-        self.scales_ = 1 / (1 + values[:, None] / [expert.reach for expert in EXPERTS])
+        means = np.trace(self.moment_, axis1=1, axis2=2) / self.basis_.shape[1]
+        known = self.pairs_ / (self.pairs_ + self.prior) / self.ridge
+        values = np.maximum(values, 0.0) * (known / np.where(means > 0, means, 1.0))[:, None]
+        self.scales_ = 1 / (1 + values[..., None] / [expert.reach for expert in EXPERTS])
 
     def _learn(self, triplets: Floats) -> int:
         for triplet in triplets:
@@ -208,105 +211,122 @@ class Warm(LinearMap, OnlineLearner):
 
     def _block(self, triplets: Floats) -> None:
         """Judge some centred triplets, learn them, and decide what is served."""
-        codes = triplets @ self.basis_.T
-        self._judge_triplets(triplets, codes @ self.directions_)
-        self._judge_neighbours(self._remember(triplets))
-        apart = codes[:, 0] - codes[:, 1]
-        self.moment_ += apart.T @ apart
+        places, due = self._remember(triplets)
+        folds, codes = self.keys_[places, 0] % FOLDS, triplets @ self.basis_.T
+        self._judge_triplets(triplets, codes, folds[:, 0])
+        self._judge_neighbours(due)
+        differences = codes[:, 0] - codes[:, 1]
+        for fold in range(FOLDS + 1):  # the last has all pairs
+            pairs = differences[(folds[:, :2] != fold).all(axis=1)]
+            self.moment_[fold] += pairs.T @ pairs
+            self.pairs_[fold] += len(pairs)
         self.learned_ += len(triplets)
         if self.learned_ <= 1024 or self.learned_ % REFRESH == 0:
             self._decompose()
         self._decide()
 
-    def _remember(self, triplets: Floats) -> NDArray[np.int64]:
-        """Take triplets into the memory; return the places of anchors and positives that have not
-        been judged for a while.
+    def _remember(self, triplets: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Take triplets into the memory; return their places (T, 3), and those of anchors and
+        positives that have not been judged for a while.
         """
-        memory, due = self._memory(), dict[int, None]()
-        for triplet in triplets:
-            places = []
-            for vector in triplet:
+        memory, places = self._memory(), np.zeros(triplets.shape[:2], np.int64)
+        for row, triplet in zip(places, triplets, strict=True):
+            for column, vector in enumerate(triplet):
                 size = memory.size
-                place, new = memory.take(vector, digest(vector))
+                row[column], new = memory.take(vector, digest(vector))
                 if new:
+                    place = row[column]
                     self.turnover_ += memory.size == size
                     self.let_go_ += self.verdicts_[place], self.verdicts_[place] ** 2
                     self.verdicts_[place], self.judged_[place] = 0.0, -1
-                places.append(place)
-            memory.learn(*places)
-            due.update(dict.fromkeys(places[:2]))
+            memory.learn(*row.tolist())
+        seen = np.array(list(dict.fromkeys(places[:, :2].ravel().tolist())))
         # an item is judged again when the stream is twice as long as it was then
-        return np.array(
-            [place for place in due if 2 * self.judged_[place] <= self.learned_], dtype=np.int64
-        )
+        return places, seen[2 * self.judged_[seen] <= self.learned_]
+
+    def _distances(
+        self, items: Floats, codes: Floats, anchors: NDArray[np.int64], fold: int
+    ) -> Iterator[Floats]:
+        """Yield the distances (A, M) from some items to all (up to a monotone function): Euclid's,
+        then each expert's as the pairs outside a fold have taught it.
+
+        Args:
+            items: (M, F) centred vectors.
+            codes: (M, w) their components along `basis_`.
+            anchors: (A,) numbers of items, all of the fold.
+            fold: below `FOLDS`.
+        """
+        squares, products = (items**2).sum(axis=1), items[anchors] @ items.T
+        yield squares - 2 * products
+        codes = codes @ self.directions_[fold]
+        outside = np.maximum(squares - (codes**2).sum(axis=1), 0.0)
+        products -= codes[anchors] @ codes.T
+        for expert, scale in zip(EXPERTS, self.scales_[fold].T, strict=True):
+            lengths = codes**2 @ scale + outside
+            near = (codes[anchors] * scale) @ codes.T + products
+            if expert.angle:
+                norms = np.sqrt(lengths)
+                yield -_cosine(near, norms[anchors][:, None], norms)
+            else:
+                yield lengths - 2 * near
 
     def _judge_neighbours(self, places: NDArray[np.int64]) -> None:
         """Let the neighbours of items (A,) in the memory vote, by Euclid and by each expert."""
         memory = self._memory()
-        if memory.size <= VOTERS[-1] or not len(places):
+        if memory.size <= VOTERS[-1]:
             return
         held = self.held_[: memory.size]
-        codes = held @ self.basis_.T @ self.directions_
-        squares, products = (held**2).sum(axis=1), held[places] @ held.T
-        outside = np.maximum(squares - (codes**2).sum(axis=1), 0.0)
-        products_outside = products - codes[places] @ codes.T
+        codes = held @ self.basis_.T
         share = NEAR_TURNED_OVER if self.turnover_ else NEAR
-        euclid = memory.votes(places, squares - 2 * products, share)
-        for number, expert in enumerate(EXPERTS):
-            scale = self.scales_[:, number]
-            lengths = codes**2 @ scale + outside
-            near = (codes[places] * scale) @ codes.T + products_outside
-            if expert.angle:
-                norms = np.sqrt(lengths)
-                distances = -_cosine(near, norms[places][:, None], norms)
-            else:
-                distances = lengths - 2 * near
-            self.verdicts_[places, number] = memory.votes(places, distances, share) - euclid
+        for fold in range(FOLDS):
+            own = places[self.keys_[places, 0] % FOLDS == fold]
+            votes = [
+                memory.votes(own, distances, share)
+                for distances in self._distances(held, codes, own, fold)
+            ]
+            self.verdicts_[own] = (np.array(votes[1:]) - votes[0]).T
         self.judged_[places] = self.learned_
 
-    def _judge_triplets(self, triplets: Floats, codes: Floats) -> None:
-        """Count which triplets (T, 3, F) each expert has right and Euclid wrong, and the other way
-        round.
+    def _judge_triplets(
+        self, triplets: Floats, codes: Floats, folds: NDArray[np.unsignedinteger[Any]]
+    ) -> None:
+        """Count which triplets (T, 3, F) each expert has right and Euclid wrong, less the other
+        way round; `folds` are their anchors'.
         """
-        squares = ((triplets[:, :1] - triplets[:, 1:]) ** 2).sum(axis=2)
-        euclid = _wrong(squares[:, 0], squares[:, 1])
-        outside = triplets @ triplets.transpose(0, 2, 1) - codes @ codes.transpose(0, 2, 1)
-        for number, expert in enumerate(EXPERTS):
-            products = (codes * self.scales_[:, number]) @ codes.transpose(0, 2, 1) + outside
-            lengths = np.maximum(products.diagonal(axis1=1, axis2=2), 0.0)
-            near = products[:, 0, 1:]
-            if expert.angle:
-                norms = np.sqrt(lengths)
-                distances = -_cosine(near, norms[:, :1], norms[:, 1:])
-            else:
-                distances = lengths[:, 1:] - 2 * near
-            self.triplets_lead_[number] += (euclid - _wrong(distances[:, 0], distances[:, 1])).sum()
+        for fold in range(FOLDS):
+            own = folds == fold
+            rows = np.arange(own.sum())
+            items, along = (part[own].reshape(-1, part.shape[2]) for part in (triplets, codes))
+            euclid, *experts = (
+                _wrong(distances[rows, 3 * rows + 1], distances[rows, 3 * rows + 2]).sum()
+                for distances in self._distances(items, along, 3 * rows, fold)
+            )
+            self.triplets_lead_ += euclid - np.array(experts)
 
     def _decide(self) -> None:
         """Say which expert is served, if any, and set the map."""
         self.lead_ = self.let_go_[0] + self.verdicts_.sum(axis=0)
         self.differing_ = self.let_go_[1] + (self.verdicts_**2).sum(axis=0)
-        self.proven_ |= self.lead_ > self._bound()
-        self.proven_ &= (self.lead_ > 0) & (self.triplets_lead_ > 0)
-        self.left_ = bool(self.proven_.any())
-        served = int(np.where(self.proven_, self.lead_, -np.inf).argmax()) if self.left_ else -1
+        proven = (self.lead_ > self._bound()) & (self.triplets_lead_ > 0)
+        self.left_ = bool(proven.any())
+        served = int(np.where(proven, self.lead_, -np.inf).argmax()) if self.left_ else -1
         self.alpha_ = np.eye(len(EXPERTS) + 1)[served + 1]
         features = self.basis_.shape[1]
         self.components_ = np.eye(features)
         if self.left_:
-            turned = self.directions_.T @ self.basis_
-            self.components_ += turned.T @ (
-                (np.sqrt(self.scales_[:, served]) - 1)[:, None] * turned
-            )
+            turned = self.directions_[-1].T @ self.basis_
+            scale = np.sqrt(self.scales_[-1, :, served])
+            self.components_ += turned.T @ ((scale - 1)[:, None] * turned)
         self.weights_, self.weights_at_, self.stride_ = recorded(
             self.weights_, self.weights_at_, self.stride_, self.alpha_, self.learned_
         )
 
     def _bound(self) -> Floats:
-        """Return what each lead must exceed: Robbins' boundary of a normal mixture, for signs."""
+        """Return what each lead must exceed: the one-sided boundary of a normal mixture."""
         n = self.differing_ + MIXTURE
-        found: Floats = np.sqrt(n * (np.log(n / MIXTURE) + 2 * np.log(len(EXPERTS) / self.doubt)))
-        return found
+        odds = len(EXPERTS) / (2 * self.doubt)
+        bound: Floats = np.sqrt(2 * n * np.log1p(odds * np.sqrt(n / MIXTURE)))
+        return bound
 
     def _memory(self) -> Memory:
         """Return the working view, whose arrays *are* the fitted ones."""
