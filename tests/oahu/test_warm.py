@@ -1,5 +1,5 @@
-"""The warm start: against a plain loop, its memory, its bound, and that it leaves Euclid for better
-neighbours only.
+"""The warm start: against a plain loop, its memory, its bound, and that it leaves Euclid only for
+better neighbours.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from retrieval_oahu.memory import Memory, digest
 from retrieval_oahu.warm import EXPERTS, FOLDS, SETTLE
 
 
-def clouds(each: int = 60) -> tuple[Any, Any]:
+def clouds(size: int = 60) -> tuple[Any, Any]:
     """Three classes that differ in two features, among noise that is larger."""
     rng = np.random.default_rng(0)
-    y = np.repeat(np.arange(3), each)
+    y = np.repeat(np.arange(3), size)
     x = rng.standard_normal((len(y), 6)) * np.array([1, 1, 4, 4, 4, 4])
     x[:, :2] += np.array([[0, 0], [4, 0], [0, 4]])[y]
     return x + 10, y
 
 
-def stream(count: int, each: int = 60) -> Any:
-    x, y = clouds(each)
+def stream(count: int, size: int = 60) -> Any:
+    x, y = clouds(size)
     return next(in_chunks(itertools.islice(from_labels(y), count), x, count))
 
 
@@ -97,32 +97,32 @@ def test_the_bound_holds_at_every_time() -> None:
 
 def components_of(alike: list[tuple[int, int]], items: int) -> list[int]:
     """The component of each item in the graph of similar pairs."""
-    found = list(range(items))
+    component = list(range(items))
     changed = True
     while changed:
         changed = False
         for a, b in alike:
-            low = min(found[a], found[b])
-            changed |= found[a] != low or found[b] != low
-            found[a] = found[b] = low
-    return found
+            low = min(component[a], component[b])
+            changed |= component[a] != low or component[b] != low
+            component[a] = component[b] = low
+    return component
 
 
 def loop_votes(
     distance: Any, item: int, seen: list[int], part: list[int], unlike: set[tuple[int, int]]
 ) -> float:
     """What the nearest known neighbours of an item say of it, 1, 3, 5, 7 and 9 of them."""
-    others = sorted((distance(item, other), other) for other in seen if other != item)
+    neighbours = sorted((distance(item, other), other) for other in seen if other != item)
     window = min(max(9, int(0.01 * len(seen))), len(seen) - 1)
     known: list[int] = []
-    for _, other in others[:window]:
+    for _, other in neighbours[:window]:
         if part[other] == part[item] or (part[item], part[other]) in unlike:
             known.append(part[other])
     total = 0.0
     for number in (1, 3, 5, 7, 9):
-        said = known[:number]
-        own = said.count(part[item])
-        against = max((said.count(p) for p in said if p != part[item]), default=0)
+        votes = known[:number]
+        own = votes.count(part[item])
+        against = max((votes.count(p) for p in votes if p != part[item]), default=0)
         total += 1.0 if own > against else 0.5 if own == against else 0.0
     return total / 5
 
@@ -273,7 +273,7 @@ def test_votes_of_items_that_taught_the_experts_do_not_count() -> None:
 
 @pytest.mark.parametrize("closure", [False, True])
 def test_labels_that_mean_nothing_leave_euclid_in_few_streams(closure: bool) -> None:
-    assert leavers(Warm, closure, streams=40) <= 2  # 5 %
+    assert leavers(Warm, closure, streams=24) <= 1  # 5 %
 
 
 def test_a_closure_stream_finds_a_better_geometry() -> None:
@@ -286,9 +286,8 @@ def test_a_closure_stream_finds_a_better_geometry() -> None:
 def test_an_expert_is_served_only_while_its_proof_stands() -> None:
     x, y = clouds()
     shuffled = np.random.default_rng(0).permutation(y)
-    proofs = []
+    learner, proofs = Warm().prepare(x), []
     for labels in (y, shuffled, y):  # true, then meaningless, then true again
-        learner = Warm().prepare(x) if not proofs else learner
         for chunk in in_chunks(itertools.islice(from_labels(labels), 1500), x, 64):
             learner.partial_fit(chunk)
             proven = (learner.lead_ > learner._bound()) & (learner.triplets_lead_ > 0)
@@ -318,8 +317,8 @@ def test_the_memory_knows_what_follows_and_forgets_what_lies_longest() -> None:
     def take(*items: int) -> list[int]:
         return [held.take(vectors[item], digest(vectors[item]))[0] for item in items]
 
-    def unlike(one: int, other: int) -> bool:
-        return bool(held.parted[held.group[one], held.group[other]])
+    def unlike(x: int, y: int) -> bool:
+        return bool(held.parted[held.group[x], held.group[y]])
 
     held.learn(*take(0, 1, 2))
     held.learn(*take(2, 3, 4))
@@ -374,7 +373,7 @@ def test_a_contradiction_is_believed_and_its_items_known_by_it_alone() -> None:
 
 
 def test_a_small_memory_is_bounded_and_saves_and_loads(tmp_path: Path) -> None:
-    triplets = stream(900, each=200)  # 600 items, places for 256
+    triplets = stream(900, size=200)  # 600 items, places for 256
     learner = Warm(memory=256).prepare(clouds(200)[0]).partial_fit(triplets[:500])
     held = {
         name: value.shape for name, value in vars(learner).items() if isinstance(value, np.ndarray)
