@@ -1,9 +1,9 @@
-"""The latest items of a stream, which of them are known to be alike or unlike, and how each item's
-neighbours vote.
+"""The latest items of a stream, which of them are known to be alike or unlike, and the votes of
+each item's neighbours.
 
-What is known is what follows from the triplets (the rules of `closure`), as far as the memory
-reaches: similar pairs join items into groups, a dissimilar one parts two groups. Where a triplet
-contradicts that, it is believed, and its items are known by it alone.
+The rules of `closure` say what follows from the triplets, as far as the memory reaches: similar
+pairs join items into groups, a dissimilar pair parts two groups. A triplet that contradicts earlier
+ones is believed; its items are then known by it alone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
 VOTERS = (1, 3, 5, 7, 9)
-"""How many neighbours vote: an item is asked with each of these numbers, and its verdict is the
-mean.
-"""
+"""Numbers of neighbours that vote: an item's verdict is the mean over all of them."""
 NEAR, NEAR_TURNED_OVER = 0.01, 0.05
-"""Voters are among this share of the memory, the nearest, and among the largest of `VOTERS` where
-that is less. The second is for a memory that has let items go: of a stream in which few come back
-little is known, and what is known lies farther apart.
+"""Share of the memory, the nearest, that voters are among; at least the largest of `VOTERS`. The
+second is for a memory that has let items go: few items of such a stream come back, so little is
+known, and the known ones lie farther away.
 """
 
 
@@ -33,12 +31,10 @@ class Memory:
 
     Args:
         vectors: (m, F) items, centred.
-        keys: (m, 2) uint64, digests of the items' bytes, by which one is known again.
-        group: (m,) the group of each place, a number below m; that of an empty place is one that no
-            other has.
-        parted: (m, m) bool, whether two groups are.
-        used: (m,) when each place was used last, 0 for never: the one used longest ago is given
-            away.
+        keys: (m, 2) uint64, digests of the items' bytes, by which an item is recognised.
+        group: (m,) number of each place's group, below m; an empty place has a group of its own.
+        parted: (m, m) bool, whether two groups are unlike.
+        used: (m,) time of each place's last use, 0 for never: the longest unused is given away.
     """
 
     def __init__(
@@ -61,8 +57,8 @@ class Memory:
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
-        """Return the place of an item, and whether it is new there; another was let go for it if
-        the size stayed the same.
+        """Return the place of an item, and whether it is new there. A new item takes an old one's
+        place if the size stays the same.
         """
         self._clock += 1
         place = self._place.get(key)
@@ -82,26 +78,29 @@ class Memory:
         return place, new
 
     def learn(self, anchor: int, positive: int, negative: int) -> None:
-        """Take a triplet's two pairs in; what they contradict is given up."""
+        """Add a triplet's two pairs; give up what they contradict."""
         group, parted = self.group, self.parted
         if parted[group[anchor], group[positive]]:
             self._leave(anchor)
             self._leave(positive)
-        kept_group, lost_group = int(group[anchor]), int(group[positive])
-        if kept_group != lost_group:
-            group[group == lost_group] = kept_group
-            parted[kept_group] |= parted[lost_group]
-            parted[:, kept_group] |= parted[:, lost_group]
-            parted[lost_group] = parted[:, lost_group] = False
-        if group[negative] == kept_group:
+        joined, emptied = int(group[anchor]), int(group[positive])
+        if joined != emptied:
+            group[group == emptied] = joined
+            parted[joined] |= parted[emptied]
+            parted[:, joined] |= parted[:, emptied]
+            parted[emptied] = parted[:, emptied] = False
+        if group[negative] == joined:
             self._leave(negative)
-        parted[kept_group, group[negative]] = parted[group[negative], kept_group] = True
+        parted[joined, group[negative]] = parted[group[negative], joined] = True
 
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
-        """Return how the neighbours of items vote (A,), the mean over `VOTERS`: 1 for the item's
-        own group, 0 for another, ½ for a tie or for nobody.
+        """Return the verdicts (A,) of the items' neighbours, means over `VOTERS`: 1 for the item's
+        own group, 0 for another, ½ for a tie or without voters.
 
-        `distances` (A, size) to every item are changed; for `share` see `NEAR`.
+        Args:
+            anchors: (A,) places of the items.
+            distances: (A, size) to every item; changed.
+            share: see `NEAR`.
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
@@ -109,25 +108,24 @@ class Memory:
         near = np.take_along_axis(
             near, np.argsort(np.take_along_axis(distances, near, 1), axis=1), 1
         )
-        groups, own = self.group[near], self.group[anchors][:, None]
-        alike, unlike = groups == own, self.parted[own, groups]
-        known = alike | unlike
-        first = np.argsort(~known, axis=1, kind="stable")[:, : VOTERS[-1]]
+        groups, own_group = self.group[near], self.group[anchors][:, None]
+        alike, unlike = groups == own_group, self.parted[own_group, groups]
+        voters = np.argsort(~(alike | unlike), axis=1, kind="stable")[:, : VOTERS[-1]]
         groups, alike, unlike = (
-            np.take_along_axis(matrix, first, 1) for matrix in (groups, alike, unlike)
+            np.take_along_axis(values, voters, 1) for values in (groups, alike, unlike)
         )
-        together = groups[:, :, None] == groups[:, None]
-        votes = np.zeros(len(anchors))
+        same_group = groups[:, :, None] == groups[:, None]
+        verdicts = np.zeros(len(anchors))
         for number in VOTERS:
             against = unlike[:, :number]
-            most = (together[:, :number, :number] & against[:, None]).sum(axis=2)
-            most = np.where(against, most, 0).max(axis=1)
+            largest = (same_group[:, :number, :number] & against[:, None]).sum(axis=2)
+            largest = np.where(against, largest, 0).max(axis=1)
             for_own = alike[:, :number].sum(axis=1)
-            votes += (for_own > most) + 0.5 * (for_own == most)
-        return votes / len(VOTERS)
+            verdicts += (for_own > largest) + 0.5 * (for_own == largest)
+        return verdicts / len(VOTERS)
 
     def _leave(self, place: int) -> None:
-        """Make an item a group of its own of which nothing is known."""
+        """Move an item into an empty group, of which nothing is known."""
         group = int(self.group[place])
         if np.count_nonzero(self.group == group) > 1:
             used_groups = np.zeros(len(self.group), bool)
@@ -137,5 +135,5 @@ class Memory:
 
 
 def digest(vector: Floats) -> bytes:
-    """Return 16 bytes by which a vector is known again; two zeros of different sign are one."""
+    """Return 16 bytes that identify a vector; zeros of either sign are the same."""
     return blake2b((vector + 0.0).tobytes(), digest_size=16).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from unittest.mock import patch
 
 from retrieval.errors import StoreError
