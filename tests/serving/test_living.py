@@ -16,7 +16,7 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import StoreError
-from retrieval.serving.index.creating import build_index, create_index
+from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import Item, TooSlow, patience
 
@@ -233,12 +233,6 @@ def test_filters(living, photos, served):
     )
     assert answer.status_code == 400
     assert len(found(server)) == 10
-
-
-def test_python_builds_an_index_that_takes_more(bundle_path, photos, tmp_path):
-    with build_index(bundle_path, [photos / "1"], tmp_path / "b", progress=False) as index:
-        assert index.summary.count == len(index)
-        assert index.add([photos / "2"], progress=False).added
 
 
 def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
