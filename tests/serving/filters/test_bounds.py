@@ -332,8 +332,7 @@ def test_sqlite_takes_a_filter_with_its_standard_limits() -> None:
         st.text(max_size=60),
         st.lists(
             st.sampled_from(
-                ["a", "label", "(", ")", "=", "<", "!=", "in", "and", "or", "not", "exists"]
-                + ["'x'", '"y z"', "1", "null", ",", "."]
+                ["'x'", '"y z"', *"a label ( ) = < != in and or not exists 1 null , .".split()]
             ),
             max_size=12,
         ).map(" ".join),
