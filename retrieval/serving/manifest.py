@@ -309,10 +309,6 @@ def checksum_of(content: dict[str, Any]) -> str:
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     """Write `manifest.json` with the checksum of every other file, and return what was written.
 
-    Args:
-        folder: holds the bundle's finished files; hidden files are left out.
-        manifest: `files` may be empty, and is replaced.
-
     Raises:
         BundleError: a graph that the manifest names is not there.
     """

@@ -252,17 +252,7 @@ def _fill(
     most_bad: int,
     retry_bad: bool,
 ) -> tuple[int, int]:
-    """Have all parts; return how many items are bad, and how many were done before.
-
-    Args:
-        folder: where the parts are.
-        plan: which there are.
-        sources: the items.
-        runner: embeds those that are missing.
-        arguments: of `embedder`.
-        most_bad: see `embed_sources`.
-        retry_bad: see `embed_sources`.
-    """
+    """Have all parts; return how many items are bad, and how many were done before."""
     counts: dict[int, int] = {}
     for number in range(plan.parts):
         bad = finished_part(folder, plan, number)
@@ -399,15 +389,7 @@ class ShippedBundle:
 def embedder(
     bundle: Bundle | ShippedBundle, batch: int, workers: int, limits: Limits, features: bool
 ) -> Callable[[Part], EmbeddedPart]:
-    """Return what embeds parts. An item that cannot be used costs no other item.
-
-    Args:
-        bundle: encodes.
-        batch: items that go through the encoder at once.
-        workers: threads that decode.
-        limits: the largest images that are decoded.
-        features: whether the backbone's features are wanted too.
-    """
+    """Return what embeds parts. An item that cannot be used costs no other item."""
     encoder = bundle.open() if isinstance(bundle, ShippedBundle) else bundle
     settings = Settings(batch, workers, limits, features)
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,7 +105,7 @@ def _take(place: Path) -> _Taken:
             return _marked(path)
         if _is_at(path, handle):
             _sign(handle)
-            return _Taken(path, lambda: _release(path, handle))
+            return _Taken(path, partial(_release, path, handle))
         # the file was removed between opening and locking, so it guards no name any more; go on
         # even now: a file that was made meanwhile is nobody's, and would stay
         os.close(handle)

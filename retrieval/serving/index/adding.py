@@ -259,11 +259,6 @@ class _Writer:
     ) -> None:
         """Write all items that have a vector.
 
-        Args:
-            results: of the pipeline.
-            count: how many items there are.
-            strict: refuse all of them where one cannot be used.
-
         Raises:
             DataError: items that cannot be used, with `strict`; all of them are counted.
             Superseded: another generation is served.

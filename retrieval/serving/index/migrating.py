@@ -266,11 +266,6 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     What it is depends on the two alone: the same two give the same bundle. Its manifest is the
     head's but for the input and the split; `verified` is the head's comparison with torch.
 
-    Args:
-        backbone: split, of images.
-        head: takes as many features as the backbone gives.
-        folder: an empty one.
-
     Raises:
         BundleError: the widths differ, or a bundle was changed since it was opened.
     """

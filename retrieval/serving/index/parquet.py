@@ -133,10 +133,6 @@ def vectors_of(
 class Table:
     """An opened Parquet table, and what its columns are for.
 
-    Args:
-        location: of the file.
-        kind: "image" or "features".
-
     Attributes:
         schema: pyarrow's.
         starts: the first row of each row group, and the number of rows.
@@ -271,9 +267,6 @@ class Table:
     def rows(self, take: Callable[[NDArray[np.float32]], object] | None = None) -> Iterator[Row]:
         """Yield all rows.
 
-        Args:
-            take: called with the features (n, F) of the next n rows, of a table that has them.
-
         Raises:
             DataError: rows that cannot be used; the first thousand are looked for.
         """
@@ -353,11 +346,7 @@ class Table:
 
 
 class TableImages:
-    """The images of a table, read by the number of their row.
-
-    Args:
-        location: of the table.
-    """
+    """The images of a table, read by the number of their row."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
