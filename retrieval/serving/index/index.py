@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeAlias, overload
+from typing import Any, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,7 @@ MARGIN = 8
 _QUERIES_AT_ONCE = 256  # bounds the memory of measuring candidates
 
 
-@dataclass(frozen=True, init=False)
-class Hit:
+class Hit(NamedTuple):
     """One answer of a search: an item and its distance to the query; smaller is closer.
 
     Attributes:
@@ -68,21 +67,6 @@ class Hit:
     metadata: Mapping[str, Any]
     path: Path | None = None
     keep: str = "reference"
-
-    def __init__(
-        self,
-        id: str,
-        label: str | None,
-        distance: float,
-        metadata: Mapping[str, Any],
-        path: Path | None = None,
-        keep: str = "reference",
-    ) -> None:
-        # A batch makes thousands of hits, and the __init__ of a frozen dataclass takes three times
-        # as long.
-        values = self.__dict__
-        values["id"], values["label"], values["distance"] = id, label, distance
-        values["metadata"], values["path"], values["keep"] = metadata, path, keep
 
 
 @dataclass(frozen=True)
@@ -108,7 +92,7 @@ class Summary:
     resumed: int
     backend: str
     recall_at_10: float | None
-    seconds: float
+    seconds: float = 0.0
     left_out: tuple[str, ...] = ()
 
 
