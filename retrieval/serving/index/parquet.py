@@ -31,7 +31,7 @@ _GROUP_BYTES = 1 << 30
 _GROUP_VALUES = 1 << 28
 _ROWS_AT_A_TIME = 512
 _IMAGES_AT_A_TIME = 4
-_MOST_PROBLEMS = 1000
+_MOST_PROBLEMS = 100
 _VECTORS = ("features", "vector")
 
 
@@ -268,7 +268,7 @@ class Table:
         """Yield all rows.
 
         Raises:
-            DataError: rows that cannot be used; the first thousand are looked for.
+            DataError: rows that cannot be used; the first hundred are looked for.
         """
         names = [name for name in (self.key, self.label, self.path, *self.metadata) if name]
         columns = [*names, *([self.vector] if self.vector else [])]
@@ -293,9 +293,9 @@ class Table:
                         yield row
                     else:
                         problems.append(f"row {number + position}: {row}.")
+                    if len(problems) >= _MOST_PROBLEMS:
+                        raise DataError(listed(self.location.name, problems))
                 number += batch.num_rows
-                if len(problems) > _MOST_PROBLEMS:
-                    break
         if problems:
             raise DataError(listed(self.location.name, problems))
 
