@@ -33,6 +33,7 @@ from retrieval.serving.filters import (
 )
 
 ONE = Compare(("a",), "=", 1)
+WORDS = "a label ( ) = < != in and or not exists 1 null , ."
 MIXED = In(("a", "b"), ("x", 1, 2.5, None, True, False))
 
 
@@ -331,9 +332,7 @@ def test_sqlite_takes_a_filter_with_its_standard_limits() -> None:
     st.one_of(
         st.text(max_size=60),
         st.lists(
-            st.sampled_from(
-                ["'x'", '"y z"', *"a label ( ) = < != in and or not exists 1 null , .".split()]
-            ),
+            st.sampled_from(["'x'", '"y z"', *WORDS.split()]),
             max_size=12,
         ).map(" ".join),
     )
