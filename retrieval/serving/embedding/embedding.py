@@ -25,7 +25,7 @@ from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Settings, embed, refuse_twice
+from retrieval.serving.index.adding import embed, refuse_twice
 from retrieval.serving.index.embedded import BAD, Embedded, Plan, part_file
 from retrieval.serving.index.locations import PLAN, Source, Sources, shown
 from retrieval.serving.index.migrating import features_of
@@ -391,11 +391,18 @@ def embedder(
 ) -> Callable[[Part], EmbeddedPart]:
     """Return what embeds parts. An item that cannot be used costs no other item."""
     encoder = bundle.open() if isinstance(bundle, ShippedBundle) else bundle
-    settings = Settings(batch, workers, limits, features)
 
     def results(part: Part, items: Sequence[Source]) -> list[Embedded]:
         named = originals(items, part.features, limits.bytes)
-        batches = embed(encoder, named, settings, stamp=Source.stamp)
+        batches = embed(
+            encoder,
+            named,
+            batch=batch,
+            workers=workers,
+            limits=limits,
+            keep_features=features,
+            stamp=Source.stamp,
+        )
         return [result for batch in batches for _, result in batch]
 
     def alone(part: Part, item: Source) -> Embedded:
