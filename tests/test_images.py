@@ -40,13 +40,13 @@ def gradient(height: int = 20, width: int = 30) -> np.ndarray:
     return np.stack([rows * 8, columns * 8, rows + columns], axis=2).astype(np.uint8)
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def png_bomb(side: int) -> bytes:
     """A PNG of side × side black pixels, compressed to almost nothing."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
 
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     body = zlib.compress(bytes((side // 8 + 1) * side), 9)
@@ -60,7 +60,7 @@ def test_a_png_comes_back_as_it_was():
     assert np.array_equal(np.asarray(decode(encoded(Image.fromarray(pixels)))), pixels)
 
 
-@pytest.mark.parametrize("side", [5_008, 13_008, 20_000])
+@pytest.mark.parametrize("side", [5_008, 20_000])
 def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(side, tmp_path):
     path = tmp_path / "bomb.png"
     path.write_bytes(png_bomb(side))
@@ -203,11 +203,6 @@ def test_grey_without_a_fixed_range_is_refused_whatever_its_pixels(top, dtype, t
 
 def png(depth: int, colour: int, rows: np.ndarray, transparent: tuple[int, ...] = ()) -> bytes:
     """A PNG of bytes (H, bytes a row), as Pillow does not write them."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
 
     width = rows.shape[1] * 8 // depth // (3 if colour == 2 else 1)
     header = struct.pack(">IIBBBBB", width, len(rows), depth, colour, 0, 0, 0)
@@ -472,8 +467,10 @@ def test_resizing_and_cropping_match_a_plain_definition():
     assert Preprocessing((7, 9), channels=1)(Image.fromarray(pixels)).shape == (1, 7, 9)
 
 
-@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
-@pytest.mark.parametrize("resize", [256, 64, 37])
+@pytest.mark.parametrize(
+    ("interpolation", "resize"),
+    [("nearest", 64), ("bilinear", 256), ("bilinear", 37), ("bicubic", 64), ("lanczos", 37)],
+)
 def test_a_crop_of_a_resized_image_is_exact_to_the_last_bit(interpolation, resize):
     rng = np.random.default_rng(resize)
     resample = Image.Resampling[interpolation.upper()]

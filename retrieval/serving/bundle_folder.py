@@ -33,9 +33,6 @@ class Unusable(Exception):
 class BundleFolder:
     """A folder from which regular files are read, never through a link.
 
-    Args:
-        path: the folder.
-
     Raises:
         OSError: no such folder.
     """
@@ -47,11 +44,6 @@ class BundleFolder:
 
     def read(self, name: str, *, size: int | None = None, most: int | None = None) -> bytes:
         """Return a file's content.
-
-        Args:
-            name: of the file.
-            size: bytes that it must have; None takes any number.
-            most: bytes that it may have; None takes any number.
 
         Raises:
             Unusable: missing, no regular file, of another size, or not readable.
@@ -105,11 +97,6 @@ class BundleFolder:
 
 def opened_whole(path: Path, load: Callable[[BundleFolder], T]) -> T:
     """Load a bundle from its folder; if that was replaced meanwhile, load the new one instead.
-
-    Args:
-        path: the folder.
-        load: reads from the folder, and compares with checksums; what it raises counts only if the
-            folder was not replaced.
 
     Raises:
         BundleError: there is no such folder, it is replaced again and again, or what `load` raises.

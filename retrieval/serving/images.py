@@ -299,10 +299,6 @@ def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
 def check_range(image: Image.Image, name: str) -> None:
     """Refuse an image whose mode does not say which numbers are black and white.
 
-    Args:
-        image: the image.
-        name: what to call it in an error.
-
     Raises:
         DataError: it is 32-bit or floating-point grey.
     """
@@ -343,9 +339,6 @@ def few_levels(image: Image.Image) -> str | None:
     """Return why a 16-bit image loses most of its levels in 8 bits, such as one of a 12-bit camera.
 
     A sentence of a quarter of the range or less; None of an image of 8 bits, or of a wider range.
-
-    Args:
-        image: a decoded image.
     """
     values = np.asarray(image if image.mode in _SIXTEEN_BITS else image.convert("RGB"))
     top = int(values.max(initial=0))

@@ -51,14 +51,7 @@ class Entry(BaseModel):
 
 
 class Input(Entry):
-    """What `encoder.onnx` takes as "input".
-
-    Attributes:
-        kind: "image": raw pixels (N, C, H, W), normalised inside; "features": vectors (N, F).
-        dtype: "uint8" of images, "float32" of features.
-        shape: (C, H, W) or (F,).
-        preprocessing: what an image goes through before; None for features.
-    """
+    """What the encoder takes as "input": raw pixels (N, C, H, W), or features (N, F)."""
 
     kind: Literal["image", "features"]
     dtype: Literal["uint8", "float32"]
@@ -98,12 +91,8 @@ class Input(Entry):
 class DistanceEntry(Entry):
     """What the answers are ordered by.
 
-    Attributes:
-        name: of the combiner or of a plain distance, for people.
-        exact: True when the Euclidean order of vectors is the distance's order; the reported
-            distance is then measured on the vectors.
-        measure: "euclidean", also of a bundle that does not say; or "inner", √(2 − 2 p) of the
-            inner product p of query and vector.
+    If `exact`, the Euclidean order of vectors is the distance's order, and the reported distance is
+    measured on the vectors; by `measure` "inner" it is √(2 − 2 p) of the inner product p.
     """
 
     name: str
@@ -181,13 +170,7 @@ class Variant(Entry):
 
 
 class Verified(Entry):
-    """How far torch and ONNX Runtime were apart when the bundle was made.
-
-    Attributes:
-        tolerance: the largest absolute difference that was allowed.
-        largest_difference: the one that was seen.
-        items: on how many real items.
-    """
+    """How far torch and ONNX Runtime were apart when the bundle was made."""
 
     tolerance: float
     largest_difference: float
@@ -202,34 +185,7 @@ class FileRecord(Entry):
 
 
 class Manifest(Entry):
-    """All that the serving side knows of a model.
-
-    Attributes:
-        format: version of this format; 1.
-        name: what the model is called.
-        created: when, ISO 8601 with a time zone.
-        versions: of the packages that made it.
-        opset: of the ONNX graphs.
-        input: what the encoder takes.
-        vector: P, the width of the vectors that FAISS stores.
-        code: C, the width of the codes that the rescorer takes; None without one.
-        query_vectors: True when the encoder has an output "query" (N, P) beside "vector".
-        normalized: True when vectors have length 1.
-        distance: what answers are ordered by.
-        subspaces: ranges of columns with candidates of their own; empty: the whole vector is one.
-        merge: how candidates of several sub-spaces become one list without a rescorer.
-        rescorer: the graph that orders candidates, if any.
-        encoder: file of the encoder; None where it is split.
-        split: the encoder as two graphs; None where it is one.
-        variants: the encoder in other precisions, by name ("fp16", "int8").
-        verified: the comparison with torch.
-        probe: a made-up input and its vectors, by which a server sees a model that has become
-            another; None in older bundles.
-        evaluation: figures measured when the model was trained.
-        files: every other file of the bundle with its SHA-256 and size; `write_manifest` fills it
-            in.
-        checksum: of all the above (`checksum_of`); `write_manifest` fills it in.
-    """
+    """All that the serving side knows of a model; `docs/bundle.md` explains each key."""
 
     format: Literal[1] = 1
     name: str
@@ -308,10 +264,6 @@ def checksum_of(content: dict[str, Any]) -> str:
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     """Write `manifest.json` with the checksum of every other file, and return what was written.
-
-    Args:
-        folder: holds the bundle's finished files; hidden files are left out.
-        manifest: `files` may be empty, and is replaced.
 
     Raises:
         BundleError: a graph that the manifest names is not there.

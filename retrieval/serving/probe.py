@@ -76,13 +76,7 @@ def vector_of(text: str) -> NDArray[np.float32]:
 def made_up(
     kind: str, shape: tuple[int, ...], spread: tuple[float, float] = (0.0, 1.0)
 ) -> NDArray[Any]:
-    """Return a pattern for an encoder of images (C, H, W) or features (F,); see `Probe`.
-
-    Args:
-        kind: "image" or "features".
-        shape: of one input.
-        spread: mean and standard deviation of features.
-    """
+    """Return a pattern for an encoder of images (C, H, W) or features (F,); see `Probe`."""
     chance = np.random.default_rng(0)
     if kind == "image":
         return chance.integers(0, 256, (shape[0], TILES, TILES), np.uint8)
@@ -114,12 +108,7 @@ def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
 
 
 def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> Probe:
-    """Return a probe with its vectors as a new bundle gives them.
-
-    Args:
-        bundles: the bundle opened with each variant, and, under None, without.
-        spread: mean and standard deviation of features.
-    """
+    """Return a probe with its vectors as a new bundle gives them."""
     input = bundles[None].manifest.input
     pattern = made_up(input.kind, input.shape, spread)
     inputs = input_of(pattern, input.shape)

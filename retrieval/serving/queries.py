@@ -79,10 +79,6 @@ def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[A
 def encode_files(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], Encoded]:
     """Return the names of the queries in files, and what the encoder gives of them.
 
-    Args:
-        bundle: encodes them.
-        paths: images; `.npz` files where the bundle takes features, each row of which is a query.
-
     Raises:
         DataError: a file cannot be used.
     """

@@ -90,11 +90,7 @@ def load_onnxruntime() -> Any:
 
 @functools.cache
 def load_libraries(runtime: Any) -> str:
-    """Load CUDA's libraries out of their Python packages; return what could not be.
-
-    Args:
-        runtime: the module `onnxruntime`.
-    """
+    """Load CUDA's libraries out of their Python packages; return what could not be."""
     runtime.set_default_logger_severity(4)  # what does not start is said as a sentence
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):  # it prints what it does not find
@@ -130,10 +126,6 @@ FALLBACK = (
 def checked_device(runtime: Any, device: Device) -> list[str]:
     """Return the devices to try, the wanted one first; the next stands in for what it cannot run.
 
-    Args:
-        runtime: the module `onnxruntime`.
-        device: "auto" is CUDA where ONNX Runtime was built for it.
-
     Raises:
         BundleError: there is no such device, or ONNX Runtime was not built for it.
     """
@@ -152,12 +144,6 @@ def start_session(
     runtime: Any, content: bytes, options: Any, devices: Sequence[str]
 ) -> tuple[Any, str]:
     """Load a graph on the first of these devices that it starts on.
-
-    Args:
-        runtime: the module `onnxruntime`.
-        content: the graph.
-        options: ONNX Runtime's, of the session.
-        devices: from `checked_device`.
 
     Returns:
         ONNX Runtime's session and the device.

@@ -41,13 +41,7 @@ _FOLDED_BYTES = 1 << 26
 
 
 class Graph:
-    """One loaded graph. Safe in threads.
-
-    Args:
-        path: for errors.
-        session: ONNX Runtime's.
-        device: where it runs: "cpu" or "cuda".
-    """
+    """One loaded graph. Safe in threads."""
 
     def __init__(self, path: Path, session: Any, device: str = "cpu") -> None:
         self.path = path
@@ -163,14 +157,6 @@ class Sessions:
         device: Device,
     ) -> Sessions:
         """Load the graphs from the content of their files.
-
-        Args:
-            folder: for errors.
-            files: content of the bundle's files by name, verified.
-            manifest: what they should be.
-            variant: the encoder to load, if not the main one.
-            threads: of one call; None leaves it to ONNX Runtime.
-            device: see `Bundle.open`.
 
         Raises:
             BundleError: a graph cannot be loaded or tried, or is not what the manifest says.

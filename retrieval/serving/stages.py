@@ -87,11 +87,7 @@ def current() -> Trail | None:
 
 
 class following:
-    """A block in which stages are noted on a trail.
-
-    Args:
-        trail: it; None for none.
-    """
+    """A block in which stages are noted on a trail."""
 
     __slots__ = ("_token", "_trail")
 
@@ -106,12 +102,7 @@ class following:
 
 
 class stage:
-    """A block of work that is one stage of the request at hand.
-
-    Args:
-        name: one of `STAGES`.
-        count: items that go through it at once.
-    """
+    """A block of work that is one stage of the request at hand."""
 
     __slots__ = ("_before", "_began", "_count", "_name", "_trail")
 

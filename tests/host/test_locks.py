@@ -110,17 +110,16 @@ def test_never_two_at_a_time(tmp_path):
 
 def test_who_loses_the_file_while_locking_it_leaves_none(tmp_path, monkeypatch):
     """The holder lets go after another has opened its file, at the end of that one's patience."""
-    acquired = locks._acquired
+    flock = locks.flock
     came = []
 
-    def late(path):
-        lock = acquired(path)
-        came.append(path)
+    def late(handle, kind):
+        flock(handle, kind)
+        came.append(handle)
         if len(came) == 1:
-            path.unlink()  # as the holder does just before it lets go
-        return lock
+            (tmp_path / ".out.lock").unlink()  # as the holder does just before it lets go
 
-    monkeypatch.setattr(locks, "_acquired", late)
+    monkeypatch.setattr(locks, "flock", late)
     monkeypatch.setattr(locks, "_PATIENCE", -1.0)
     with hold(tmp_path / "out", "x"):
         assert list(tmp_path.iterdir()) == [tmp_path / ".out.lock"]
@@ -129,12 +128,10 @@ def test_who_loses_the_file_while_locking_it_leaves_none(tmp_path, monkeypatch):
 
 
 def test_where_the_system_has_no_locks_a_marker_stands_in(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, "no locks here")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(locks, "flock", refuse)
     for _ in range(2):
         with (
             hold(tmp_path / "out", "x"),

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -145,42 +144,6 @@ def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
         assert "cannot be written: the disk is full" in run.stdout
         assert run.stdout.count("\n") == 1
         assert [path.name for path in tmp_path.iterdir()] == ["photos"], limit
-
-
-@contextmanager
-def small_disk(folder: Path, kilobytes: int):
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if made.returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root"
-)
-def test_a_really_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
-    makers.write_digits(tmp_path / "photos", 400)
-    outcomes = set()
-    for kilobytes in (8, 24, 60, 100, 140, 1000):
-        with small_disk(tmp_path / f"disk{kilobytes}", kilobytes) as disk:
-            try:
-                create_index(disk / "i", bundle_path, [tmp_path / "photos"], progress=False)
-            except StoreError as error:
-                outcomes.add(str(error).partition(": ")[2].partition(" (")[0])
-                assert not list(disk.iterdir())
-            else:
-                with open_index(disk / "i", threads=1) as index:
-                    assert len(index) == 400
-                outcomes.add("fits")
-    assert outcomes == {"the disk is full", "fits"}
 
 
 BUILD = textwrap.dedent("""

@@ -16,9 +16,9 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import StoreError
-from retrieval.serving.index.creating import build_index, create_index
+from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
-from retrieval.serving.store.contract import Item, TooSlow, patience
+from retrieval.serving.store.contract import Item
 
 WIDTH = 16
 IDS = [
@@ -235,12 +235,6 @@ def test_filters(living, photos, served):
     assert len(found(server)) == 10
 
 
-def test_python_builds_an_index_that_takes_more(bundle_path, photos, tmp_path):
-    with build_index(bundle_path, [photos / "1"], tmp_path / "b", progress=False) as index:
-        assert index.summary.count == len(index)
-        assert index.add([photos / "2"], progress=False).added
-
-
 def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
     server = served(tmp_path / "i", program=with_limits(PROBE_SECONDS=0.1))
@@ -296,23 +290,8 @@ def test_damage_found_while_serving(bundle_path, served, tmp_path):
     assert server.client.get("/livez").status_code == 200
 
 
-def test_connections_are_lent_and_closing_waits_for_searches(living):
+def test_closing_waits_for_searches(living):
     index = Index.open(living, threads=1)
-    record = index.store.record
-    barrier = threading.Barrier(24)
-
-    def ask():
-        barrier.wait()
-        for _ in range(5):
-            assert len(index.search(np.zeros(WIDTH), 3)) == 3
-
-    for _ in range(3):
-        threads = [threading.Thread(target=ask) for _ in range(24)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(record._idle) <= 16 and record.lent == 0
     ends = []
 
     def search_on():
@@ -330,18 +309,6 @@ def test_connections_are_lent_and_closing_waits_for_searches(living):
     for thread in threads:
         thread.join(30)
     assert len(ends) == 4 and all("was closed" in said for said in ends)
-    assert not record._idle and record.lent == 0
-
-
-def test_a_question_that_takes_too_long_is_stopped(living):
-    endless = (
-        "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
-    )
-    with Index.open(living, threads=1) as index:
-        record = index.store.record
-        with pytest.raises(TooSlow), patience(0.2), record.reading() as connection:
-            connection.execute(endless).fetchall()
-        assert index.search(np.zeros(WIDTH), 1)
 
 
 def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(bundle_path, served, tmp_path):

@@ -75,7 +75,7 @@ def test_a_second_run_passes_over_what_is_there_and_sync_follows_the_table(
         assert (less.added, less.changed, less.removed, len(index)) == (0, 20, 30, 20)
 
 
-@pytest.mark.parametrize("keep", ["reference", "copy", "thumbnail"])
+@pytest.mark.parametrize("keep", ["reference", "copy"])
 def test_a_migration_embeds_from_the_table_again(keep, images, makers, bundle_path, tmp_path):
     other = makers.make_bundle(tmp_path / "other", seed=5)
     with created(tmp_path / "i", bundle_path, [images], keep=keep) as index:
@@ -83,8 +83,6 @@ def test_a_migration_embeds_from_the_table_again(keep, images, makers, bundle_pa
         if keep == "copy":
             assert kept == png(makers, 40)
             images.unlink()
-        elif keep == "thumbnail":
-            assert Image.open(io.BytesIO(kept)).format == "JPEG"
         else:
             assert kept is None
         assert index.migrate(other, progress=False).embedded == 50
@@ -271,9 +269,9 @@ def test_damaged_tables_are_sentences(images, bundle_path, tmp_path):
     whole = images.read_bytes()
     random = np.random.default_rng(0)
     kinds, told = set(), {True}
-    for number in range(60):
+    for number in range(24):
         spoilt = bytearray(whole)
-        if number < 20:
+        if number < 8:
             spoilt = spoilt[: random.integers(len(whole))]
         else:
             for at in random.integers(len(whole), size=1 + number % 5):

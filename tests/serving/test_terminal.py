@@ -4,7 +4,6 @@ with their escapes.
 
 from __future__ import annotations
 
-import ast
 import json
 import shutil
 from collections.abc import Callable
@@ -91,14 +90,3 @@ def test_other_commands_and_mistyped_ones(
             call,
             outcome,
         )
-
-
-def test_commands_print_through_one_place() -> None:
-    folder = Path(__file__).parents[2] / "retrieval" / "commands"
-    for path in folder.glob("*.py"):
-        if path.name != "__init__.py":
-            calls = [
-                n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)
-            ]
-            direct = [c for c in calls if ast.unparse(c) in ("click.echo", "click.secho", "print")]
-            assert not direct, f"{path.name} prints past retrieval.cli.say"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
-from retrieval.serving.index import measuring
+from retrieval.serving.index import index as index_module
 from retrieval.serving.index.index import Hit, Index, open_index
 from retrieval.serving.merging import merged
 from retrieval.serving.store import masks, structure
@@ -169,7 +169,7 @@ def test_what_the_store_measured_is_not_measured_again(
         known.put(names(range(80)), vectors(80))
         wanted = index.search(vectors(5, seed=1), 7)
         with monkeypatch.context() as patch:
-            patch.setattr(measuring, "measured", None)
+            patch.setattr(index_module, "measured", None)
             patch.setattr(
                 "retrieval.serving.store.local._Arrays.__getitem__", None
             )  # nor are vectors read for it

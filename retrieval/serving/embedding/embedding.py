@@ -25,7 +25,7 @@ from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Settings, embed, refuse_twice
+from retrieval.serving.index.adding import embed, refuse_twice
 from retrieval.serving.index.embedded import BAD, Embedded, Plan, part_file
 from retrieval.serving.index.locations import PLAN, Source, Sources, shown
 from retrieval.serving.index.migrating import features_of
@@ -252,17 +252,7 @@ def _fill(
     most_bad: int,
     retry_bad: bool,
 ) -> tuple[int, int]:
-    """Have all parts; return how many items are bad, and how many were done before.
-
-    Args:
-        folder: where the parts are.
-        plan: which there are.
-        sources: the items.
-        runner: embeds those that are missing.
-        arguments: of `embedder`.
-        most_bad: see `embed_sources`.
-        retry_bad: see `embed_sources`.
-    """
+    """Have all parts; return how many items are bad, and how many were done before."""
     counts: dict[int, int] = {}
     for number in range(plan.parts):
         bad = finished_part(folder, plan, number)
@@ -399,21 +389,20 @@ class ShippedBundle:
 def embedder(
     bundle: Bundle | ShippedBundle, batch: int, workers: int, limits: Limits, features: bool
 ) -> Callable[[Part], EmbeddedPart]:
-    """Return what embeds parts. An item that cannot be used costs no other item.
-
-    Args:
-        bundle: encodes.
-        batch: items that go through the encoder at once.
-        workers: threads that decode.
-        limits: the largest images that are decoded.
-        features: whether the backbone's features are wanted too.
-    """
+    """Return what embeds parts. An item that cannot be used costs no other item."""
     encoder = bundle.open() if isinstance(bundle, ShippedBundle) else bundle
-    settings = Settings(batch, workers, limits, features)
 
     def results(part: Part, items: Sequence[Source]) -> list[Embedded]:
         named = originals(items, part.features, limits.bytes)
-        batches = embed(encoder, named, settings, stamp=Source.stamp)
+        batches = embed(
+            encoder,
+            named,
+            batch=batch,
+            workers=workers,
+            limits=limits,
+            keep_features=features,
+            stamp=Source.stamp,
+        )
         return [result for batch in batches for _, result in batch]
 
     def alone(part: Part, item: Source) -> Embedded:

@@ -187,9 +187,6 @@ def typed(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
 
     Whole numbers, decimal numbers, true or false; a column with anything else stays text. In a
     column of another type than text an empty value is None.
-
-    Args:
-        rows: the rows, each with the same columns.
     """
     types = {name: _type_of([row[name] for row in rows]) for name in (rows[0] if rows else ())}
     return [{name: types[name](value) for name, value in row.items()} for row in rows]

@@ -9,18 +9,34 @@ import os
 import socket
 import sys
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import SoftFileLock, Timeout
 
 from retrieval.errors import RetrievalError
 
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:  # Windows
+    flock = None  # type: ignore[assignment]
+
+_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _RECORD_BYTES = 4096
-_PATIENCE = 0.3  # seconds: for the instant in which another process lets go
+_PATIENCE = 0.3
+"""Seconds: for the instant in which another process lets go."""
+
+
+class _Taken(NamedTuple):
+    """A lock's path, and how to let go; None where another process holds it."""
+
+    path: Path
+    release: Callable[[], object] | None
 
 
 @contextlib.contextmanager
@@ -46,111 +62,82 @@ def hold(
     """
     place = Path(os.path.realpath(target))
     try:
-        path, lock, holder = _take(place)
+        path, release = _take(place)
     except OSError as fault:
         raise error(f"{place} cannot be locked: {_reason(fault)}.") from fault
-    if lock is None:
+    if release is None:
         raise error(
-            f"Another process is {doing}: {holder or 'it'} holds {path}. Wait for it, or stop it."
+            f"Another process is {doing}: {_holder(path) or 'it'} holds {path}. Wait for it, or"
+            " stop it."
         )
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            # while it is held: whoever has opened the file already notices that it lost its name
-            path.unlink()
-        lock.release()
+        release()
 
 
-def _take(place: Path) -> tuple[Path, FileLock | SoftFileLock | None, str]:
-    """Return the lock's path, the lock (None when another has it), and its holder if known."""
+def _take(place: Path) -> _Taken:
     path = place.with_name(f".{place.name}.lock")
     end = time.monotonic() + _PATIENCE
-    holder = ""
     while True:
         try:
-            before = _named(path)
+            handle = os.open(path, _OPEN, 0o644)
         except OSError as fault:
             inside = place / ".lock"
-            if (
-                fault.errno not in (errno.EACCES, errno.EPERM, errno.EROFS)
-                or not place.is_dir()
-                or path == inside
-            ):
+            if fault.errno not in _READ_ONLY or not place.is_dir() or path == inside:
                 raise
             path = inside
             continue
-        holder = _holder(path) or holder  # earlier releases of filelock empty the file in passing
-        lock = _acquired(path)
-        if lock is not None:
-            if isinstance(lock, SoftFileLock) or _named(path) == before:
-                _sign(path, lock)
-                return path, lock, holder
-            # the file was removed between opening and locking, so it guards no name any more; go on
-            # even now: a file that was made meanwhile is nobody's, and would stay
-            lock.release()
+        try:
+            if flock is None:
+                raise OSError(errno.ENOSYS, "no locks")
+            flock(handle, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            if time.monotonic() > end:
+                return _Taken(path, None)
+            time.sleep(0.05)
             continue
-        if time.monotonic() > end:
-            return path, None, holder
-        time.sleep(0.05)
-
-
-def _acquired(path: Path) -> FileLock | SoftFileLock | None:
-    """Return the lock of a file, taken; None when another has it."""
-    lock: FileLock | SoftFileLock = FileLock(path, timeout=0, thread_local=False)
-    soft = False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what comes next
-            lock.acquire()
-        soft = isinstance(lock, SoftFileLock)
-        if not soft:
-            return lock
-        lock.release()
-    except Timeout:
-        soft = not _has_locks(path)  # filelock then waited for the empty file itself to go
-    except NotImplementedError:
-        soft = True
-    except OSError as fault:
-        if fault.errno not in _NO_LOCKS:
-            raise
-        soft = True
-    if soft:  # the file system has no locks: a marker file, which names its process, stands in
-        lock = SoftFileLock(path.with_suffix(".marker"), timeout=0, thread_local=False)
-        with contextlib.suppress(Timeout):
-            lock.acquire()
-            return lock
-    return None
-
-
-def _has_locks(path: Path) -> bool:
-    """Whether the file system can lock this file."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return True
-    try:
-        with path.open("rb") as file:  # or it is gone: its holder has just let go
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as fault:
-        return fault.errno not in _NO_LOCKS
-    return True
-
-
-def _named(path: Path) -> tuple[int, int]:
-    """Return which file has this name now, after making one where there is none."""
-    handle = os.open(path, os.O_RDONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
-    try:
-        status = os.fstat(handle)
-    finally:
+        except OSError as fault:
+            os.close(handle)
+            if fault.errno not in _NO_LOCKS:
+                raise
+            return _marked(path)
+        if _is_at(path, handle):
+            _sign(handle)
+            return _Taken(path, partial(_release, path, handle))
+        # the file was removed between opening and locking, so it guards no name any more; go on
+        # even now: a file that was made meanwhile is nobody's, and would stay
         os.close(handle)
-    return status.st_dev, status.st_ino
 
 
-def _sign(path: Path, lock: FileLock | SoftFileLock) -> None:
+def _release(path: Path, handle: int) -> None:
+    with contextlib.suppress(OSError):
+        # while it is held: whoever has opened the file already notices that it lost its name
+        path.unlink()
+    os.close(handle)
+
+
+def _marked(path: Path) -> _Taken:
+    """Take a marker file, which names its process, where the file system has no locks."""
+    path.unlink(missing_ok=True)
+    marker = SoftFileLock(path.with_suffix(".marker"), timeout=0, thread_local=False)
+    try:
+        marker.acquire()
+    except Timeout:
+        return _Taken(path.with_suffix(".marker"), None)
+    return _Taken(path, marker.release)
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Return whether an open file still has this name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    return False
+
+
+def _sign(handle: int) -> None:
     """Write who holds the lock into its file, for those who come later."""
-    if isinstance(lock, SoftFileLock):  # has a record of its own
-        return
     record = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -158,7 +145,8 @@ def _sign(path: Path, lock: FileLock | SoftFileLock) -> None:
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else "",
     }
     with contextlib.suppress(OSError):  # a full disk: the lock holds without it
-        path.write_text(json.dumps(record), encoding="utf-8")
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(record).encode("utf-8", "replace"), 0)
 
 
 def _holder(path: Path) -> str:
@@ -166,9 +154,10 @@ def _holder(path: Path) -> str:
     try:
         with path.open("rb") as file:
             record = json.loads(file.read(_RECORD_BYTES))
-        who = f"process {int(record['pid'])} on {record['host']}"
         command = f" ({record['command']})" if record.get("command") else ""
-        return f"{who}{command}, since {record['since']},"
+        return (
+            f"process {int(record['pid'])} on {record['host']}{command}, since {record['since']},"
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ""
 

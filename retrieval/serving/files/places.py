@@ -42,12 +42,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def instead(path: Path, kind: Kind) -> str:
-    """Return a sentence, after a space, on what the path is and where to find what was wanted.
-
-    Args:
-        path: what the user named.
-        kind: what a command needs.
-    """
+    """Return a sentence, after a space, on what the path is and where to find what was wanted."""
     actual = kind_of(path)
     inside = path / kind
     what = f"an {actual}" if actual == "index" else f"a {actual}"

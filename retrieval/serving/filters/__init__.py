@@ -1,7 +1,7 @@
 """The filter language: which items a search or a deletion is about. `docs/indexes.md` explains it.
 
 A filter is a tree of conditions (`tree`) on an item's id, label and metadata, written as text
-(`text`) or as JSON (`json_form`). The page says what each condition means; `deciding` decides it:
+(`text`) or as JSON. The page says what each condition means; `deciding` decides it:
 `matches` in Python, `to_sql` in SQLite.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 
 from retrieval.errors import DataError
 from retrieval.serving.filters.deciding import matches, metadata_text, to_sql
-from retrieval.serving.filters.json_form import filter_from_json, filter_to_json
 from retrieval.serving.filters.tree import (
     And,
     Compare,
@@ -22,6 +21,8 @@ from retrieval.serving.filters.tree import (
     Not,
     Or,
     fields,
+    filter_from_json,
+    filter_to_json,
     filter_to_text,
 )
 

@@ -105,7 +105,7 @@ class Summary:
     resumed: int
     backend: str
     recall_at_10: float | None
-    seconds: float
+    seconds: float = 0.0
     left_out: tuple[str, ...] = ()
 
 
@@ -135,7 +135,7 @@ def add_sources(
     """
     began = time.monotonic()
     strict = whole and not skip_bad
-    settings = Settings(at_least_one("batch", batch), workers or cores(), limits or Limits())
+    batch, limits = at_least_one("batch", batch), limits or Limits()
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress):
         vectors = Vectors(named, index, keep) if any(map(is_embedding, named)) else None
@@ -149,10 +149,16 @@ def add_sources(
                 if vectors:
                     results = vectors.embedded(new)
                 else:
-                    keeps = replace(settings, features=FEATURES in index.generation.widths)
-                    contents = originals(new, collected.features, settings.limits.bytes)
                     results = embed(
-                        index.bundle, contents, keeps, stamp=Source.stamp, keep=keep, strict=strict
+                        index.bundle,
+                        originals(new, collected.features, limits.bytes),
+                        batch=batch,
+                        workers=workers,
+                        limits=limits,
+                        keep_features=FEATURES in index.generation.widths,
+                        stamp=Source.stamp,
+                        keep=keep,
+                        strict=strict,
                     )
                 writer.take(results, len(new), strict)
                 break
@@ -196,9 +202,12 @@ def add_images(
     ids: Sequence[str] | None,
     labels: Sequence[str | None] | None,
     metadata: Sequence[Mapping[str, Any]] | None,
-    settings: Settings,
+    *,
     keep: Keep,
     skip_bad: bool,
+    batch: int,
+    workers: int | None,
+    limits: Limits | None,
 ) -> Added:
     """Embed images from memory, or rows of features, and add them; see `Index.add`."""
     began = time.monotonic()
@@ -222,13 +231,21 @@ def add_images(
     ]
     refuse_twice(Sources(sources))
     keep = "nothing" if keep == "reference" else keep
-    settings = replace(settings, features=FEATURES in index.generation.widths)
     originals = (
         (source, f"images[{number}]", _original(f"images[{number}]", content))
         for number, (source, content) in enumerate(zip(sources, contents, strict=True))
     )
     writer = _Writer(index, keep)
-    writer.take(embed(index.bundle, originals, settings, keep=keep), len(sources), strict=False)
+    results = embed(
+        index.bundle,
+        originals,
+        batch=batch,
+        workers=workers,
+        limits=limits,
+        keep_features=FEATURES in index.generation.widths,
+        keep=keep,
+    )
+    writer.take(results, len(sources), strict=False)
     if writer.faults and not skip_bad:
         raise _unusable(writer.faults, len(sources), _REST_IS_THERE)
     return Added(
@@ -367,11 +384,6 @@ class _Writer:
     ) -> None:
         """Write all items that have a vector.
 
-        Args:
-            results: of the pipeline.
-            count: how many items there are.
-            strict: refuse all of them where one cannot be used.
-
         Raises:
             DataError: items that cannot be used, with `strict`; all of them are counted.
             Superseded: another generation is served.
@@ -431,28 +443,14 @@ class _Writer:
         )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How items are decoded and encoded.
-
-    Attributes:
-        batch: items that go through the encoder at once.
-        workers: threads that decode.
-        limits: the largest images that are decoded.
-        features: whether the backbone's features are wanted too.
-    """
-
-    batch: int
-    workers: int
-    limits: Limits
-    features: bool = False
-
-
 def embed(
     bundle: Bundle,
     items: Iterable[tuple[T, str, Original]],
-    settings: Settings,
     *,
+    batch: int = 32,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    keep_features: bool = False,
     stamp: Callable[[T], str] = lambda item: "",
     keep: Keep = "reference",
     strict: bool = False,
@@ -464,7 +462,10 @@ def embed(
     Args:
         bundle: encodes.
         items: each with its name, for sentences, and its original.
-        settings: see `Settings`.
+        batch: items that go through the encoder at once.
+        workers: threads that decode; as many as there are cores by default.
+        limits: the largest images that are decoded.
+        keep_features: whether the backbone's features are wanted too.
         stamp: returns what changes when an item's content does.
         keep: "copy" and "thumbnail" give `Embedded.kept`.
         strict: after the first item that cannot be used, only decode the others, to find all
@@ -474,32 +475,42 @@ def embed(
         DataError: the encoder gives NaN or infinity.
     """
 
+    limits = limits or Limits()
+
     def decoded(entry: tuple[T, str, Original]) -> tuple[T, Embedded, NDArray[Any] | None]:
         item, name, original = entry
         before = stamp(item)
         try:
-            result, inputs = _decoded(bundle, name, original, settings.limits, keep)
+            result, inputs = _decoded(bundle, name, original, limits, keep)
         except DataError as fault:
             return item, Embedded(str(fault), before), None
         result.stamp = before
         return item, result, inputs
+
+    def encoded(
+        entries: list[tuple[T, Embedded, NDArray[Any] | None]],
+    ) -> list[tuple[T, Embedded]]:
+        usable = [(result, inputs) for _, result, inputs in entries if inputs is not None]
+        if usable and not failed:
+            stacked = np.stack([inputs for _, inputs in usable])
+            arrays = _arrays_of(bundle, stacked, batch, keep_features)
+            for row, (result, _) in enumerate(usable):
+                result.arrays = row_of(arrays, row)
+        return [(item, result) for item, result, _ in entries]
 
     failed = False
     waiting: list[tuple[T, Embedded, NDArray[Any] | None]] = []
     if bundle.manifest.input.kind == "features":
         entries: Iterator[tuple[T, Embedded, NDArray[Any] | None]] = map(decoded, items)
     else:
-        entries = ahead(decoded, items, workers=settings.workers, most=2 * settings.batch)
+        entries = ahead(decoded, items, workers=workers or cores(), most=2 * batch)
     for entry in entries:
         failed |= strict and entry[2] is None
         waiting.append(entry)
-        if len(waiting) == settings.batch or failed:
-            if not failed:
-                _encode(bundle, waiting, settings)
-            yield [(item, result) for item, result, _ in waiting]
+        if len(waiting) == batch or failed:
+            yield encoded(waiting)
             waiting = []
-    _encode(bundle, waiting, settings)
-    yield [(item, result) for item, result, _ in waiting]
+    yield encoded(waiting)
 
 
 def _decoded(
@@ -526,23 +537,14 @@ def _decoded(
     return Embedded(bytes=len(content), width=width, height=height, kept=kept), inputs
 
 
-def _encode(
-    bundle: Bundle, batch: list[tuple[T, Embedded, NDArray[Any] | None]], settings: Settings
-) -> None:
-    """Give the decoded items of a batch their arrays."""
-    decoded = [(result, inputs) for _, result, inputs in batch if inputs is not None]
-    if decoded:
-        arrays = _arrays_of(bundle, np.stack([inputs for _, inputs in decoded]), settings)
-        for row, (result, _) in enumerate(decoded):
-            result.arrays = row_of(arrays, row)
-
-
-def _arrays_of(bundle: Bundle, inputs: NDArray[Any], settings: Settings) -> dict[str, Floats]:
+def _arrays_of(
+    bundle: Bundle, inputs: NDArray[Any], batch: int, keep_features: bool
+) -> dict[str, Floats]:
     """Return the arrays (n, width) that a store keeps of encoder inputs (n, …), by name."""
-    if not settings.features:
-        return by_name(bundle.encode(inputs, batch=settings.batch))
-    features = bundle.features(inputs, batch=settings.batch)
-    return by_name(bundle.encode_features(features, batch=settings.batch), features)
+    if not keep_features:
+        return by_name(bundle.encode(inputs, batch=batch))
+    features = bundle.features(inputs, batch=batch)
+    return by_name(bundle.encode_features(features, batch=batch), features)
 
 
 def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:

@@ -88,11 +88,6 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
     A folder gets all of it. An address gets the items of the generation that is served, and the
     index's id.
 
-    Args:
-        snapshot: its folder.
-        target: a folder that is not there, or an address where no index is.
-        plugins: files or modules to load as plugins besides the installed ones.
-
     Returns:
         What was left behind, a sentence each.
 

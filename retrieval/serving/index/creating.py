@@ -23,7 +23,7 @@ from retrieval.serving.index.index import Index as OpenedIndex
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
-from retrieval.serving.store.address import Address, place_of
+from retrieval.serving.store.address import Address, IndexPlace, place_of
 from retrieval.serving.store.contract import Keep, Store, StorePlace, StoreUnavailable, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
@@ -111,7 +111,6 @@ class Index(OpenedIndex):
         """
         began = time.monotonic()
         place = place_of(path)
-        named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
         adding: dict[str, Any] = {
             "keep": keep,
             "skip_bad": skip_bad,
@@ -119,54 +118,86 @@ class Index(OpenedIndex):
             "workers": workers,
             "limits": limits,
         }
+        named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
 
         exports = ExitStack()
 
         def opened() -> tuple[Bundle, dict[str, int]]:
             if isinstance(model, Bundle):
-                whole = model
+                loaded = model
             else:
-                folder: StrPath
-                if isinstance(model, Exports):
-                    folder = exports.enter_context(model.exported())
-                else:
-                    folder = model
-                whole = Bundle.open(folder, variant=variant, device=device)
-            return whole, widths_of(whole, features=features_of(whole) if keep_features else None)
-
-        with exports:
-            if isinstance(place, Address):
-                address_place = _free_address(
-                    place, plugins, replace, backend != "auto" or bool(options)
+                folder = (
+                    exports.enter_context(model.exported()) if isinstance(model, Exports) else model
                 )
-                whole, widths = opened()
+                loaded = Bundle.open(folder, variant=variant, device=device)
+            return loaded, widths_of(
+                loaded, features=features_of(loaded) if keep_features else None
+            )
+
+        with exports, showing(progress):
+            if isinstance(place, Address):
+                address = _free_address(place, plugins, replace, backend != "auto" or bool(options))
+                loaded, widths = opened()
                 if replace:
-                    address_place.drop()
-                with showing(progress):
-                    summary = _fill_address(
-                        address_place, address_place.create(whole, widths), named, adding, device
-                    )
+                    address.drop()
+                try:
+                    store = address.create(loaded, widths)
+                    built = _filled(place, store, device, named, adding)
+                except StoreUnavailable:
+                    raise  # nothing can be deleted now either
+                except Exception:
+                    address.drop()
+                    raise
             else:
-                target = place.absolute()
-                refuse_existing(target, replace)
+                place = place.absolute()
+                refuse_existing(place, replace)
                 structure = _structure(backend, options, plugins)
-                whole, widths = opened()
-                with showing(progress), hold(target, "building this index", StoreError):
-                    # again: who held the place until now may have made it
-                    refuse_existing(target, replace)
-                    partial = target.with_name(f"{target.name}.partial")
+                loaded, widths = opened()
+                with hold(place, "building this index", StoreError):
+                    refuse_existing(place, replace)  # again: who held it until now may have made it
+                    partial = place.with_name(f"{place.name}.partial")
                     try:
-                        store = _begun(partial, whole, widths, structure, keep, plugins)
-                        summary = _fill_folder(partial, store, named, adding, device)
-                        rename_whole(partial, target, replace=replace, taken=_exists(target))
+                        local = _begun(partial, loaded, widths, structure, keep, plugins)
+                        built = _filled(partial, local, device, named, {**adding, "sync": True})
+                        rename_whole(partial, place, replace=replace, taken=_exists(place))
                     except Exception:
                         shutil.rmtree(partial, ignore_errors=True)
                         raise
-                summary = dataclasses.replace(summary, path=target)
-        summary = dataclasses.replace(summary, seconds=time.monotonic() - began)
-        index = cls.open(summary.path, device=device, plugins=plugins)
-        index.summary = summary
+        index = cls.open(place, device=device, plugins=plugins)
+        index.summary = dataclasses.replace(built, path=place, seconds=time.monotonic() - began)
         return index
+
+
+def _filled(
+    path: IndexPlace,
+    store: Store,
+    device: Device,
+    named: Sequence[StrPath],
+    adding: Mapping[str, Any],
+) -> Summary:
+    """Add what sources name to a new store, and build its structure; return what was done."""
+    try:
+        index = OpenedIndex(path, store, device=device)
+    except BaseException:
+        store.close()
+        raise
+    with index:
+        before, name, recall = len(index), getattr(path, "scheme", ""), None
+        added = add_sources(index, named, whole=True, **adding) if named else Added()
+        if isinstance(store, LocalStore):
+            with Meter("indexing", len(index), "items") as meter:
+                store.compact(lambda done, total: meter.reach(done, total, "indexing"))
+            name, recall = store.recall()
+        return Summary(
+            path,
+            len(index),
+            added.skipped,
+            added.repeated,
+            before,
+            name,
+            recall,
+            left_out=added.left_out,
+        )
 
 
 def create_index(
@@ -234,74 +265,6 @@ def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequenc
     if options:
         raise DataError("Parameters of a back end need its name: pass --backend with --set.")
     return Wanted("auto", {})
-
-
-def _fill_address(
-    place: StorePlace,
-    store: Store,
-    named: Sequence[StrPath],
-    adding: Mapping[str, Any],
-    device: Device,
-) -> Summary:
-    """Add what sources name to a new index at an address, or leave nothing of it."""
-    try:
-        try:
-            index = OpenedIndex(place.address, store, device=device)
-        except BaseException:
-            store.close()
-            raise
-        with index:
-            added = _added(index, named, adding)
-            count = len(index)
-    except StoreUnavailable:
-        raise  # nothing can be deleted now either
-    except Exception:
-        place.drop()
-        raise
-    return Summary(
-        place.address,
-        count,
-        added.skipped,
-        added.repeated,
-        0,
-        place.address.scheme,
-        None,
-        0.0,
-        added.left_out,
-    )
-
-
-def _fill_folder(
-    partial: Path,
-    store: LocalStore,
-    named: Sequence[StrPath],
-    adding: Mapping[str, Any],
-    device: Device,
-) -> Summary:
-    """Add what sources name to a folder that nobody sees yet, and build what speeds its searches
-    up.
-    """
-    with OpenedIndex(partial, store, device=device) as index:
-        before = len(index)
-        added = _added(index, named, {**adding, "sync": True})
-        with Meter("indexing", len(index), "items") as meter:
-            store.compact(lambda done, total: meter.reach(done, total, "indexing"))
-        name, recall = store.recall()
-        return Summary(
-            partial,
-            len(index),
-            added.skipped,
-            added.repeated,
-            before,
-            name,
-            recall,
-            0.0,
-            added.left_out,
-        )
-
-
-def _added(index: OpenedIndex, named: Sequence[StrPath], adding: Mapping[str, Any]) -> Added:
-    return add_sources(index, named, whole=True, **adding) if named else Added()
 
 
 def _begun(

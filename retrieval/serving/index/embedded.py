@@ -170,11 +170,6 @@ def rows(
 ) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
     """Yield the items of a complete folder, some hundred at a time, with their arrays by name.
 
-    Args:
-        folder: what `retrieval embed` wrote.
-        plan: its plan.
-        arrays: which columns of numbers are wanted: "vector", "code", "features".
-
     Raises:
         DataError: a part is missing, is damaged, or holds what no part does.
     """
@@ -246,11 +241,6 @@ def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
 
 class Vectors:
     """What an index takes from folders of embeddings, in the place of what it would encode.
-
-    Args:
-        named: folders that `retrieval embed` wrote, at least one.
-        index: whose bundle's vectors they must be.
-        keep: what the index keeps of originals.
 
     Raises:
         DataError: another bundle's folder, one that is not complete or lacks an array that the
@@ -353,9 +343,6 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
 class VectorRows:
     """The vectors of a complete folder of embeddings, read as they are needed.
-
-    Args:
-        folder: what `retrieval embed` wrote.
 
     Raises:
         DataError: it is not complete, or damaged.

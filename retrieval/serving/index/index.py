@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, Self, TypeAlias, overload
+from typing import Any, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
 from retrieval.errors import DataError, StoreError, at_least_one, printable
-from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Added, Settings, Summary, add_images, add_sources
+from retrieval.serving.index.adding import Added, Summary, add_images, add_sources
 from retrieval.serving.index.duplicates import Duplicates, find_duplicates
 from retrieval.serving.index.index_backend import Floats
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
@@ -51,8 +49,7 @@ MARGIN = 8
 _QUERIES_AT_ONCE = 256  # bounds the memory of measuring candidates
 
 
-@dataclass(frozen=True, init=False)
-class Hit:
+class Hit(NamedTuple):
     """One answer of a search: an item and its distance to the query; smaller is closer.
 
     Attributes:
@@ -70,21 +67,6 @@ class Hit:
     metadata: Mapping[str, Any]
     path: Path | None = None
     keep: str = "reference"
-
-    def __init__(
-        self,
-        id: str,
-        label: str | None,
-        distance: float,
-        metadata: Mapping[str, Any],
-        path: Path | None = None,
-        keep: str = "reference",
-    ) -> None:
-        # A batch makes thousands of hits, and the __init__ of a frozen dataclass takes three times
-        # as long.
-        values = self.__dict__
-        values["id"], values["label"], values["distance"] = id, label, distance
-        values["metadata"], values["path"], values["keep"] = metadata, path, keep
 
 
 class Hits(list[Hit]):
@@ -418,11 +400,19 @@ class Index:
             StoreError: read-only, another writer holds the index, or the disk refuses.
         """
         if images is not None:
-            settings = Settings(
-                at_least_one("batch", batch), workers or cores(), limits or Limits()
-            )
             with showing(progress):
-                return add_images(self, images, ids, labels, metadata, settings, keep, skip_bad)
+                return add_images(
+                    self,
+                    images,
+                    ids,
+                    labels,
+                    metadata,
+                    keep=keep,
+                    skip_bad=skip_bad,
+                    batch=at_least_one("batch", batch),
+                    workers=workers,
+                    limits=limits,
+                )
         return add_sources(
             self,
             sources,

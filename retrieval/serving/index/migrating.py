@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrieval.errors import BundleError, DataError, StoreError, listed
-from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Settings, by_name, embed, row_of
+from retrieval.serving.index.adding import by_name, embed, row_of
 from retrieval.serving.index.locations import Origin, Original
 from retrieval.serving.index.sources import contents
 from retrieval.serving.manifest import SplitEntry, write_manifest
@@ -168,10 +167,14 @@ def _by_originals(
             for item in items
         }
     limits = Limits()
-    settings = Settings(32, cores(), limits, keep_features)
     results = [
         result
-        for batch in embed(bundle, _originals(index, items, limits.bytes), settings)
+        for batch in embed(
+            bundle,
+            _originals(index, items, limits.bytes),
+            limits=limits,
+            keep_features=keep_features,
+        )
         for result in batch
     ]
     return (
@@ -260,11 +263,6 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
 
     What it is depends on the two alone: the same two give the same bundle. Its manifest is the
     head's but for the input and the split; `verified` is the head's comparison with torch.
-
-    Args:
-        backbone: split, of images.
-        head: takes as many features as the backbone gives.
-        folder: an empty one.
 
     Raises:
         BundleError: the widths differ, or a bundle was changed since it was opened.

@@ -31,7 +31,7 @@ _GROUP_BYTES = 1 << 30
 _GROUP_VALUES = 1 << 28
 _ROWS_AT_A_TIME = 512
 _IMAGES_AT_A_TIME = 4
-_MOST_PROBLEMS = 1000
+_MOST_PROBLEMS = 100
 _VECTORS = ("features", "vector")
 
 
@@ -132,10 +132,6 @@ def vectors_of(
 
 class Table:
     """An opened Parquet table, and what its columns are for.
-
-    Args:
-        location: of the file.
-        kind: "image" or "features".
 
     Attributes:
         schema: pyarrow's.
@@ -271,11 +267,8 @@ class Table:
     def rows(self, take: Callable[[NDArray[np.float32]], object] | None = None) -> Iterator[Row]:
         """Yield all rows.
 
-        Args:
-            take: called with the features (n, F) of the next n rows, of a table that has them.
-
         Raises:
-            DataError: rows that cannot be used; the first thousand are looked for.
+            DataError: rows that cannot be used; the first hundred are looked for.
         """
         names = [name for name in (self.key, self.label, self.path, *self.metadata) if name]
         columns = [*names, *([self.vector] if self.vector else [])]
@@ -300,9 +293,9 @@ class Table:
                         yield row
                     else:
                         problems.append(f"row {number + position}: {row}.")
+                    if len(problems) >= _MOST_PROBLEMS:
+                        raise DataError(listed(self.location.name, problems))
                 number += batch.num_rows
-                if len(problems) > _MOST_PROBLEMS:
-                    break
         if problems:
             raise DataError(listed(self.location.name, problems))
 
@@ -353,11 +346,7 @@ class Table:
 
 
 class TableImages:
-    """The images of a table, read by the number of their row.
-
-    Args:
-        location: of the table.
-    """
+    """The images of a table, read by the number of their row."""
 
     def __init__(self, location: Location) -> None:
         self._location = location

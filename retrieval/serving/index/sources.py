@@ -231,11 +231,7 @@ def _table(location: Location) -> tuple[list[Source], list[str]]:
 
 
 class _Spool:
-    """Features (N, F) of any number of files, on the disk until they are encoded.
-
-    Args:
-        file: an empty file, open for reading and writing.
-    """
+    """Features (N, F) of any number of files, on the disk until they are encoded."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.width, self.count = file, 0, 0
@@ -395,10 +391,6 @@ def contents(
     """Yield items with their originals, or why there is none.
 
     None stands for a file of its own, which others read.
-
-    Args:
-        items: each with its origin; those of one file one after another.
-        most: bytes of one original.
     """
     with closing(Readers()) as readers:
         for item, origin in items:
