@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from unittest.mock import patch
 
 from retrieval.errors import StoreError
@@ -189,9 +190,8 @@ class WholeCases(Bench):
             for entry in some(12, start):
                 store.upsert([entry], opened().sha256)
 
-        equal(
-            together([lambda start=start: write(start) for start in range(0, 48, 12)]), [], "faults"
-        )  # type: ignore[misc]
+        calls = [partial(write, start) for start in range(0, 48, 12)]
+        equal(together(calls), [], "faults")
         state = {entry.id: entry for entry in some(48)}
         self.check(store, state)
         self.check(self.again(store), state)
