@@ -352,8 +352,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
         rows = record.ask(connection, "select stem, widths, structure from generations")
     named = {f"arrays/{stem}.{name}" for stem, widths, _ in rows for name in json.loads(widths)}
     for *_, text in rows:
-        known = structure.Structure.parse(text)
-        named |= {f"arrays/{name}" for name, _ in known.files} if known is not None else set()
+        named |= {f"arrays/{name}" for name in structure.Structure.names(text)}
     named |= {f"bundles/{one.bundle[:16]}/" for one in store.generations()}
     named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

@@ -17,8 +17,6 @@ from pymilvus.client.ts_utils import get_collection_ts
 from retrieval import stores
 from retrieval.errors import DataError, StoreError
 
-from retrieval_milvus.faults import is_away, is_missing, sentence
-
 Floats = NDArray[np.float32]
 
 # It writes a traceback for whatever a server refuses; all of that is raised as a sentence here.
@@ -30,6 +28,18 @@ BREADTH, MOST_BREADTH = 64, 32_768  # of a search in the graph
 REQUEST_BYTES = 2 << 20
 KEYS = 500  # of one question
 KEY_BYTES, TEXT_BYTES = 8100, 65_000
+REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+AWAY = frozenset((2, 3, 5, 101, 102, 103, 104, 106, 500, 501, 502, 503, 901))  # Milvus's own codes
+AWAY_WORDS = re.compile(
+    "unavailable|fail connecting|not ready|not loaded|no available|timeout|timed out|deadline"
+    "|unhealthy|initializing|not serving|channel not|rate limit|retry",
+    re.IGNORECASE,
+)
 EXACT = 1 << 53  # whole numbers below are themselves as float64
 PLAIN = re.compile(r"[\w .,:;/@#+-]*")
 """Texts and names that stand in an expression as they are; others are looked at item by item."""
@@ -64,7 +74,7 @@ class MilvusStore(stores.RemoteStore):
         return {"timeout": seconds}
 
     def _fault(self, error: Exception) -> tuple[bool, str]:
-        away, text = is_away(error), sentence(error)
+        away, text = _fault_of(error)
         again = " Try again in a moment." * away
         # a server that speaks TLS closes any other connection
         closed = away and "secure" not in self._server and "Socket closed" in text
@@ -80,7 +90,7 @@ class MilvusStore(stores.RemoteStore):
             try:
                 return dict(self._client.describe_collection(name, timeout=timeout))
             except MilvusException as error:
-                if is_missing(error):
+                if error.code == 100 or "not found" in str(error) or "not exist" in str(error):
                     return {}
                 raise
 
@@ -358,3 +368,26 @@ def _row(row: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
         return stores.Row.joined(record, None)
     record["arrays"] = json.loads(row["arrays"])
     return stores.Row.joined(record, row["vector"][: generation.widths["vector"]])
+
+
+def _fault_of(fault: Exception) -> tuple[bool, str]:
+    """Return whether the server cannot be reached or is not ready, and a fault as a sentence."""
+    rpc: Any = fault if isinstance(fault, grpc.RpcError) else fault.__cause__
+    if isinstance(rpc, grpc.RpcError):
+        text = f"{_line(rpc.details()) or type(fault).__name__}."
+        if rpc.code() is grpc.StatusCode.UNAUTHENTICATED:
+            text += (
+                " The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password, or an"
+                " API key."
+            )
+        return rpc.code() not in REFUSALS, text
+    text = f"{_line(getattr(fault, 'message', None) or fault) or type(fault).__name__}."
+    if isinstance(fault, ValueError):
+        return "closed channel" in str(fault), text
+    code = getattr(fault, "code", None)
+    away = code in AWAY or (isinstance(code, grpc.StatusCode) and code not in REFUSALS)
+    return away or bool(AWAY_WORDS.search(str(fault))), text
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())[:300].rstrip(".")

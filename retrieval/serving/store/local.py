@@ -308,21 +308,28 @@ class LocalStore(Store):
             if items is None and connection is not None:
                 items = self._read(connection, numbers)
         assert items is not None
-        mixed = distances is None or bool((distances[1:] == distances[:-1]).any())
-        answers = []
-        for start, end in pairwise([0, *ends]):
-            part: Any = slice(start, end)
-            if mixed:  # equal distances by id
-                far = [0.0] * len(items) if distances is None else distances.tolist()
-                part = sorted(range(start, end), key=lambda row: (far[row], items[row].id))
-            own_items = [items[row] for row in part] if mixed else items[part]
-            own_distances = None if distances is None else distances[part]
-            answers.append(Candidates(own_items, _Arrays(view, rows[part]), own_distances))
-        return answers
+        if distances is None or (distances[1:] == distances[:-1]).any():  # equal distances by id
+            far = [0.0] * len(items) if distances is None else distances.tolist()
+            keys = [(distance, item.id) for distance, item in zip(far, items, strict=True)]
+            order = [
+                place
+                for start, end in pairwise([0, *ends])
+                for place in sorted(range(start, end), key=keys.__getitem__)
+            ]
+            items, rows = [items[place] for place in order], rows[order]
+            distances = None if distances is None else distances[order]
+        return [
+            Candidates(
+                items[start:end],
+                _Arrays(view, rows[start:end]),
+                None if distances is None else distances[start:end],
+            )
+            for start, end in pairwise([0, *ends])
+        ]
 
     def _in_memory(self, numbers: Sequence[int]) -> list[Item] | None:
-        """Return items by number, which never changes its item; None: one was not read yet."""
-        known = self._items
+        """Return items by number; None: one was not read yet."""
+        known = self._items  # an item that changes gets another number
         try:
             return [known[number] for number in numbers]
         except KeyError:

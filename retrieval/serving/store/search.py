@@ -118,9 +118,11 @@ def nearest(
     if companion is not None and vectors.size < _COMPANION_NUMBERS:
         companion = None
     task = _Task(rows, columns, k, keep, threads)
+    step = 1 if len(own) <= _FEW else max(1, min(_QUERIES, _ANSWERS // k))
+    if 0 < len(own) <= step and len(rows):
+        return _search(task, own, companion)
     squared = np.full((len(own), k), np.inf)
     numbers = np.full((len(own), k), -1, np.int64)
-    step = 1 if len(own) <= _FEW else max(1, min(_QUERIES, _ANSWERS // k))
     for start in range(0, len(own) if len(vectors) else 0, step):
         group = slice(start, start + step)
         squared[group], numbers[group] = _search(task, own[group], companion)
@@ -237,7 +239,7 @@ class Companion:
         return cls(mean, basis, float(error[0]), table)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Task:
     """What all groups of queries of a search share: `nearest`'s arguments."""
 
@@ -492,8 +494,8 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
         return None
     sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
     pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
-    with _one_thread():
-        faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, None)
+    # FAISS takes a thread for each query at most: one, which is this one.
+    faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, None)
     wider, tiny = 1 + 2 * _gamma(width), width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
     if not limit < min(float(sums[-1]), _LARGEST):

@@ -31,6 +31,7 @@ from retrieval.serving.store.structure import ARRAYS, Numbers, Structure, Wanted
 from retrieval.serving.store.view import (
     Array,
     Rows,
+    Sums,
     Views,
     append,
     damaged,
@@ -234,7 +235,7 @@ class Upkeep:
                 if rows is None or not (dead or self._lacks_structure(rows)):
                     continue
                 with Claim(self.record, generation.number, 0) as claim:
-                    (self._compact if dead else self._structure)(generation, claim)
+                    self._renew(generation, claim, compact=dead)
                 return True
         return False
 
@@ -254,12 +255,8 @@ class Upkeep:
         """Return a generation's rows as they are now; None: it was dropped, or is being filled."""
         with self.record.reading() as connection:
             known = {known.number: known for known in all_of(connection)}.get(generation.number)
-            if known is None:
+            if known is None or not _is_filled(connection, known):
                 return None
-            if known.state == "building":
-                sql = "select 1 from items where n > ? limit 1"
-                if value(connection, sql, (upto_of(connection, known.number),)):
-                    return None
             rows = Rows.of(connection, known, self._rows.get(known.number))
             self._rows[known.number] = rows
             return rows
@@ -295,7 +292,7 @@ class Upkeep:
             began: dict[int, int] = {}
             for generation in self._generations():
                 with Claim(self.record, generation.number, _WAIT, report) as claim:
-                    began[generation.number] = self._compact(generation, claim)
+                    began[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
                 if {known.number for known in all_of(connection)} <= began.keys():
                     upto = min(began.values())
@@ -312,82 +309,85 @@ class Upkeep:
             rows = self._current(generation)
             if rows is not None and self._lacks_structure(rows):
                 with Claim(self.record, generation.number, _WAIT) as claim:
-                    self._structure(generation, claim)
+                    self._renew(generation, claim, compact=False)
 
-    def _compact(self, generation: Generation, claim: Claim) -> int:
-        """Compact one generation; return the transaction up to which it has no dead rows."""
-        folder, g = self.record.folder, generation.number
+    def _renew(self, generation: Generation, claim: Claim, *, compact: bool) -> int:
+        """Drop dead rows and build the structure, where there is something to do.
+
+        Returns the transaction up to which a compacted generation has no dead rows.
+        """
+        folder, g, stem = self.record.folder, generation.number, claim.stem
         with self.record.reading(seconds=_READING_SECONDS) as connection:
             if g not in {known.number for known in all_of(connection)}:
                 return seq_of(connection)
             old = Rows.of(connection, generation)
             sums = {name: sums_of(connection, g, name) for name in generation.widths}
-        if not old.dead:
-            self._structure(generation, claim)
+            filled = _is_filled(connection, generation)
+        kept, new = np.arange(old.rows), dict[str, Sums]()
+        if compact and old.alive is not None:
+            kept = np.flatnonzero(old.alive)
+            claim.total = len(kept)
+            with self.record.faults("written"):
+                for name, width in generation.widths.items():
+                    source = Array(file_of(folder, old.stem, name), width)
+                    source.verify(old.rows, sums[name])  # copies get new checksums
+                    report = claim if name == VECTOR else None
+                    chunks = _chunks(source.rows(old.rows), kept, report)
+                    new[name] = append(file_of(folder, stem, name), 0, width, chunks)
+                sync(folder / ARRAYS)
+        text = None if new else old.structure_text
+        if filled and self._is_stale(text, generation, len(kept)):
+            text = self._built(generation, claim, stem if new else old.stem, len(kept))
+        elif not new:
             return old.seq
-        kept = np.flatnonzero(old.alive)  # type: ignore[arg-type]
-        claim.total = 2 * len(kept)
-        new = {}
-        with self.record.faults("written"):
-            for name, width in generation.widths.items():
-                source = Array(file_of(folder, old.stem, name), width)
-                source.verify(old.rows, sums[name])  # copies get new checksums
-                report = claim if name == VECTOR else None
-                chunks = _chunks(source.rows(old.rows), kept, report)
-                new[name] = append(file_of(folder, claim.stem, name), 0, width, chunks)
-            sync(folder / ARRAYS)
-        structure = self._built(generation, claim, claim.stem, len(kept))
         with self.record.writing() as (connection, _), self.record.faults("written"):
             current = value(connection, "select stem from generations where g = ?", (g,))
             if current != old.stem or not claim.stands(connection):
                 return 0  # dropped meanwhile, or another process took the work over
-            grown = Rows.of(connection, generation, old)
-            later = np.arange(old.rows, grown.rows)
-            later = later if grown.alive is None else later[grown.alive[later]]
-            for table in ("runs", "sums"):
-                connection.execute(f"delete from {table} where g = ?", (g,))
-            for name, new_sums in new.items():
-                put_sums(connection, g, name, new_sums)
-            if len(kept):
-                put_runs(connection, g, 0, old.runs.numbers_of(kept))
-            sql = "update generations set stem = ?, rows = ?, structure = ? where g = ?"
-            connection.execute(sql, (claim.stem, len(kept), structure, g))
-            chunks_of = {
-                name: _chunks(Array(file_of(folder, old.stem, name), width).rows(grown.rows), later)
-                for name, width in generation.widths.items()
-            }
-            keep_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks_of)
+            connection.execute("update generations set structure = ? where g = ?", (text, g))
+            if new:
+                self._swap(connection, stem, old, kept, new)
         tidy(self.record)
         return old.seq
 
-    def _structure(self, generation: Generation, claim: Claim) -> None:
-        """Build the structure of a generation over all its rows, if it is due."""
-        rows = self._current(generation)
-        if rows is None:
-            return
-        choice = self._choice(generation, rows.rows)
-        if rows.structure_text is not None and choice is not None:
-            present = Structure.parse(rows.structure_text)
-            same = (present.backend, present.options, present.rows) == (*choice, rows.rows)
-            if same and not present.damaged(self.record.folder):
-                return
-        elif rows.structure_text is None and choice is None:
-            return
-        claim.total = rows.rows
-        structure = self._built(generation, claim, rows.stem, rows.rows)
-        with self.record.writing() as (connection, _):
-            sql = "select stem from generations where g = ?"
-            current = value(connection, sql, (generation.number,))
-            if current == rows.stem and claim.stands(connection):
-                sql = "update generations set structure = ? where g = ?"
-                connection.execute(sql, (structure, generation.number))
-        tidy(self.record)
+    def _swap(
+        self, connection: apsw.Connection, stem: str, old: Rows, kept: Numbers, new: dict[str, Sums]
+    ) -> None:
+        """Have the record name files with the rows that were kept, and add those that came since."""
+        generation, g = old.generation, old.generation.number
+        grown = Rows.of(connection, generation, old)
+        later = np.arange(old.rows, grown.rows)
+        later = later if grown.alive is None else later[grown.alive[later]]
+        for table in ("runs", "sums"):
+            connection.execute(f"delete from {table} where g = ?", (g,))
+        for name, new_sums in new.items():
+            put_sums(connection, g, name, new_sums)
+        if len(kept):
+            put_runs(connection, g, 0, old.runs.numbers_of(kept))
+        sql = "update generations set stem = ?, rows = ? where g = ?"
+        connection.execute(sql, (stem, len(kept), g))
+        folder = self.record.folder
+        chunks = {
+            name: _chunks(Array(file_of(folder, old.stem, name), width).rows(grown.rows), later)
+            for name, width in generation.widths.items()
+        }
+        keep_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
+
+    def _is_stale(self, text: str | None, generation: Generation, rows: int) -> bool:
+        """Whether so many rows are to have another structure than a text of the record says."""
+        choice = self._choice(generation, rows)
+        if text is None or choice is None:
+            return (text is None) != (choice is None)
+        present = Structure.parse(text)
+        same = (present.backend, present.options, present.rows) == (*choice, rows)
+        return not same or bool(present.damaged(self.record.folder))
 
     def _built(self, generation: Generation, claim: Claim, stem: str, rows: int) -> str | None:
         """Build and load a structure over a file's first rows; return what the record is to say."""
         choice = self._choice(generation, rows)
-        if choice is None or not rows:
+        if choice is None:
             return None
+        claim.total += rows
         folder, plugins, spans = self.record.folder, self.views.plugins, generation.spans
         vectors = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR]).rows(rows)
         with self.record.faults("written"):
@@ -396,6 +396,13 @@ class Upkeep:
         if self.views.view is not None:
             self.views.loaded[structure.text()] = load(folder, structure, vectors, spans, plugins)
         return structure.text()
+
+
+def _is_filled(connection: apsw.Connection, generation: Generation) -> bool:
+    """Whether a generation has arrays of all items."""
+    upto = upto_of(connection, generation.number)
+    behind = value(connection, "select 1 from items where n > ? limit 1", (upto,))
+    return generation.state != "building" or not behind
 
 
 def _chunks(

@@ -284,10 +284,10 @@ class View(Rows):
         if not self.count or not count:
             return np.empty((len(queries), 0)), np.full((len(queries), 0), -1, np.int64)
         spaces = range(len(self.generation.spans))
-        nearest_ = [self._nearest(space, queries, count, only) for space in spaces]
-        if len(nearest_) == 1:
-            return nearest_[0]
-        rows = np.sort(np.hstack([rows for _, rows in nearest_]), axis=1)
+        answers = [self._nearest(space, queries, count, only) for space in spaces]
+        if len(answers) == 1:
+            return answers[0]
+        rows = np.sort(np.hstack([rows for _, rows in answers]), axis=1)
         rows[:, 1:][rows[:, 1:] == rows[:, :-1]] = -1  # proposed by two sub-spaces
         return None, rows
 

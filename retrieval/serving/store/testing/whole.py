@@ -190,7 +190,8 @@ class WholeCases(Bench):
             for entry in some(12, start):
                 store.upsert([entry], opened().sha256)
 
-        equal(together([partial(write, start) for start in range(0, 48, 12)]), [], "faults")
+        calls = [partial(write, start) for start in range(0, 48, 12)]
+        equal(together(calls), [], "faults")
         state = {entry.id: entry for entry in some(48)}
         self.check(store, state)
         self.check(self.again(store), state)
