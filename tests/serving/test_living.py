@@ -18,7 +18,7 @@ from PIL import Image
 from retrieval.errors import StoreError
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
-from retrieval.serving.store.contract import Item
+from retrieval.serving.store.contract import Item, TooSlow, patience
 
 WIDTH = 16
 IDS = [
@@ -369,3 +369,14 @@ def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
         assert all(
             "mine" not in hit.metadata["of"] for hits in index.search(asked, 100) for hit in hits
         )
+
+
+def test_a_question_that_takes_too_long_is_stopped(living):
+    endless = (
+        "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
+    )
+    with Index.open(living, threads=1) as index:
+        record = index.store.record
+        with pytest.raises(TooSlow), patience(0.2), record.reading() as connection:
+            connection.execute(endless).fetchall()
+        assert index.search(np.zeros(WIDTH), 1)
