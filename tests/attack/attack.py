@@ -115,19 +115,19 @@ class Server:
 
     def memory(self) -> Memory:
         """Return what the server and its processes hold now."""
-        serving, others = self.processes()
-        return Memory(sum(map(_resident, serving)), sum(map(_resident, others)))
+        serving, decoders = self.processes()
+        return Memory(sum(map(_resident, serving)), sum(map(_resident, decoders)))
 
     def processes(self) -> tuple[list[int], list[int]]:
         """Return its own processes (of several: the supervisor and those that serve), and all that
         these started.
         """
-        own, others, todo = [self.process.pid], [], _children(self.process.pid)
+        own, decoders, todo = [self.process.pid], [], _children(self.process.pid)
         while todo:
             pid = todo.pop()
-            (own if _serves(pid) else others).append(pid)
+            (own if _serves(pid) else decoders).append(pid)
             todo += _children(pid)
-        return own, others
+        return own, decoders
 
     def end(self) -> tuple[float, int]:
         """Send SIGTERM; return the seconds until the process was gone, and its exit code."""
@@ -158,11 +158,11 @@ def _serves(pid: int) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 @dataclass
@@ -302,10 +302,10 @@ def prepare(folder: Path) -> tuple[Path, bytes]:
     """Make an index of 200 digits; return its path and one of its images."""
     from retrieval.serving.index.creating import create_index
 
-    made = makers()
-    made.write_digits(folder / "photos", 200)
+    bundles = makers()
+    bundles.write_digits(folder / "photos", 200)
     create_index(
-        folder / "i", made.make_bundle(folder / "bundle"), [folder / "photos"], progress=False
+        folder / "i", bundles.make_bundle(folder / "bundle"), [folder / "photos"], progress=False
     )
     return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
 
@@ -368,9 +368,9 @@ def report(
     lines += [f"- {count} × {sentence}" for sentence, count in result.overload.most_common()] or [
         "- none"
     ]
-    for title, found in (("Faults", result.faults), ("Wrong", seen.wrong), ("Late", seen.late)):
-        if found:
-            lines += ["", f"{title}:", "", *(f"- {text}" for text in found[:20])]
+    for title, texts in (("Faults", result.faults), ("Wrong", seen.wrong), ("Late", seen.late)):
+        if texts:
+            lines += ["", f"{title}:", "", *(f"- {text}" for text in texts[:20])]
     return "\n".join(lines) + "\n"
 
 

@@ -102,14 +102,15 @@ def test_a_zip_file_is_a_folder(photos, bundle_path, tmp_path):
         for path in paths:
             archive.write(path, f"in/{path.name}")
         archive.writestr("in/read.me", "x")
-    found = collect([f"zip://in::file://{tmp_path}/a.zip"], "image")
-    assert [item.key for item in found.items] == sorted(path.name for path in paths)
+    collected = collect([f"zip://in::file://{tmp_path}/a.zip"], "image")
+    assert [item.key for item in collected.items] == sorted(path.name for path in paths)
     assert (
-        found.items[0].origin.read(10_000) == (photos / paths[0].relative_to(photos)).read_bytes()
+        collected.items[0].origin.read(10_000)
+        == (photos / paths[0].relative_to(photos)).read_bytes()
     )
-    assert "1 file is left out" in found.left_out[0]
+    assert "1 file is left out" in collected.left_out[0]
     with pytest.raises(DataError, match="has more than 10 bytes"):
-        found.items[0].origin.read(10)
+        collected.items[0].origin.read(10)
 
 
 def test_what_is_not_there_is_a_sentence(memory):
