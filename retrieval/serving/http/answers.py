@@ -162,9 +162,7 @@ def cursor_after(after: str, where: Filter | None) -> str:
 
 
 def after_cursor(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the id behind which a page begins; RequestError 400 for another list's cursor, or none
-    at all.
-    """
+    """Return the id behind which a page begins; RequestError 400: not a cursor of this list."""
     if cursor is None:
         return None
     try:

@@ -77,8 +77,15 @@ _PARENT = re.compile(
 
 
 class Application:
-    """One server's ASGI application, for opened indexes by name; `reopen` opens the index that is
-    in a folder by now.
+    """The ASGI application of one server.
+
+    Args:
+        indexes: opened, by name.
+        settings: of the server.
+        keys: source of API keys; None: there are none.
+        audit: record of changes; None: none is kept.
+        traces: OpenTelemetry's; None: none are made.
+        reopen: opens the index that is in a folder by now, by name.
 
     Attributes:
         ends_process: whether the process is gone in time when the server ends, whatever its threads
@@ -135,9 +142,7 @@ class Application:
         await self._observed(scope, receive, send)
 
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, with its id and its line in the log; no fault of a request fails the
-        server.
-        """
+        """Answer a request with an id and a line in the log; whatever fails, the server goes on."""
         began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace))
         scope["retrieval.request_id"] = trail.id

@@ -109,9 +109,7 @@ def _kind_of(content_type: str) -> Kind | None:
 
 
 class Form(NamedTuple):
-    """The content of each file in a form's field `image`, in order, and the text of its other
-    fields.
-    """
+    """The files in a form's field `image`, in order, and the text of its other fields."""
 
     images: list[bytes]
     fields: dict[str, str]
