@@ -1,7 +1,7 @@
 """Attack a server of one's own, while honest clients search it; say what each got.
 
     python tests/attack/attack.py --requests 20000 --ends 20 --output benchmarks/results/attack.md
-    python tests/attack/attack.py --requests 20000 --proxy --output benchmarks/results/attack_proxy.md
+    python tests/attack/attack.py --requests 20000 --proxy --output attack_proxy.md
 
 The server is a real one in a process of its own on 127.0.0.1; the attackers' and the honest
 clients' addresses differ (127.0.0.2 … and 127.0.0.1), as they do outside. Its exit code is 1 when a
@@ -323,8 +323,8 @@ def report(
         "",
         (
             f"`tests/attack/attack.py`: {requests:,} generated requests in {result.seconds:.0f} s"
-            f" from {_PROXY_ATTACKERS if slow else _ATTACKERS} addresses, while two honest clients of"
-            " another address searched."
+            f" from {_PROXY_ATTACKERS if slow else _ATTACKERS} addresses, while two honest clients"
+            " of another address searched."
             f" {platform.machine()}, {os.cpu_count()} cores shared with other work, Python"
             f" {platform.python_version()}."
         ),

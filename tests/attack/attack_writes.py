@@ -1,7 +1,7 @@
 """Attack a server that takes changes: several indexes, keys, snapshots, a record of changes; say
 what each got, and what is left.
 
-    python tests/attack/attack_writes.py --requests 20000 --processes 1 --processes 2 --output benchmarks/results/attack.md
+    python tests/attack/attack_writes.py --requests 20000 --processes 2 --output attack.md
 
 Honest clients search one index all the while, and attackers, most of whom have a key that may do
 everything to the other, send what `hostile_writes` makes. Its exit code is 1 when a promise was
@@ -196,7 +196,7 @@ class Attacked:
         return took
 
     def whole(self) -> list[str]:
-        """End it; return what is wrong with the indexes, their snapshots and the record of changes."""
+        """End it; return what is wrong with the indexes, snapshots and record of changes."""
         self.server.process.send_signal(signal.SIGTERM)
         code, faults = self.server.process.wait(30), []
         assert self.server.process.stdout is not None

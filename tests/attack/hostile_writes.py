@@ -191,10 +191,8 @@ class WritingGenerator(Generator):
         if chance.random() < 0.7:
             ids = list(dict.fromkeys(ids))
         if chance.random() < 0.5:
-            numbers = (
-                '{"items":'
-                f" [{', '.join(json.dumps({'id': entry, 'vector': [0.5] * self._width}) for entry in ids)}]}}"
-            )
+            items = [{"id": id, "vector": [0.5] * self._width} for id in ids]
+            numbers = json.dumps({"items": items})
             content = post(numbers.encode())
         else:
             images = [

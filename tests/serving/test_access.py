@@ -305,7 +305,8 @@ from pathlib import Path
 from retrieval.serving.http.server import serve
 from retrieval.serving.http.settings import Settings
 with serve({str(own)!r}, port=0, settings=Settings(keys=Path({str(keys)!r})), wait=False) as server:
-    ask = urllib.request.Request(server.url + "v1/index", headers={{"Authorization": "Bearer {key}"}})
+    headers = {{"Authorization": "Bearer {key}"}}
+    ask = urllib.request.Request(server.url + "v1/index", headers=headers)
     print(urllib.request.urlopen(ask).status)
     try:
         urllib.request.urlopen(server.url + "v1/index")

@@ -1,4 +1,4 @@
-"""The record of changes, of a real server: what it holds, and that nothing is changed without it."""
+"""A real server's record of changes: what it holds, and no change without it."""
 
 from __future__ import annotations
 

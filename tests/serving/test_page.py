@@ -105,7 +105,8 @@ PASTE = """async ([name, bytes, type]) => {
   const transfer = new DataTransfer();
   if (name) transfer.items.add(new File([new Uint8Array(bytes)], name, { type }));
   else transfer.setData("text/plain", "words");
-  const event = new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true });
+  const options = { clipboardData: transfer, bubbles: true, cancelable: true };
+  const event = new ClipboardEvent("paste", options);
   document.body.dispatchEvent(event);
   return event.defaultPrevented;
 }"""

@@ -1,4 +1,4 @@
-"""`retrieval serve --processes N`: stock worker processes behind one port, one of which is killed."""
+"""`retrieval serve --processes N`: stock worker processes, one of which is killed."""
 
 from __future__ import annotations
 

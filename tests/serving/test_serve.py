@@ -312,7 +312,7 @@ def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path
 
 
 def test_a_busy_server_says_so(server, photos):
-    """One thread and sixteen waiting for it is what a worker takes; the rest is told to come again."""
+    """Beyond one that runs and sixteen that wait, searches are told to come again."""
     sound = next(photos.rglob("*.png")).read_bytes()
     import asyncio
 

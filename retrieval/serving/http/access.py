@@ -142,7 +142,7 @@ class Access:
             raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
 
     def _is_our_name(self, host: str) -> bool:
-        """Return whether the server answers for a Host; a rebound name of a hostile page is none."""
+        """Return whether the server answers for a Host; a hostile page's rebound name is none."""
         known, name = self._settings.hosts, _name(host)
         return known is None or name in known or name == "localhost" or _is_address(name)
 

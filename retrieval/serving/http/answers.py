@@ -149,7 +149,7 @@ def description(name: str, index: Index) -> dict[str, Any]:
 
 
 def media_type(content: bytes) -> str | None:
-    """Return the type of an image that browsers show as it is, by its first bytes; None for others."""
+    """Return an image's media type by its first bytes; None where browsers do not show it."""
     for start, media_type in _SHOWN_BY_BROWSERS.items():
         if content.startswith(start):
             return media_type

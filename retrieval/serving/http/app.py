@@ -1,4 +1,4 @@
-"""The HTTP application: what every request passes, which route leads where, and what faults become."""
+"""The HTTP application: what every request passes, the routes, and what errors become."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _HEADERS = [
 _PARENT = re.compile(
     rb"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
 )
-"""A valid `traceparent`: ids that are not zero, and of version 00 nothing behind its 55 characters."""
+"""A valid `traceparent`: no id is zero, and version 00 has exactly 55 characters."""
 
 
 class Application:

@@ -124,7 +124,7 @@ class Audit:
         self._write({**line, "outcome": "done", "count": change.count})
 
     def reopen(self) -> None:
-        """Open the file by its name again, after it was renamed; the next change reports a fault."""
+        """Open the file by its name again after a rename; the next change reports a fault."""
         with self._lock, suppress(OSError):
             self._swap()
 

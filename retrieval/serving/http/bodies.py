@@ -87,7 +87,7 @@ class BodyMemory:
         self._release(len(body.content))
 
     def _release(self, size: int) -> None:
-        """Count bytes out; after many of them, give the C library's free memory back to the system."""
+        """Count bytes out; after many, give the C library's free memory back to the system."""
         self.held -= size
         self._released += size
         if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:

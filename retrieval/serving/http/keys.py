@@ -115,7 +115,7 @@ def _hash(salt: str, secret: str) -> str:
 
 
 def _problems(error: ValidationError) -> str:
-    """Return what pydantic found, without the values: one may be somebody's key in the wrong place."""
+    """Return what pydantic found, without the values: one may be a key in the wrong place."""
     problems = []
     for fault in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
         member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
@@ -177,7 +177,7 @@ def parse_keys(text: bytes, where: str) -> Keys:
 
 
 def read_keys(path: Path) -> Keys:
-    """Return the keys in a file; RetrievalError where it cannot be read, or a line of it is wrong."""
+    """Return the keys in a file; RetrievalError: it cannot be read, or a line of it is wrong."""
     return parse_keys(_read(path), str(path))
 
 

@@ -1,4 +1,4 @@
-"""What uvicorn's HTTP/1.1 leaves open: `Upgrade`, headers without an end, framing read in two ways."""
+"""What uvicorn's HTTP/1.1 leaves open: `Upgrade`, endless headers, ambiguous framing."""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ class Readiness:
         self._logged_change = changed is not None
         return (
             changed
-            and "The files of the index are no longer those that are served. Start the server again."
+            and "The files of the index are no longer those that are served. Start the server"
+            " again."
         )
 
     async def _disk(self) -> str | None:

@@ -204,7 +204,7 @@ class Served:
         raise RequestError(503, _CHANGING)
 
     async def _was_replaced(self, error: StoreError, failed: Index) -> bool:
-        """Return whether an index failed because another replaced it, which is served from now on."""
+        """Return whether an index failed because another replaced it, which is served now."""
         if isinstance(error, TooSlow | StoreUnavailable):
             return False
 
@@ -319,7 +319,7 @@ class Served:
             raise store_failed(error, _UNREADABLE) from None
 
     def _file(self, item: Item) -> bytes:
-        """Return the file that an item was indexed from, if it lies in a folder that may be shown."""
+        """Return the file that an item was indexed from, if its folder may be shown."""
         if item.path is None:
             raise RequestError(
                 404,

@@ -238,7 +238,7 @@ class Parts:
         return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
 
     def __call__(self) -> Any:
-        """Return the application of one of several processes; ends a process that cannot have one."""
+        """Return the application of one of several processes, or end the process."""
         from retrieval.serving.http.monitoring import start_log
 
         return_large_blocks()
