@@ -79,9 +79,5 @@ def test_requests_that_write_are_the_same_for_a_number():
         "other index",
     } <= kinds
     text = b"".join(request.content for request in requests)
-    for reply in (
-        b"/v1/indexes/open/items",
-        b"/v1/indexes/still/",
-        b"Authorization: Bearer a",
-    ):
+    for reply in (b"/v1/indexes/open/items", b"/v1/indexes/still/", b"Authorization: Bearer a"):
         assert reply in text

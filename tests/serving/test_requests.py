@@ -185,12 +185,10 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
         "0x1",
         "1e3",
     ):
-        assert wire.ask(
-            port,
-            wire.get(
-                f"/v1/items/{number}/image".replace(" ", "%20"),
-            ),
-        ).status in (400, 404), number
+        assert wire.ask(port, wire.get(f"/v1/items/{number}/image".replace(" ", "%20"))).status in (
+            400,
+            404,
+        ), number
     for body in (
         b'{"vector": [1e999]}',
         b'{"vector": [' + b"9" * 5000 + b"]}",

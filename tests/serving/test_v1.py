@@ -150,12 +150,7 @@ def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
         searched["generation"],
         searched["rows"],
         searched["candidates"],
-    ) == (
-        3,
-        1,
-        3,
-        20,
-    )
+    ) == (3, 1, 3, 20)
     assert (
         server.client.post("/v1/search", json={**requests, "fields": []}).json()["results"][0][
             "metadata"

@@ -67,10 +67,7 @@ def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, A
 
 def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
     url = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
-    return {
-        "image_url": url and f"{url}/image",
-        "thumbnail_url": url and f"{url}/thumbnail",
-    }
+    return {"image_url": url and f"{url}/image", "thumbnail_url": url and f"{url}/thumbnail"}
 
 
 def hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:
