@@ -78,7 +78,7 @@ def test_as_text(served, index_path):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "parent",
     [
         "",
         "x",
