@@ -1,6 +1,4 @@
-"""A client for a search server's `/v1`: `Client`, and `AsyncClient` for asyncio; typed answers,
-retries, folders pushed.
-"""
+"""Clients for a search server's `/v1`: `Client`, and `AsyncClient` for asyncio."""
 
 from __future__ import annotations
 

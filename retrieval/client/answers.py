@@ -1,5 +1,4 @@
-"""What a server answers, as frozen dataclasses; members that a later version of /v1 adds are passed
-over.
+"""A server's answers as frozen dataclasses; unknown members, of a later server, are ignored.
 
 The server describes its answers with them too, in its OpenAPI document.
 """
@@ -59,9 +58,7 @@ class BatchAnswer:
 
 @dataclass(frozen=True)
 class ItemAnswer:
-    """An item: its original's size in bytes and pixels, what the index keeps of it, and its vector
-    when asked for.
-    """
+    """An item, its original's size in bytes and pixels, and its vector when asked for."""
 
     id: str
     key: str
@@ -142,9 +139,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that the server takes: bytes and pixels of an image; images, and bytes, of one
-    request of several.
-    """
+    """A server's limits: bytes and pixels of an image, images and bytes of one request."""
 
     bytes: int
     pixels: int

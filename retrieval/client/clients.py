@@ -1,6 +1,4 @@
-"""`AsyncClient` for asyncio, and `Client`, which waits: what a server can be asked, with typed
-answers.
-"""
+"""`AsyncClient` for asyncio, and `Client`, which runs one in a thread and waits for it."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ Filter = str | Mapping[str, Any]
 
 
 class SearchOptions(TypedDict, total=False):
-    """How to search: how many answers, only which items, candidates for the rescorer, which
-    metadata, whether to explain.
-    """
+    """Options of a search, as the server's page on HTTP describes them."""
 
     k: int
     filter: Filter | None
@@ -182,9 +178,7 @@ class AsyncClient:
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> answers.PutAnswer:
-        """Change an item's label or metadata; what is None stays as it is, as do its image and
-        vector.
-        """
+        """Change an item's label or metadata; None leaves it, and image and vector stay."""
         fields = {"label": label, "metadata": None if metadata is None else dict(metadata)}
         content = json_of(_set(fields))
         return await self._send("PATCH", "/item", answers.read_put, **content, **id_parameter(id))
@@ -220,9 +214,7 @@ class AsyncClient:
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> AsyncIterator[answers.ItemAnswer]:
-        """Iterate over the items, or those that match, in the order of their ids; a page at a time
-        is asked for.
-        """
+        """Iterate over all items, or those that match, in the order of their ids, page by page."""
         async for items in self._pages(filter, fields, page):
             for item in items:
                 yield item

@@ -1,6 +1,4 @@
-"""A folder's images → a server: in batches, over several connections, without those that are there
-already.
-"""
+"""Pushes a folder's images to a server, in batches, without those that are there already."""
 
 from __future__ import annotations
 

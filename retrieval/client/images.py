@@ -1,6 +1,4 @@
-"""What a caller gives → what is sent: images as files' bytes, items and options as JSON or fields
-of a form.
-"""
+"""Encodes what a caller gives: images as files' bytes, items and options as JSON or forms."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewItem:
-    """What an item is to be: of an image, of a vector (P numbers), or, with neither, one that is
-    there and changes.
-    """
+    """An item to add, from an image or a vector (P numbers), or to change, with neither."""
 
     id: str
     image: Image | None = None

@@ -1,6 +1,4 @@
-"""One request to a server and its repetitions: the address, time-outs, proxies, and what is said
-when it fails.
-"""
+"""Sends a request, repeats it where that helps, and says what went wrong."""
 
 from __future__ import annotations
 
@@ -167,8 +165,7 @@ class Sender:
         seconds: float | None = None,
         **content: Any,
     ) -> T:
-        """Send a request, again where that helps, and return what the answer says; bounded in time
-        as a whole.
+        """Send a request, repeat it where that helps, and return its answer, within a time limit.
 
         Args:
             method: of HTTP.
@@ -301,9 +298,7 @@ def _problem(answer: _Answer) -> tuple[str, str | None]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks to wait, from a number or a date; None where it asks
-    for none.
-    """
+    """Return the seconds that a server asks to wait, given as a number or a date; else None."""
     text = headers.get("retry-after", "").strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])

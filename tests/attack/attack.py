@@ -1,7 +1,7 @@
 """Attack a server of one's own, while honest clients search it; say what each got.
 
     python tests/attack/attack.py --requests 20000 --ends 20 --output benchmarks/results/attack.md
-    python tests/attack/attack.py --requests 20000 --proxy --output benchmarks/results/attack_proxy.md
+    python tests/attack/attack.py --requests 20000 --proxy --output attack_proxy.md
 
 The server is a real one in a process of its own on 127.0.0.1; the attackers' and the honest
 clients' addresses differ (127.0.0.2 … and 127.0.0.1), as they do outside. Its exit code is 1 when a
@@ -115,19 +115,19 @@ class Server:
 
     def memory(self) -> Memory:
         """Return what the server and its processes hold now."""
-        serving, others = self.processes()
-        return Memory(sum(map(_resident, serving)), sum(map(_resident, others)))
+        serving, decoders = self.processes()
+        return Memory(sum(map(_resident, serving)), sum(map(_resident, decoders)))
 
     def processes(self) -> tuple[list[int], list[int]]:
         """Return its own processes (of several: the supervisor and those that serve), and all that
         these started.
         """
-        own, others, todo = [self.process.pid], [], _children(self.process.pid)
+        own, decoders, todo = [self.process.pid], [], _children(self.process.pid)
         while todo:
             pid = todo.pop()
-            (own if _serves(pid) else others).append(pid)
+            (own if _serves(pid) else decoders).append(pid)
             todo += _children(pid)
-        return own, others
+        return own, decoders
 
     def end(self) -> tuple[float, int]:
         """Send SIGTERM; return the seconds until the process was gone, and its exit code."""
@@ -158,11 +158,11 @@ def _serves(pid: int) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 @dataclass
@@ -302,10 +302,10 @@ def prepare(folder: Path) -> tuple[Path, bytes]:
     """Make an index of 200 digits; return its path and one of its images."""
     from retrieval.serving.index.creating import create_index
 
-    made = makers()
-    made.write_digits(folder / "photos", 200)
+    bundles = makers()
+    bundles.write_digits(folder / "photos", 200)
     create_index(
-        folder / "i", made.make_bundle(folder / "bundle"), [folder / "photos"], progress=False
+        folder / "i", bundles.make_bundle(folder / "bundle"), [folder / "photos"], progress=False
     )
     return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
 
@@ -323,8 +323,8 @@ def report(
         "",
         (
             f"`tests/attack/attack.py`: {requests:,} generated requests in {result.seconds:.0f} s"
-            f" from {_PROXY_ATTACKERS if slow else _ATTACKERS} addresses, while two honest clients of"
-            " another address searched."
+            f" from {_PROXY_ATTACKERS if slow else _ATTACKERS} addresses, while two honest clients"
+            " of another address searched."
             f" {platform.machine()}, {os.cpu_count()} cores shared with other work, Python"
             f" {platform.python_version()}."
         ),
@@ -368,9 +368,9 @@ def report(
     lines += [f"- {count} × {sentence}" for sentence, count in result.overload.most_common()] or [
         "- none"
     ]
-    for title, found in (("Faults", result.faults), ("Wrong", seen.wrong), ("Late", seen.late)):
-        if found:
-            lines += ["", f"{title}:", "", *(f"- {text}" for text in found[:20])]
+    for title, texts in (("Faults", result.faults), ("Wrong", seen.wrong), ("Late", seen.late)):
+        if texts:
+            lines += ["", f"{title}:", "", *(f"- {text}" for text in texts[:20])]
     return "\n".join(lines) + "\n"
 
 

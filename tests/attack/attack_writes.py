@@ -1,7 +1,7 @@
 """Attack a server that takes changes: several indexes, keys, snapshots, a record of changes; say
 what each got, and what is left.
 
-    python tests/attack/attack_writes.py --requests 20000 --processes 1 --processes 2 --output benchmarks/results/attack.md
+    python tests/attack/attack_writes.py --requests 20000 --processes 2 --output attack.md
 
 Honest clients search one index all the while, and attackers, most of whom have a key that may do
 everything to the other, send what `hostile_writes` makes. Its exit code is 1 when a promise was
@@ -87,9 +87,9 @@ class Attacked:
         from retrieval.serving.http.keys import add_key, new_key
         from retrieval.serving.index.creating import create_index
 
-        made = makers()
-        made.write_digits(folder / "photos", 200)
-        bundle = made.make_bundle(folder / "bundle")
+        bundles = makers()
+        bundles.write_digits(folder / "photos", 200)
+        bundle = bundles.make_bundle(folder / "bundle")
         self.sound = (folder / "photos" / "3" / "0003.png").read_bytes()
         self.index, self.temporary = folder / f"{OPEN}.index", folder / "temporary"
         for path in (self.index, folder / f"{STILL}.index"):
@@ -97,18 +97,18 @@ class Attacked:
         for name in ("temporary", "snapshots"):
             (folder / name).mkdir()
         self.snapshots, self.audit = folder / "snapshots", folder / "audit.jsonl"
-        said: dict[str, str] = {}
+        reply: dict[str, str] = {}
         for role in ("read", "write", "admin"):
-            said[role], kept = new_key(role, role, (OPEN,))
+            reply[role], kept = new_key(role, role, (OPEN,))
             add_key(folder / "keys", kept)
         honest, kept = new_key("honest", "read", (STILL,))
         add_key(folder / "keys", kept)
         self._honest = f"Authorization: Bearer {honest}"
-        self.keys: dict[str, str | None] = {role: f"Bearer {key}" for role, key in said.items()}
+        self.keys: dict[str, str | None] = {role: f"Bearer {key}" for role, key in reply.items()}
         self.keys |= {
             "none": None,
             "wrong": "Bearer rk_x",
-            "twice": f"Bearer {said['read']}\r\nAuthorization: Bearer {said['read']}",
+            "twice": f"Bearer {reply['read']}\r\nAuthorization: Bearer {reply['read']}",
             "long": "Bearer " + "x" * 9000,
             "odd": "Basic \xff\xfe",
         }
@@ -137,7 +137,7 @@ class Attacked:
                 self._honest,
             ),
         ]
-        return [one.replace(b"POST /v1/search HTTP/1.1", path, 1) for one in plain]
+        return [entry.replace(b"POST /v1/search HTTP/1.1", path, 1) for entry in plain]
 
     def attack(self, generator: WritingGenerator, first: int = 0) -> Attack:
         """Return an attack on it."""
@@ -152,8 +152,8 @@ class Attacked:
 
     def held(self) -> Held:
         """Return what it holds now."""
-        own, others = self.server.processes()
-        opened = [str(each.readlink()) for pid in own for each in _there(f"/proc/{pid}/fd")]
+        own, decoders = self.server.processes()
+        opened = [str(element.readlink()) for pid in own for element in _there(f"/proc/{pid}/fd")]
         sizes = {path.name: path.stat().st_size for path in self.index.rglob("*") if path.is_file()}
         with closing(
             sqlite3.connect(f"file:{self.index}/items.sqlite?mode=ro", uri=True)
@@ -166,7 +166,7 @@ class Attacked:
             len(opened),
             sum(name.endswith("/items.sqlite-wal") for name in opened),
             sum(len(_there(f"/proc/{pid}/task")) for pid in own),
-            len(others),
+            len(decoders),
             sum(path.is_file() for path in self.temporary.rglob("*")),
             len(sizes),
             sum(sizes.values()),
@@ -196,7 +196,7 @@ class Attacked:
         return took
 
     def whole(self) -> list[str]:
-        """End it; return what is wrong with the indexes, their snapshots and the record of changes."""
+        """End it; return what is wrong with the indexes, snapshots and record of changes."""
         self.server.process.send_signal(signal.SIGTERM)
         code, faults = self.server.process.wait(30), []
         assert self.server.process.stdout is not None
@@ -274,16 +274,16 @@ def text_of(
         ),
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, one in left.items():
+    for name, entry in left.items():
         rows.append(
-            f"| {name} | {one.resident / 1e6:.0f} | {one.descriptors} | {one.connections} |"
-            f" {one.threads} | {one.decoders} | {one.temporary} | {one.files} |"
-            f" {one.bytes / 1e6:.1f} | {one.log / 1e6:.1f} | {one.free / 1e6:.1f} |"
+            f"| {name} | {entry.resident / 1e6:.0f} | {entry.descriptors} | {entry.connections} |"
+            f" {entry.threads} | {entry.decoders} | {entry.temporary} | {entry.files} |"
+            f" {entry.bytes / 1e6:.1f} | {entry.log / 1e6:.1f} | {entry.free / 1e6:.1f} |"
         )
     rows += [
         "",
         f"Wrong with processes, indexes, snapshots or the record afterwards: {len(faults)}",
-        *(f"- {one}" for one in faults),
+        *(f"- {entry}" for entry in faults),
     ]
     return text + "\n".join(rows) + "\n"
 
@@ -305,7 +305,7 @@ def bombs_of(bombs: dict[str, list[float]]) -> str:
     for name, took in bombs.items():
         inside = sorted(took)
         least, half, most = (
-            1000 * one for one in (inside[0], inside[len(inside) // 2], inside[-1])
+            1000 * entry for entry in (inside[0], inside[len(inside) // 2], inside[-1])
         )
         rows.append(f"| {name} | {sizes[name] / 1e6:.3g} | {least:.1f} | {half:.1f} | {most:.1f} |")
     return "\n".join(rows) + "\n"
@@ -344,7 +344,7 @@ def run(
         faults += [f"{len(ended)} processes that serve have ended"] if ended else []
         lines = attacked.server.log.read_text().count("\n")
         changes = attacked.audit.read_text(encoding="utf-8").count("\n")
-    sent = sum(sum(one.values()) for one in result.answers.values())
+    sent = sum(sum(entry.values()) for entry in result.answers.values())
     kept = not (faults or result.faults or result.honest.wrong or result.honest.late)
     return text_of(result, processes, sent, lines, left, faults, changes), kept, bombs
 

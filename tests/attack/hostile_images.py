@@ -35,7 +35,7 @@ def cases(seed: int = 0, damage: int = 4) -> Iterator[tuple[str, bytes]]:
 def worst(seed: int = 0) -> Iterator[tuple[str, bytes]]:
     """Give the worst cases of every format by name, such as "jpeg: scans"."""
     noise = random.Random(seed)
-    rasters = (made(noise) for made in (_jpegs, _pngs, _gifs, _bmps, _ppms, _webps))
+    rasters = (save(noise) for save in (_jpegs, _pngs, _gifs, _bmps, _ppms, _webps))
     for name, content in chain(*rasters, tiffs(_with_scans((1000, 1000), 5_000)), boxes(sound())):
         assert len(content) <= MOST, name
         yield name, content
@@ -62,7 +62,7 @@ def sound() -> dict[str, bytes]:
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "A camera"
     palette = photo.quantize(64)
-    found = {
+    images = {
         "jpeg": saved(photo, "JPEG", exif=exif, icc_profile=bytes(200_000), comment="a photograph"),
         "jpeg progressive": saved(photo, "JPEG", progressive=True),
         "jpeg cmyk": saved(photo.convert("CMYK"), "JPEG", progressive=True),
@@ -93,18 +93,18 @@ def sound() -> dict[str, bytes]:
         "tiff fax": saved(photo.convert("1"), "TIFF", compression="group4"),
     }
     if features.check("avif"):
-        found["avif"] = saved(photo, "AVIF", exif=exif)
-        found["avif animated"] = saved(
+        images["avif"] = saved(photo, "AVIF", exif=exif)
+        images["avif animated"] = saved(
             photo, "AVIF", save_all=True, append_images=[photo.rotate(9)]
         )
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
-        return found
+        return images
     register_heif_opener()
-    found["heic"] = saved(photo, "HEIF", exif=exif)
-    found["heic grid"] = saved(photo, "HEIF", grid_tile_size=128)
-    return found
+    images["heic"] = saved(photo, "HEIF", exif=exif)
+    images["heic grid"] = saved(photo, "HEIF", grid_tile_size=128)
+    return images
 
 
 # JPEG

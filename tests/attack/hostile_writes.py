@@ -191,10 +191,8 @@ class WritingGenerator(Generator):
         if chance.random() < 0.7:
             ids = list(dict.fromkeys(ids))
         if chance.random() < 0.5:
-            numbers = (
-                '{"items":'
-                f" [{', '.join(json.dumps({'id': one, 'vector': [0.5] * self._width}) for one in ids)}]}}"
-            )
+            items = [{"id": id, "vector": [0.5] * self._width} for id in ids]
+            numbers = json.dumps({"items": items})
             content = post(numbers.encode())
         else:
             images = [
@@ -202,13 +200,13 @@ class WritingGenerator(Generator):
                 for _ in ids[:120]
             ]
             listed = json.dumps(
-                [{"id": one} for one in ids[: len(images) + chance.choice([0, 0, 0, 1, -1])]]
+                [{"id": entry} for entry in ids[: len(images) + chance.choice([0, 0, 0, 1, -1])]]
             )
             parts = b"".join(form(image)[: -len(b"--b--\r\n")] for image in images)
-            said = (
+            reply = (
                 f'--b\r\nContent-Disposition: form-data; name="items"\r\n\r\n{listed}\r\n--b--\r\n'
             )
-            content = post(parts + said.encode(), FORM)
+            content = post(parts + reply.encode(), FORM)
         return Request("several", _named("POST", "/v1/items", content))
 
     def _batch(self, chance: random.Random) -> Request:
@@ -232,17 +230,19 @@ class WritingGenerator(Generator):
             )
             for _ in range(many)
         ]
-        said = {
+        reply = {
             "queries": queries,
             "k": chance.choice([1, 1000, 1001, -1]),
             "filter": chance.choice([None, *_FILTERS]),
             "explain": True,
         }
-        return Request("batch", _named("POST", "/v1/search/batch", post(json.dumps(said).encode())))
+        return Request(
+            "batch", _named("POST", "/v1/search/batch", post(json.dumps(reply).encode()))
+        )
 
     def _delete(self, chance: random.Random) -> Request:
-        said = chance.choice(
-            [{"filter": one} for one in _FILTERS]
+        reply = chance.choice(
+            [{"filter": entry} for entry in _FILTERS]
             + [
                 {"ids": [f"item/{chance.randrange(_NAMES)}"]},
                 {"ids": ["x"] * 10_001},
@@ -260,16 +260,16 @@ class WritingGenerator(Generator):
         )
         if chance.random() < 0.2:
             return Request("delete", _named("DELETE", f"/v1/items/{self._id(chance)}", post(b"")))
-        return Request("delete", _named("POST", "/v1/delete", post(json.dumps(said).encode())))
+        return Request("delete", _named("POST", "/v1/delete", post(json.dumps(reply).encode())))
 
     def _repeated(self, chance: random.Random) -> Request:
         """The same key again and again, with the same body and with others."""
         name = chance.choice(
             [f"key {chance.randrange(20)}", "k" * 255, "k" * 256, "\x7f", "", "\xe9", "a\tb"]
         )
-        said = {"items": [{"id": f"item/{chance.randrange(3)}", "vector": [0.5] * self._width}]}
+        reply = {"items": [{"id": f"item/{chance.randrange(3)}", "vector": [0.5] * self._width}]}
         headers = [f"Idempotency-Key: {name}"] * chance.choice([1, 1, 1, 2])
-        content = post(json.dumps(said).encode(), "application/json").replace(
+        content = post(json.dumps(reply).encode(), "application/json").replace(
             b"\r\n", ("\r\n" + "\r\n".join(headers) + "\r\n").encode("latin-1"), 1
         )
         return Request("repeated", _named("POST", "/v1/items", content))

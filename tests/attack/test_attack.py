@@ -28,10 +28,10 @@ def prepared(tmp_path_factory):
 
 def test_requests_are_the_same_for_a_number(prepared):
     _, _, generator = prepared
-    made = [generator.make(number) for number in range(100)]
-    assert made == [generator.make(number) for number in range(100)]
-    assert len({request.kind.partition(",")[0] for request in made}) == 10
-    assert len({request.manner for request in made}) >= 5
+    requests = [generator.make(number) for number in range(100)]
+    assert requests == [generator.make(number) for number in range(100)]
+    assert len({request.kind.partition(",")[0] for request in requests}) == 10
+    assert len({request.manner for request in requests}) >= 5
 
 
 def test_an_attack_costs_others_nothing(prepared):
@@ -61,13 +61,13 @@ def test_requests_that_write_are_the_same_for_a_number():
     """They go to one index by all routes, with the keys that there are."""
     keys = {"admin": "Bearer a", "read": "Bearer r", "none": None}
     images = [("a", b"x" * 100)]
-    made = [
+    requests = [
         writes.WritingGenerator(images, b"y" * 50, 16, keys, "open").make(number)
         for number in range(400)
     ]
     again = writes.WritingGenerator(images, b"y" * 50, 16, keys, "open")
-    assert made == [again.make(number) for number in range(400)]
-    kinds = {request.kind.partition(",")[0] for request in made}
+    assert requests == [again.make(number) for number in range(400)]
+    kinds = {request.kind.partition(",")[0] for request in requests}
     assert {
         "put image",
         "put json",
@@ -78,10 +78,6 @@ def test_requests_that_write_are_the_same_for_a_number():
         "list",
         "other index",
     } <= kinds
-    text = b"".join(request.content for request in made)
-    for said in (
-        b"/v1/indexes/open/items",
-        b"/v1/indexes/still/",
-        b"Authorization: Bearer a",
-    ):
-        assert said in text
+    text = b"".join(request.content for request in requests)
+    for reply in (b"/v1/indexes/open/items", b"/v1/indexes/still/", b"Authorization: Bearer a"):
+        assert reply in text

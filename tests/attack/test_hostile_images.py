@@ -28,9 +28,9 @@ PREPROCESSING = Preprocessing((224, 224), resize=256)
 
 @pytest.fixture
 def pool() -> Iterator[Decoders]:
-    made = Decoders(seconds=SECONDS)
-    yield made
-    made.close()
+    decoders = Decoders(seconds=SECONDS)
+    yield decoders
+    decoders.close()
 
 
 def peak_bytes(pid: int) -> int:

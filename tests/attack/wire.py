@@ -105,10 +105,10 @@ def form(
     image: bytes, k: str | None = None, name: str = "image", filename: str | None = "q.png"
 ) -> bytes:
     """Return the body of a form whose boundary is `b`."""
-    said = f'form-data; name="{name}"' + (
+    reply = f'form-data; name="{name}"' + (
         f'; filename="{filename}"' if filename is not None else ""
     )
-    parts = [b"--b\r\nContent-Disposition: " + said.encode() + b"\r\n\r\n" + image + b"\r\n"]
+    parts = [b"--b\r\nContent-Disposition: " + reply.encode() + b"\r\n\r\n" + image + b"\r\n"]
     if k is not None:
         parts.append(f'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'.encode())
     return b"".join([*parts, b"--b--\r\n"])

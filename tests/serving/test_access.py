@@ -27,8 +27,8 @@ def made(path: Path, name: str, role="read", indexes=()) -> str:
 def search(
     port: int, key: str | None = None, *headers: str, source: str = "127.0.0.1"
 ) -> wire.Answer:
-    said = [] if key is None else [f"Authorization: Bearer {key}"]
-    return wire.ask(port, wire.post(BODY, "application/json", *said, *headers), source=source)
+    reply = [] if key is None else [f"Authorization: Bearer {key}"]
+    return wire.ask(port, wire.post(BODY, "application/json", *reply, *headers), source=source)
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
         wire.get("/metrics"),
         wire.get("/v1/indexes/digits/snapshots").replace(b"GET", b"POST"),
     ):
-        asked = wire.ask(
+        requests = wire.ask(
             port,
             request.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {reader}\r\n\r\n".encode()),
         )
-        assert asked.status == 403 and "role admin" in asked.error
+        assert requests.status == 403 and "role admin" in requests.error
     admin = made(keys, "admin", "admin")
     wire.until(
         lambda: wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {admin}")).status == 200
@@ -154,12 +154,12 @@ def test_a_changed_file_is_taken_up_with_no_failed_request(served, index_path, k
         remove_key(keys, "gone")
         new = made(keys, "new")
         wire.until(lambda: search(port, gone).status == 401 and search(port, new).status == 200)
-        good = keys.read_bytes()
+        sound = keys.read_bytes()
         keys.write_bytes(b"")
-        keys.write_bytes(good[: len(good) // 2])
+        keys.write_bytes(sound[: len(sound) // 2])
         server.process.send_signal(signal.SIGHUP)
         time.sleep(1.5)  # it looks twice a second
-        keys.write_bytes(good)
+        keys.write_bytes(sound)
         last = made(keys, "last", "write")
         wire.until(lambda: search(port, last).status == 200)
     finally:
@@ -178,8 +178,8 @@ def test_without_keys_it_is_for_this_machine_only(served, index_path, keys, cli)
         return str(refused.err)
 
     for options in (("--host", "0.0.0.0"), ("--host", "::"), ("--proxy-header-from", "10.0.0.5")):
-        told = start(*options)
-        assert "has no keys" in told and "--open read" in told, options
+        sentence = start(*options)
+        assert "has no keys" in sentence and "--open read" in sentence, options
     assert "There is no file of keys" in start("--keys", str(keys))
     assert "not '10.0.0.0/33'" in start("--proxy-header-from", "10.0.0.0/33")
     made(keys, "reader")
@@ -207,13 +207,15 @@ def test_everybody_reads_and_a_key_does_more(served, index_path, keys):
 def test_a_key_of_one_index_uses_no_other(served, index_path, keys):
     key = made(keys, "one", indexes=["digits"])
     port = served(index_path, f"other={index_path}", "--keys", str(keys)).port
-    said = f"Authorization: Bearer {key}"
-    assert wire.ask(port, wire.get("/v1/indexes/digits/index", said)).status == 200
+    reply = f"Authorization: Bearer {key}"
+    assert wire.ask(port, wire.get("/v1/indexes/digits/index", reply)).status == 200
     for name in ("other", "nowhere"):
-        answer = wire.ask(port, wire.get(f"/v1/indexes/{name}/index", said))
+        answer = wire.ask(port, wire.get(f"/v1/indexes/{name}/index", reply))
         assert answer.status == 403 and answer.error == "This key is for other indexes.", name
-    assert json.loads(wire.ask(port, wire.get("/v1/indexes", said)).body) == {"indexes": ["digits"]}
-    unnamed = wire.ask(port, wire.get("/v1/index", said))
+    assert json.loads(wire.ask(port, wire.get("/v1/indexes", reply)).body) == {
+        "indexes": ["digits"]
+    }
+    unnamed = wire.ask(port, wire.get("/v1/index", reply))
     assert unnamed.status == 404 and json.loads(unnamed.body)["indexes"] == ["digits"]
 
 
@@ -303,7 +305,8 @@ from pathlib import Path
 from retrieval.serving.http.server import serve
 from retrieval.serving.http.settings import Settings
 with serve({str(own)!r}, port=0, settings=Settings(keys=Path({str(keys)!r})), wait=False) as server:
-    ask = urllib.request.Request(server.url + "v1/index", headers={{"Authorization": "Bearer {key}"}})
+    headers = {{"Authorization": "Bearer {key}"}}
+    ask = urllib.request.Request(server.url + "v1/index", headers=headers)
     print(urllib.request.urlopen(ask).status)
     try:
         urllib.request.urlopen(server.url + "v1/index")

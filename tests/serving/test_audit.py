@@ -1,4 +1,4 @@
-"""The record of changes, of a real server: what it holds, and that nothing is changed without it."""
+"""A real server's record of changes: what it holds, and no change without it."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def test_a_line_is_bounded_and_whole(tmp_path):
     where = as_filter({"label": {"in": [str(number) * 50 for number in range(900)]}})
     with audit.recording(change("delete", where=where)):
         pass
-    found = lines(tmp_path / "a")
-    assert len(found) == 4 and all(len(json.dumps(line)) < 10_000 for line in found)
-    assert len(found[0]["ids"]) == 100 and found[0]["ids_left_out"] == 4903
+    written = lines(tmp_path / "a")
+    assert len(written) == 4 and all(len(json.dumps(line)) < 10_000 for line in written)
+    assert len(written[0]["ids"]) == 100 and written[0]["ids_left_out"] == 4903
     with pytest.raises(ValueError, match="why"), audit.recording(change("put", ["a"])):
         raise ValueError("why")
     assert lines(tmp_path / "a")[-1]["reason"] == "ValueError"
@@ -148,9 +148,9 @@ def test_many_threads_write_whole_lines(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    found = lines(tmp_path / "a")
-    assert len(found) == 160
-    assert {line["ids"][0] for line in found if line["outcome"] == "done"} == {
+    written = lines(tmp_path / "a")
+    assert len(written) == 160
+    assert {line["ids"][0] for line in written if line["outcome"] == "done"} == {
         f"{n}.{t}" for n in range(4) for t in range(20)
     }
 
@@ -160,8 +160,8 @@ def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):
     for path in (tmp_path / "no" / "a", tmp_path, tmp_path / "pipe"):
         with pytest.raises(RetrievalError, match="cannot be written to"):
             Audit(path)
-    told = cli("serve", index_path, "--port", "0", "--audit", tmp_path)
-    assert told.code == 2 and "record of changes" in told.err
+    outcome = cli("serve", index_path, "--port", "0", "--audit", tmp_path)
+    assert outcome.code == 2 and "record of changes" in outcome.err
     audit, done = Audit(tmp_path / "a"), []
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))

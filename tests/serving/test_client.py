@@ -78,27 +78,30 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         assert client.get(IDS[0]).label == "other"
         vector = client.get(IDS[1], vector=True).vector
         with Image.open(paths[1]) as picture:
-            given = [
+            images = [
                 paths[1],
                 str(paths[1]),
                 paths[1].read_bytes(),
                 picture.copy(),
                 np.asarray(picture),
             ]
-        for image in given:
-            found = client.search(image, k=2, filter={"label": "digit"}, fields=[], explain=True)
-            first = found.results[0]
+        for image in images:
+            hits = client.search(image, k=2, filter={"label": "digit"}, fields=[], explain=True)
+            first = hits.results[0]
             assert (
                 isinstance(first, Hit)
                 and (first.id, first.metadata) == (IDS[1], {})
-                and found.explain
+                and hits.explain
             )
         assert client.search(vector=vector, k=1).results[0].id == IDS[1]
         assert client.search(vector=np.array(vector), k=1).results[0].id == IDS[1]
         assert IDS[1] not in {hit.id for hit in client.search(id=IDS[1]).results}
         batch = client.search_batch(paths[:3], k=1)
-        assert [one.results[0].id for one in batch.answers] == IDS[:3]
-        assert [len(one.results) for one in client.search_batch(ids=IDS[:2], k=2).answers] == [2, 2]
+        assert [entry.results[0].id for entry in batch.answers] == IDS[:3]
+        assert [len(entry.results) for entry in client.search_batch(ids=IDS[:2], k=2).answers] == [
+            2,
+            2,
+        ]
         assert len(client.search_batch(vectors=[vector], k=1).answers) == 1
         assert sorted(item.id for item in client.items(page=2)) == sorted(IDS)
         assert [item.id for item in client.items("label = 'other'")] == [IDS[0]]
@@ -107,7 +110,7 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         added = client.add([NewItem("x", paths[0]), NewItem(IDS[1], paths[1])])
         assert (added.added, added.replaced) == (1, 1)
         twice = [client.add([NewItem("y", paths[0])]) for _ in range(2)]
-        assert [(one.added, one.replaced) for one in twice] == [(1, 0), (0, 1)]
+        assert [(entry.added, entry.replaced) for entry in twice] == [(1, 0), (0, 1)]
         with open_index(tmp_path / client.snapshot(), threads=1) as copy:
             assert len(copy) == len(IDS) + 2
         assert client.delete_where("id in ('x', 'y')") == 2
@@ -127,24 +130,24 @@ def test_asyncio_answers_the_same(served, index_path, photos):
 
     async def ask():
         async with AsyncClient(server.url) as client:
-            found = await asyncio.gather(*(client.search(path, k=3) for path in paths))
+            hits = await asyncio.gather(*(client.search(path, k=3) for path in paths))
             items = [item async for item in client.items(page=150)]
             thumbnail, item = await client.thumbnail(ID), await client.get(ID, vector=True)
             batch = await client.search_batch(paths, k=3)
             with pytest.raises(ServerError) as fault:
                 await client.put("a", paths[0])
-            return found, items, thumbnail, item, batch, await client.index(), fault.value.status
+            return hits, items, thumbnail, item, batch, await client.index(), fault.value.status
 
-    found, items, thumbnail, item, batch, about, status = asyncio.run(ask())
+    hits, items, thumbnail, item, batch, about, status = asyncio.run(ask())
     with Client(server.url, index=about.index) as client:
         assert client.index() == about and len(client.search(paths[0], k=3).results) == 3
     with Client(server.url) as client:
-        assert [one.results for one in found] == [
+        assert [entry.results for entry in hits] == [
             client.search(path, k=3).results for path in paths
         ]
         assert items == list(client.items()) and len(items) == about.items == 200
         assert (thumbnail, item) == (client.thumbnail(ID), client.get(ID, vector=True))
-        assert [one.results for one in batch.answers] == [one.results for one in found]
+        assert [entry.results for entry in batch.answers] == [entry.results for entry in hits]
         assert about == client.index() and status == 403
     with (
         Client(server.url, index="nowhere") as client,
@@ -181,9 +184,9 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
 def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
     server = served(empty, WRITE)
     images = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[0-9]*.png"))
-    told = []
+    reports = []
     with Client(server.url) as client:
-        report = client.push(folder, connections=3, batch=5, progress=told.append)
+        report = client.push(folder, connections=3, batch=5, progress=reports.append)
         assert (report.added, report.replaced, report.there, report.left_out) == (
             len(images),
             0,
@@ -191,7 +194,7 @@ def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
             1,
         )
         assert report.bad == ()
-        assert max(one.done for one in told) == told[-1].total == len(images)
+        assert max(entry.done for entry in reports) == reports[-1].total == len(images)
         items = {item.id: item for item in client.items()}
         assert sorted(items) == images
         assert all(item.label == id.partition("/")[0] for id, item in items.items())
@@ -203,7 +206,7 @@ def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
 
 def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(served, empty, folder):
     server = served(empty, WRITE, "--max-bytes", "5000")
-    good = len(list(folder.rglob("[0-9]*.png")))
+    sound = len(list(folder.rglob("[0-9]*.png")))
     (folder / "0" / "text.png").write_text("text")
     (folder / "1" / "large.jpg").write_bytes(bytes(6000))
     (folder / "empty.gif").touch()
@@ -212,14 +215,14 @@ def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(served, e
     done = push(server, folder, "--batch", "100")
     assert done.returncode == 2, done.stderr
     assert (
-        f"{good} images added, 0 replaced, 0 there already, 5 refused; 1 file left out"
+        f"{sound} images added, 0 replaced, 0 there already, 5 refused; 1 file left out"
         in done.stdout
     )
-    for said in ("0/text.png: ", "1/large.jpg: ", "empty.gif: ", "gone.png: ", ".png: Its name"):
-        assert said in done.stderr
+    for content in ("0/text.png: ", "1/large.jpg: ", "empty.gif: ", "gone.png: ", ".png: Its name"):
+        assert content in done.stderr
     assert "Traceback" not in done.stderr and "5 of the images below" in done.stderr
     with Client(server.url) as client:
-        assert client.index().items == good
+        assert client.index().items == sound
 
 
 def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder):
@@ -237,14 +240,16 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder)
         while client.index().items < 2:
             assert pushing.poll() is None, pushing.communicate()
         pushing.send_signal(signal.SIGINT)
-        _, said = pushing.communicate(timeout=30)
-        assert pushing.returncode == 130, said
-        assert "The same command goes on." in said and "Traceback" not in said
-        there = client.index().items
-        assert 2 <= there < total
+        _, content = pushing.communicate(timeout=30)
+        assert pushing.returncode == 130, content
+        assert "The same command goes on." in content and "Traceback" not in content
+        location = client.index().items
+        assert 2 <= location < total
         done = push(server, folder)
         assert done.returncode == 0, done.stderr
-        assert f"{total - there} images added, 0 replaced, {there} there already" in done.stdout
+        assert (
+            f"{total - location} images added, 0 replaced, {location} there already" in done.stdout
+        )
         assert client.index().items == total
 
 

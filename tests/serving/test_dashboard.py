@@ -29,11 +29,13 @@ def exposed(path: Path) -> dict[str, set[str]]:
         app._metrics.answered(trail, "POST", "/v1/search", 503, 1.0)
         text = app._metrics.text().decode()
         app.close()
-    found: dict[str, set[str]] = {}
+    labels_by_name: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return {name: labels for name, labels in found.items() if not name.endswith("_created")}
+            labels_by_name.setdefault(sample.name, set()).update(sample.labels)
+    return {
+        name: labels for name, labels in labels_by_name.items() if not name.endswith("_created")
+    }
 
 
 def family(name: str) -> str:
@@ -47,17 +49,17 @@ def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_
         index.add([photos / "1"], progress=False)
     dashboard = json.loads((DEPLOY / "grafana" / "retrieval.json").read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    found = exposed(tmp_path / "i")
+    labels_by_name = exposed(tmp_path / "i")
     assert len(expressions) >= 20
     shown = {
         name for text in expressions for name in re.findall(r"\b(?:retrieval|process)_\w+", text)
     }
-    assert not shown - set(found), "no figure has this name"
-    ours = {family(name) for name in found if name.startswith("retrieval_")}
+    assert not shown - set(labels_by_name), "no figure has this name"
+    ours = {family(name) for name in labels_by_name if name.startswith("retrieval_")}
     assert {family(name) for name in shown if name.startswith("retrieval_")} == ours, (
         "the dashboard leaves figures out"
     )
-    known = set().union(*found.values()) | {"job"}
+    known = set().union(*labels_by_name.values()) | {"job"}
     for text in expressions:
         inside = " ".join(re.findall(r"\{([^}]*)\}", text))
         by = " ".join(re.findall(r"by \(([^)]*)\)", text))
@@ -66,7 +68,7 @@ def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_
             "one index of several can be chosen"
         )
         assert text.count("(") == text.count(")") and text.count("{") == text.count("}")
-    choices = {one["name"]: one for one in dashboard["templating"]["list"]}
+    choices = {entry["name"]: entry for entry in dashboard["templating"]["list"]}
     # a server of one index gives no such label: "All" must match its absence
     assert choices["index"]["includeAll"] and choices["index"]["allValue"] == ".*"
     ids = [panel["id"] for panel in dashboard["panels"]]

@@ -55,8 +55,8 @@ def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
             assert wire.ask(port, wire.get(path, host=f"retrieval:{port}")).status == 200, path
         assert wire.ask(port, wire.get("/v1/index", host="retrieval")).status == 404
         assert wire.ask(server.port, wire.get("/v1/index", host="localhost")).status == 401
-        said = wire.get("/v1/index", f"Authorization: Bearer {sent}", host="localhost")
-        assert wire.ask(server.port, said).status == 200
+        keyed = wire.get("/v1/index", f"Authorization: Bearer {sent}", host="localhost")
+        assert wire.ask(server.port, keyed).status == 200
 
 
 @pytest.fixture
@@ -113,9 +113,9 @@ def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connectio
     time.sleep(3)
     with contextlib.ExitStack() as held:
         crowd = [held.enter_context(proxied.open()) for _ in range(40)]
-        for one in crowd:
-            one.sendall(search[:-5])  # a request under way counts as a connection
-        answers = [wire.read_answer(one).status for one in crowd]
+        for client in crowd:
+            client.sendall(search[:-5])  # a request under way counts as a connection
+        answers = [wire.read_answer(client).status for client in crowd]
     assert 8 <= answers.count(429) < 40 and set(answers) <= {0, 408, 429}
     proxied.server.process.terminate()
     log = proxied.server.process.communicate(timeout=20)[1]

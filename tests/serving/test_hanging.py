@@ -90,8 +90,8 @@ def test_what_clients_left_is_not_begun(sleepy):
         first.sendall(wire.vector())
         wire.until(lambda: server.begun.read_text())
         for _ in range(10):
-            with wire.connect(port) as one:
-                one.sendall(wire.vector())
+            with wire.connect(port) as connection:
+                connection.sendall(wire.vector())
                 time.sleep(0.1)
         time.sleep(0.5)
         server.begun.write_text("")
@@ -106,8 +106,8 @@ def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
     port = server.port
     server.hang.touch()
     crowd = [wire.connect(port) for _ in range(WAITING_PER_WORKER + 2)]
-    for one in crowd:
-        one.sendall(wire.vector())
+    for connection in crowd:
+        connection.sendall(wire.vector())
     wire.until(
         lambda: figure(port, 'retrieval_queue_length{queue="searches"}') == WAITING_PER_WORKER
     )
@@ -119,14 +119,14 @@ def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
         assert answer.headers["content-type"] == "application/problem+json"
         assert "too many searches are waiting" in answer.error
         server.hang.unlink()
-        answers = [wire.read_answer(one).status for one in crowd]
+        answers = [wire.read_answer(connection).status for connection in crowd]
         assert set(answers) <= {200, 503} and answers.count(200) >= WAITING_PER_WORKER
         early.sendall(
             wire.vector().partition(b"\r\n\r\n")[2] + wire.vector()
         )  # the connection goes on
         assert wire.found(wire.read_answer(early))
-    for one in crowd:
-        one.close()
+    for connection in crowd:
+        connection.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
@@ -135,8 +135,8 @@ def test_it_ends_in_time_whatever_hangs(how, sleepy, photos):
     port = server.port
     server.hang.touch()
     asking = [wire.connect(port) for _ in range(6)]
-    for one in asking[:3]:
-        one.sendall(wire.vector())  # one hangs, two wait
+    for connection in asking[:3]:
+        connection.sendall(wire.vector())  # one hangs, two wait
     asking[3].sendall(wire.post(bytes(300_000), wire.FORM)[:-1])  # an upload that never ends
     asking[4].sendall(b"GET / HTTP/1.1\r\nHo")
     asking[5].sendall(wire.post(wire.form((photos / "3" / "0003.png").read_bytes()), wire.FORM))
@@ -145,9 +145,9 @@ def test_it_ends_in_time_whatever_hangs(how, sleepy, photos):
     server.process.send_signal(how)
     assert server.process.wait(20) == 0
     assert time.monotonic() - began < 11  # 10 are promised
-    for one in asking[:3]:
-        answer = wire.read_answer(one)
+    for connection in asking[:3]:
+        answer = wire.read_answer(connection)
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert answer.error == "The server is stopping. Try again in a moment."
-    for one in asking:
-        one.close()
+    for connection in asking:
+        connection.close()

@@ -31,10 +31,10 @@ PARTS = {"index", "disk", "search", "model"}
 
 @contextmanager
 def readiness_of(index: Any, **settings: Any) -> Iterator[Readiness]:
-    said = Settings(deadline=5.0, **settings)
-    workers = Workers(said)
+    content = Settings(deadline=5.0, **settings)
+    workers = Workers(content)
     try:
-        yield Readiness(Served("i", index, said, workers))
+        yield Readiness(Served("i", index, content, workers))
     finally:
         workers.close()
 
@@ -67,7 +67,7 @@ def test_decoders_that_were_killed_are_replaced(probed):
 def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(probed, caplog):
     decoders = probed.readiness._served.workers.decoders
 
-    def refuse(*given: Any, **more: Any) -> None:
+    def refuse(*arguments: Any, **more: Any) -> None:
         raise Undecodable("none starts") from PermissionError(
             13, "Permission denied", "/root/python"
         )
@@ -76,8 +76,8 @@ def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(pro
         os.kill(pid, signal.SIGKILL)
     assert until(lambda: not any(worker.process.is_alive() for worker in decoders._idle))
     decoders._start = refuse
-    said = probed.probe()
-    assert "decodes no images" in said["search"] and said["index"] == "ok"
+    content = probed.probe()
+    assert "decodes no images" in content["search"] and content["index"] == "ok"
     assert "Permission denied: '/root/python'" in caplog.text
     del decoders._start
     assert probed.probe() == dict.fromkeys(PARTS, "ok")
@@ -103,10 +103,10 @@ def test_asking_costs_no_search(probed):
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
     folder.mkdir()
-    made = subprocess.run(
+    mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True
     )
-    if made.returncode:
+    if mount.returncode:
         pytest.skip("mounting a small disk needs root")
     try:
         yield folder
@@ -130,8 +130,8 @@ def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
 
                 assert probe() == dict.fromkeys(PARTS, "ok")
                 (disk / "filler").write_bytes(bytes(10_000_000))
-                said = probe()
-                assert "full" in said.pop("disk") and set(said.values()) == {"ok"}
+                content = probe()
+                assert "full" in content.pop("disk") and set(content.values()) == {"ok"}
                 (disk / "filler").unlink()
                 assert probe() == dict.fromkeys(PARTS, "ok")
 
@@ -155,7 +155,8 @@ def probing(makers, tmp_path) -> Callable[..., Path]:
         path = makers.make_bundle(tmp_path / name, **options)
         manifest = read_manifest(path)
         opened = {
-            one: Bundle.open(path, variant=one, threads=1) for one in (None, *manifest.variants)
+            variant: Bundle.open(path, variant=variant, threads=1)
+            for variant in (None, *manifest.variants)
         }
         probe = probe_of(opened, (0.0, 1.0))
         vector = vector_of(probe.vector if of is None else probe.variants[of])
@@ -209,8 +210,8 @@ def test_a_model_that_is_wrong_from_the_start_is_not_served(probing, photos, tmp
     assert done.code == 2 and "is not served. The model is broken" in done.err
     with open_index(tmp_path / "i", threads=1) as index, readiness_of(index) as readiness:
         asyncio.run(readiness.probe())  # as after a migration to such a bundle
-    said = readiness.checks()
-    assert "bundle's probe" in said.pop("model") and set(said.values()) == {"ok"}
+    content = readiness.checks()
+    assert "bundle's probe" in content.pop("model") and set(content.values()) == {"ok"}
 
 
 def test_a_model_that_becomes_wrong_is_seen_by_the_probe(

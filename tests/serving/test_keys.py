@@ -58,7 +58,7 @@ def test_what_is_kept_says_nothing_of_the_secret():
 
 def test_the_command_makes_lists_and_removes(cli, tmp_path):
     path = tmp_path / "keys.jsonl"
-    made = cli("keys", "add", "shop", "--output", path)
+    fresh = cli("keys", "add", "shop", "--output", path)
     limited = cli(
         "keys",
         "add",
@@ -72,19 +72,19 @@ def test_the_command_makes_lists_and_removes(cli, tmp_path):
         "-o",
         path,
     )
-    assert (made.code, limited.code) == (0, 0), limited.err
-    sent = made.out.strip()
-    assert "\n" not in sent and sent not in path.read_text() and sent not in made.err
+    assert (fresh.code, limited.code) == (0, 0), limited.err
+    sent = fresh.out.strip()
+    assert "\n" not in sent and sent not in path.read_text() and sent not in fresh.err
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     keys = read_keys(path)
     assert keys.find(sent).name == "shop"
-    found = keys.find(limited.out.strip())
-    assert (found.role, found.indexes) == ("write", ("photos", "shoes"))
+    key = keys.find(limited.out.strip())
+    assert (key.role, key.indexes) == ("write", ("photos", "shoes"))
     listed = cli("keys", "list", path).out
     assert "shop" in listed and "importer  write" in listed and "photos, shoes" in listed
-    assert found.hash not in listed and found.salt not in listed
+    assert key.hash not in listed and key.salt not in listed
     shown = json.loads(cli("keys", "list", path, "--json").out)
-    assert [each["name"] for each in shown] == ["shop", "importer"] and "hash" not in shown[0]
+    assert [element["name"] for element in shown] == ["shop", "importer"] and "hash" not in shown[0]
     path.chmod(0o640)
     text = path.read_text().replace("# Keys", "# Mine: Keys")
     path.write_text(text)
@@ -120,18 +120,18 @@ def test_mistakes_are_sentences(cli, tmp_path):
 
 def test_every_fault_of_a_file_is_told_without_what_is_there():
     sent, kept = new_key("shop", "read")
-    good = json.loads(kept.line())
+    sound = json.loads(kept.line())
     lines = [
         "# a comment",
         "",
-        json.dumps(good),
-        json.dumps(good),
+        json.dumps(sound),
+        json.dumps(sound),
         "nonsense rk_secret",
-        json.dumps({**good, "name": "b", "id": "a" * 12, "role": "god"}),
-        json.dumps({**good, "name": "c", "id": "b" * 12, "hash": sent}),
-        json.dumps({**good, "name": "d", "id": "c" * 12, "created": 3}),
-        json.dumps({**good, "name": "e", "id": "d" * 12, "expires": sent}),
-        json.dumps({**good, "name": "f", "id": "e" * 12})[:-1] + ', "created": NaN}',
+        json.dumps({**sound, "name": "b", "id": "a" * 12, "role": "god"}),
+        json.dumps({**sound, "name": "c", "id": "b" * 12, "hash": sent}),
+        json.dumps({**sound, "name": "d", "id": "c" * 12, "created": 3}),
+        json.dumps({**sound, "name": "e", "id": "d" * 12, "expires": sent}),
+        json.dumps({**sound, "name": "f", "id": "e" * 12})[:-1] + ', "created": NaN}',
         '{"name": "g", "name": "h"}',
         "[]",
     ]
@@ -150,7 +150,7 @@ def test_every_fault_of_a_file_is_told_without_what_is_there():
         "line 12",
     ):
         assert says in text, (says, text)
-    assert sent not in text and "rk_secret" not in text and good["hash"] not in text
+    assert sent not in text and "rk_secret" not in text and sound["hash"] not in text
 
 
 def test_a_file_is_bounded(tmp_path, monkeypatch):
@@ -220,8 +220,8 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
     assert keys.keys.find(second) is None  # it might still be written
     keys.look()
     assert keys.keys.find(second) and keys.keys.find(first)
-    good = path.read_bytes()
-    for broken in (b"", b"nonsense", good[:-9], None):
+    sound = path.read_bytes()
+    for broken in (b"", b"nonsense", sound[:-9], None):
         path.unlink() if broken is None else path.write_bytes(broken)
         caplog.clear()
         for _ in range(4):
@@ -229,7 +229,7 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
         assert keys.keys.find(second) and keys.keys.find(first), broken
         assert len(caplog.records) == 1, "said once"
         assert "The keys stay as they were" in caplog.text and kept.hash not in caplog.text
-    path.write_bytes(good)
+    path.write_bytes(sound)
     remove_key(path, "first")
     for _ in range(2):
         keys.look()
@@ -240,19 +240,19 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
 def test_a_link_is_followed_as_where_secrets_are_mounted(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    one, kept = new_key("one", "read")
+    key, kept = new_key("one", "read")
     add_key(tmp_path / "a" / "keys", kept)
     two, kept = new_key("two", "read")
     add_key(tmp_path / "b" / "keys", kept)
     (tmp_path / "now").symlink_to("a")
     (tmp_path / "keys").symlink_to("now/keys")
     keys = KeySource(tmp_path / "keys")
-    assert keys.keys.find(one)
+    assert keys.keys.find(key)
     (tmp_path / "next").symlink_to("b")
     (tmp_path / "next").rename(tmp_path / "now")
     keys.look()
     keys.look()
-    assert keys.keys.find(two) and not keys.keys.find(one)
+    assert keys.keys.find(two) and not keys.keys.find(key)
 
 
 def test_keys_of_the_environment(monkeypatch, tmp_path):

@@ -65,15 +65,15 @@ def test_a_gallery_of_pipes_and_changed_files_stops_nothing(served, makers, bund
         path.unlink()
         os.mkfifo(path)
     asking = [wire.connect(port) for _ in range(12)]
-    for path, one in zip(paths, asking, strict=True):
+    for path, connection in zip(paths, asking, strict=True):
         id = quote(path.relative_to(tmp_path / "photos").as_posix(), safe="")
-        one.sendall(wire.get(f"/v1/items/{id}/image"))
-    assert {wire.read_answer(one).status for one in asking} == {404}
+        connection.sendall(wire.get(f"/v1/items/{id}/image"))
+    assert {wire.read_answer(connection).status for connection in asking} == {404}
     assert wire.found(wire.ask(port, wire.vector()))
     server.process.terminate()
     assert server.process.wait(10) == 0
-    for one in asking:
-        one.close()
+    for connection in asking:
+        connection.close()
 
 
 def test_memory_comes_back_after_large_uploads(served, index_path):

@@ -77,17 +77,17 @@ class Client(threading.Thread):
                     self.wrong.append(f"image: {image.status_code} {image.text}")
 
     def _judge(self, hits):
-        found = {hit["id"]: hit["distance"] for hit in hits}
+        matches = {hit["id"]: hit["distance"] for hit in hits}
         fits = [
             name
             for name, distances in self._expected.items()
-            if all(abs(distance - distances[id]) < 1e-4 for id, distance in found.items())
+            if all(abs(distance - distances[id]) < 1e-4 for id, distance in matches.items())
         ]
         if len(fits) != 1:
             self.wrong.append(f"{len(fits)} bundles give these distances")
-        elif self._always - set(found) or len(found) != len(hits):
+        elif self._always - set(matches) or len(matches) != len(hits):
             self.wrong.append(
-                f"{len(found)} of {len(hits)} items, {len(self._always - set(found))} missing"
+                f"{len(matches)} of {len(hits)} items, {len(self._always - set(matches))} missing"
             )
         else:
             self.seen[fits[0]] += 1

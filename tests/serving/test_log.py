@@ -35,7 +35,7 @@ def lines_of(server) -> list[dict]:
 def test_a_line_a_request(served, index_path, photos):
     server = served(index_path, "--log-format", "json")
     image = wire.post(wire.form((photos / "3" / "0003.png").read_bytes(), "3"), wire.FORM)
-    found = wire.ask(server.port, image)
+    answer = wire.ask(server.port, image)
     missing = wire.ask(server.port, wire.get("/v1/items/nobody/image", f"traceparent: {PARENT}"))
     wire.ask(server.port, wire.get("/livez"))
     lines = [line for line in lines_of(server) if "route" in line]
@@ -44,9 +44,9 @@ def test_a_line_a_request(served, index_path, photos):
         ("GET", "/v1/items/{id}/image", 404),
     ]
     search, item = lines
-    assert search["request_id"] == found.headers["x-request-id"]
+    assert search["request_id"] == answer.headers["x-request-id"]
     assert search["client"] == "127.0.0.1" and search["level"] == "INFO"
-    assert search["bytes_out"] == len(found.body) and search["bytes_in"] > 100
+    assert search["bytes_out"] == len(answer.body) and search["bytes_in"] > 100
     assert {"read", "decode", "encode", "search", "items", "send"} <= set(search["stages"])
     assert 0 < sum(search["stages"].values()) <= 1.5 * search["ms"]
     # An answer that is an error has its id, and a trace's id is the request's own
@@ -78,7 +78,7 @@ def test_as_text(served, index_path):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "parent",
     [
         "",
         "x",
@@ -93,8 +93,8 @@ def test_as_text(served, index_path):
         PARENT + "\n",
     ],
 )
-def test_a_parent_that_is_none_is_not_taken(given):
-    assert trace_id([(b"traceparent", given.encode("utf-8"))]) == ""
+def test_a_parent_that_is_none_is_not_taken(parent):
+    assert trace_id([(b"traceparent", parent.encode("utf-8"))]) == ""
 
 
 def test_a_parent_of_a_later_version_is_taken():
@@ -115,8 +115,8 @@ def written() -> Iterator[io.StringIO]:
         logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
 
 
-def request(**said) -> None:
-    logging.getLogger("retrieval.serving.http").info("request", extra={"request": said})
+def request(**content) -> None:
+    logging.getLogger("retrieval.serving.http").info("request", extra={"request": content})
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

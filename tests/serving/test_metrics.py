@@ -1,4 +1,4 @@
-"""What Prometheus is told: under load, by its own parser, with labels that no client can multiply."""
+"""The metrics under load, by Prometheus's own parser; no client can add series."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
     assert answer.status == 200 and answer.headers["content-type"].startswith(
         "text/plain; version=0.0.4"
     )
-    found: dict[str, dict[tuple[str, ...], float]] = {}
+    samples: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(answer.body.decode()):
         assert family.documentation and family.name.startswith(("retrieval_", "process_"))
         for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
-    return found
+            samples.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return samples
 
 
 def test_under_load_every_request_is_counted(served, index_path, photos):
     server = served(index_path, "--workers", "2", "--images", str(photos))
     image = wire.post(wire.form((photos / "3" / "0003.png").read_bytes(), "3"), wire.FORM)
     before = scrape(server.port)["retrieval_requests_total"]
-    asked = [
+    searches = [
         image,
         wire.vector(),
         wire.get("/v1/items/3%2F0003.png/image"),
@@ -38,9 +38,9 @@ def test_under_load_every_request_is_counted(served, index_path, photos):
         wire.vector(width=3),
     ]
     with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda request: wire.ask(server.port, request), asked * 20))
+        answers = list(threads.map(lambda request: wire.ask(server.port, request), searches * 20))
         during = [threads.submit(scrape, server.port) for _ in range(5)]
-        assert all(each.result() for each in during)
+        assert all(entry.result() for entry in during)
     now = scrape(server.port)
     requests = now["retrieval_requests_total"]
     search, image_of = "/v1/search", "/v1/items/{id}/image"
@@ -88,7 +88,7 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
         wire.ask(server.port, wire.get("/v1/items/3%2F0003.png/image", f"X-Request-Id: {number}"))
         wire.ask(
             server.port,
-            f"{['PROPFIND', 'LOCK', 'MKCOL'][number % 3]} / HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+            wire.get("/").replace(b"GET", [b"PROPFIND", b"LOCK", b"MKCOL"][number % 3], 1),
         )
         wire.ask(server.port, b"nonsense\r\n\r\n")
     after = scrape(server.port)
@@ -117,11 +117,11 @@ def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
     server = served(tmp_path / "i", "--open", "write")
     picture = {"image": (photos / "3" / "0003.png").read_bytes()}
-    several = {"items": [{"id": "b", "vector": [0.5] * 16}, {"id": "c", "vector": [0.25] * 16}]}
+    batch = {"items": [{"id": "b", "vector": [0.5] * 16}, {"id": "c", "vector": [0.25] * 16}]}
     assert server.client.put("/v1/items/a", files=picture).status_code == 200
     assert server.client.patch("/v1/items/a", json={"label": "three"}).status_code == 200
     for _ in range(2):
-        assert server.client.post("/v1/items", json=several).status_code == 200
+        assert server.client.post("/v1/items", json=batch).status_code == 200
     assert server.client.put("/v1/items/d", json={"vector": [0.5]}).status_code == 422
     assert server.client.delete("/v1/items/b").json() == {"deleted": 1}
     now = scrape(server.port)

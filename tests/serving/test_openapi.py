@@ -53,8 +53,8 @@ def test_every_route_is_described_and_every_description_is_a_route(index_path):
 def test_the_document_is_openapi():
     text = json.dumps(document())
     for path, methods in document()["paths"].items():
-        parameters = [each for operation in methods.values() for each in operation["parameters"]]
-        in_path = {each["name"] for each in parameters if each["in"] == "path"}
+        parameters = [entry for operation in methods.values() for entry in operation["parameters"]]
+        in_path = {entry["name"] for entry in parameters if entry["in"] == "path"}
         assert in_path == set(re.findall(r"{(\w+)}", path))
     for reference in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert reference in document()["components"]["schemas"]

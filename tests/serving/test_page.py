@@ -58,8 +58,8 @@ def test_a_chosen_image_shows_its_neighbours(page, shared, index_path, photos):
     page.select_option("#k", "5")
     page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
     page.locator(".hit button.frame").nth(2).click()  # a result as the next query
-    asked = {"id": expected[2]["id"], "k": 5}
-    neighbours = server.client.post("/v1/search", json=asked).json()["results"]
+    requests = {"id": expected[2]["id"], "k": 5}
+    neighbours = server.client.post("/v1/search", json=requests).json()["results"]
     first_is(page, neighbours[0]["key"])
     assert page.locator(".hit .key").all_inner_texts() == [hit["key"] for hit in neighbours]
     page.locator("#stages summary").click()
@@ -105,7 +105,8 @@ PASTE = """async ([name, bytes, type]) => {
   const transfer = new DataTransfer();
   if (name) transfer.items.add(new File([new Uint8Array(bytes)], name, { type }));
   else transfer.setData("text/plain", "words");
-  const event = new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true });
+  const options = { clipboardData: transfer, bubbles: true, cancelable: true };
+  const event = new ClipboardEvent("paste", options);
   document.body.dispatchEvent(event);
   return event.defaultPrevented;
 }"""
@@ -242,9 +243,9 @@ def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, shared,
         page.click("#add-condition")
     text = page.input_value("#filter")
     assert text.startswith("label = 'it''s' and \"made by\" != 'us' and price >= ")
-    said = {"k": "10", "filter": text}
+    content = {"k": "10", "filter": text}
     expected = server.client.post(
-        "/v1/search", files={"image": (described.parent / "<b>3.png").read_bytes()}, data=said
+        "/v1/search", files={"image": (described.parent / "<b>3.png").read_bytes()}, data=content
     ).json()["results"]
     assert expected
     first_is(page, expected[0]["key"])
@@ -356,10 +357,10 @@ def test_two_indexes_side_by_side(page, shared, index_path, described, photos):
     page.set_input_files("#file", str(photos / "3" / "0003.png"))
     page.wait_for_selector("#others .hit")
     for name, place in (("digits", "#results"), ("priced", "#others")):
-        found = server.client.post(
+        hits = server.client.post(
             f"/v1/indexes/{name}/search", files={"image": (photos / "3" / "0003.png").read_bytes()}
         ).json()["results"]
-        assert page.locator(f"{place} .key").all_inner_texts() == [hit["key"] for hit in found]
+        assert page.locator(f"{place} .key").all_inner_texts() == [hit["key"] for hit in hits]
     assert page.locator("section h2").all_inner_texts() == ["digits", "priced"]
     assert page.url.endswith("#index=digits&beside=priced")
     shot(page, "beside")
@@ -382,8 +383,8 @@ def test_axe_finds_nothing(page, shared, described, index_path):
     page.set_input_files("#file", str(described.parent / "<b>3.png"))
     page.wait_for_selector("#others .hit")
     loaded(page)
-    for each in page.locator("summary").all():
-        each.click()
+    for entry in page.locator("summary").all():
+        entry.click()
     for scheme, width, filter in (
         ("light", 1180, ""),
         ("dark", 390, ""),
@@ -395,8 +396,8 @@ def test_axe_finds_nothing(page, shared, described, index_path):
         page.click("#apply")
         page.wait_for_selector("#error:not([hidden])" if filter else "#results .hit")
         page.wait_for_selector("#answers:not(.stale)")
-        found = axe.run(page)
-        assert found.violations_count == 0, found.generate_report()
+        hits = axe.run(page)
+        assert hits.violations_count == 0, hits.generate_report()
     page.evaluate("() => document.querySelector('label[for=k]').remove()")
     assert axe.run(page).violations_count > 0  # it does look
 

@@ -17,13 +17,13 @@ def test_with_a_key_items_are_added_changed_and_deleted(
     ).Axe()
     create_index(tmp_path / "i", bundle_path, [photos / "1"], progress=False)
     keys = tmp_path / "keys.jsonl"
-    made = {
+    texts = {
         role: process(
             "-m", "retrieval.cli", "keys", "add", role, "--role", role, "--output", keys
         ).out
         for role in ("read", "write")
     }
-    words = {role: max(text.split(), key=len) for role, text in made.items()}
+    words = {role: max(text.split(), key=len) for role, text in texts.items()}
     server = served(tmp_path / "i", "--keys", str(keys))
     page.on("dialog", lambda dialog: dialog.accept())
     page.goto(server.url)
@@ -45,8 +45,8 @@ def test_with_a_key_items_are_added_changed_and_deleted(
     page.wait_for_selector("text=The metadata must be a JSON object")
     for scheme in ("light", "dark"):  # with the form, its error, the key and what changes an item
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        found = axe.run(page)
-        assert found.violations_count == 0, found.generate_report()
+        report = axe.run(page)
+        assert report.violations_count == 0, report.generate_report()
     page.fill("#item-metadata", '{"price": 3}')
     page.click("#item-form .main")
     first_is(page, f"a/b {MARKUP}")

@@ -1,4 +1,4 @@
-"""`retrieval serve --processes N`: stock worker processes behind one port, one of which is killed."""
+"""`retrieval serve --processes N`: stock worker processes, one of which is killed."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def answering(server: SimpleNamespace, count: int) -> set[int]:
     def pids() -> set[int]:
         assert wire.ask(server.port, SEARCH).status == 200
         lines = map(json.loads, server.log.read_text().splitlines()[before:])
-        found = {line["process"] for line in lines if line.get("route") == "/v1/search"}
-        return found if len(found) >= count else set()
+        pids = {line["process"] for line in lines if line.get("route") == "/v1/search"}
+        return pids if len(pids) >= count else set()
 
     return wire.until(pids, 60)
 
@@ -100,8 +100,8 @@ def test_both_answer_and_one_that_is_killed_comes_back(folder):
 
 def test_what_cannot_start_is_one_sentence(folder, cli, index_path):
     (folder / "i" / "items.sqlite").write_bytes(b"nonsense")
-    told = cli("serve", folder / "i", "--port", "0", "--processes", "2")
-    assert told.code == 2 and "Traceback" not in told.err and not told.out
+    outcome = cli("serve", folder / "i", "--port", "0", "--processes", "2")
+    assert outcome.code == 2 and "Traceback" not in outcome.err and not outcome.out
     (folder / "keys").write_text("nonsense")
-    told = cli("serve", index_path, "--port", "0", "--processes", "2", "--keys", folder / "keys")
-    assert told.code == 2 and "line 1 is not a JSON object" in told.err
+    outcome = cli("serve", index_path, "--port", "0", "--processes", "2", "--keys", folder / "keys")
+    assert outcome.code == 2 and "line 1 is not a JSON object" in outcome.err

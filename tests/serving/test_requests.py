@@ -166,11 +166,11 @@ def test_other_sites_pages_cannot_search_or_show(port):
 
 def test_no_request_is_the_servers_fault(served, index_path, photos):
     server = served(index_path)
-    port, good = server.port, (photos / "3" / "0003.png").read_bytes()
+    port, sound = server.port, (photos / "3" / "0003.png").read_bytes()
     for charset in ("undefined", "punycode", "idna", "rot13", "x" * 1000, "utf-8\\"):
         answer = wire.ask(
             port,
-            wire.post(wire.form(good, "3"), f"multipart/form-data; boundary=b; charset={charset}"),
+            wire.post(wire.form(sound, "3"), f"multipart/form-data; boundary=b; charset={charset}"),
         )
         assert answer.status in (200, 400), (charset, answer)
     for number in (
@@ -185,12 +185,10 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
         "0x1",
         "1e3",
     ):
-        assert wire.ask(
-            port,
-            wire.get(
-                f"/v1/items/{number}/image".replace(" ", "%20"),
-            ),
-        ).status in (400, 404), number
+        assert wire.ask(port, wire.get(f"/v1/items/{number}/image".replace(" ", "%20"))).status in (
+            400,
+            404,
+        ), number
     for body in (
         b'{"vector": [1e999]}',
         b'{"vector": [' + b"9" * 5000 + b"]}",
@@ -207,17 +205,17 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
     for name, body in (
         (
             "a field too many",
-            wire.form(good).replace(
+            wire.form(sound).replace(
                 b"--b--", b'--b\r\nContent-Disposition: form-data; name="kk"\r\n\r\n3\r\n--b--'
             ),
         ),
         (
             "k twice",
-            wire.form(good, "3").replace(
+            wire.form(sound, "3").replace(
                 b"--b--", b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n--b--'
             ),
         ),
-        ("no end", wire.form(good)[:-10]),
+        ("no end", wire.form(sound)[:-10]),
         ("no name", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n"),
         ("no disposition", b"--b\r\n\r\nx\r\n--b--\r\n"),
         ("many parts", b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n\r\n' * 20_000),
@@ -232,11 +230,11 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
     ):
         answer = wire.ask(port, wire.post(body, wire.FORM))
         assert answer.status == 400, (name, answer)
-    unknown = wire.ask(port, wire.post(wire.form(good, "3").replace(b'"k"', b'"K"'), wire.FORM))
+    unknown = wire.ask(port, wire.post(wire.form(sound, "3").replace(b'"k"', b'"K"'), wire.FORM))
     assert unknown.status == 400 and "unknown field" in unknown.error
-    query = wire.post(wire.form(good, "3"), wire.FORM).replace(b"/v1/search ", b"/v1/search?k=1 ")
+    query = wire.post(wire.form(sound, "3"), wire.FORM).replace(b"/v1/search ", b"/v1/search?k=1 ")
     assert "query string" in wire.ask(port, query).error
-    assert len(wire.found(wire.ask(port, wire.post(wire.form(good, "3"), wire.FORM)))) == 3
+    assert len(wire.found(wire.ask(port, wire.post(wire.form(sound, "3"), wire.FORM)))) == 3
     server.process.terminate()
     assert server.process.wait(15) == 0
     assert server.process.stderr.read().count("\n") < 40

@@ -56,8 +56,10 @@ def test_search_answers_as_the_index_does(server, index_path, photos):
             assert picture.headers["content-type"] == "image/png"
         assert len(post(server, path.read_bytes()).json()["results"]) == 10
         vector = index.vector("3/0003.png").tolist()
-        found = server.client.post("/v1/search", json={"vector": vector, "k": 1}).json()["results"]
-        assert found[0]["id"] == "3/0003.png"
+        matches = server.client.post("/v1/search", json={"vector": vector, "k": 1}).json()[
+            "results"
+        ]
+        assert matches[0]["id"] == "3/0003.png"
 
 
 def test_pages_and_health(server, index_path):
@@ -94,40 +96,40 @@ def png(width, height):
 
 
 def test_bad_images_get_a_sentence_and_the_server_lives(server, photos):
-    good = next(photos.rglob("*.png")).read_bytes()
+    sound = next(photos.rglob("*.png")).read_bytes()
     jpeg = io.BytesIO()
     Image.effect_noise((64, 64), 50).save(jpeg, "JPEG")
     for content, status, says in (
         (b"", 422, "is empty"),
         (b"this is text", 422, "not an image in a known format"),
         (jpeg.getvalue()[:700], 422, "damaged"),
-        (good[:60], 422, "damaged|known format"),
+        (sound[:60], 422, "damaged|known format"),
         (png(2000, 2000), 422, "2000 × 2000 pixels; the limit is 1,000,000"),
         (png(20_000, 20_000), 422, "pixels"),
-        (good + bytes(100_000), 413, "100,000"),
+        (sound + bytes(100_000), 413, "100,000"),
         (bytes(5_000_000), 413, "100,000"),
     ):
         answer = post(server, content)
         assert answer.status_code == status, (answer.text, says)
         assert answer.json().keys() == {"type", "title", "status", "detail", "instance"}
         assert any(word in answer.json()["detail"] for word in says.split("|"))
-        assert post(server, good).status_code == 200
+        assert post(server, sound).status_code == 200
 
 
 def test_bad_requests_get_a_sentence(server, photos):
     url = "/v1/search"
-    good = next(photos.rglob("*.png")).read_bytes()
+    sound = next(photos.rglob("*.png")).read_bytes()
     vector = [0.0] * 16
     for request, status, says in (
         ({"content": b"x"}, 415, "multipart/form-data"),
         ({"data": {"image": "text"}}, 415, "multipart/form-data"),
-        ({"files": {"picture": good}}, 400, 'a file in its field "image"'),
+        ({"files": {"picture": sound}}, 400, 'a file in its field "image"'),
         ({"files": {"image": (None, "text")}}, 400, 'a file in its field "image"'),
-        ({"files": [("image", good), ("image", good)]}, 400, "Too many files"),
-        ({"files": {"image": good}, "data": {"k": "0"}}, 400, "whole number from 1 to 1000"),
-        ({"files": {"image": good}, "data": {"k": "²"}}, 400, "whole number from 1 to 1000"),
+        ({"files": [("image", sound), ("image", sound)]}, 400, "Too many files"),
+        ({"files": {"image": sound}, "data": {"k": "0"}}, 400, "whole number from 1 to 1000"),
+        ({"files": {"image": sound}, "data": {"k": "²"}}, 400, "whole number from 1 to 1000"),
         (
-            {"files": {"image": good}, "data": {"k": "9" * 5000}},
+            {"files": {"image": sound}, "data": {"k": "9" * 5000}},
             400,
             "Part exceeded|part exceeded|from 1 to 1000",
         ),
@@ -178,7 +180,7 @@ def test_bad_requests_get_a_sentence(server, photos):
         answer = server.client.get(path)
         assert answer.status_code == 404
         assert answer.json()["detail"].endswith(".")
-    assert post(server, good).status_code == 200
+    assert post(server, sound).status_code == 200
 
 
 def test_only_indexed_files_are_given_out(server, photos):
@@ -206,11 +208,11 @@ def test_originals_are_shown_only_below_folders_that_the_operator_names(
     A link counts as what it leads to.
     """
     query = {"vector": [0.0] * 16, "k": 1}
-    one = "/v1/items/3%2F0003.png"
+    url = "/v1/items/3%2F0003.png"
     plain = served(index_path).client
     (hit,) = plain.post("/v1/search", json=query).json()["results"]
-    assert hit["image_url"] is None and plain.get(one).json()["thumbnail_url"] is None
-    assert "no folder that may be shown" in plain.get(f"{one}/image").json()["detail"]
+    assert hit["image_url"] is None and plain.get(url).json()["thumbnail_url"] is None
+    assert "no folder that may be shown" in plain.get(f"{url}/image").json()["detail"]
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(photos)
     for folder, status in (
@@ -220,7 +222,7 @@ def test_originals_are_shown_only_below_folders_that_the_operator_names(
     ):
         client = served(index_path, "--images", str(folder)).client
         for what in ("image", "thumbnail"):
-            assert client.get(f"{one}/{what}").status_code == status, folder
+            assert client.get(f"{url}/{what}").status_code == status, folder
     assert (
         client.get("/v1/items/3%2F0003.png/image").content
         == (photos / "3" / "0003.png").read_bytes()
@@ -301,17 +303,17 @@ def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(post, server, slow, 1) for _ in range(4)]
         worst = 0.0
-        while not all(one.done() for one in waiting):
+        while not all(request.done() for request in waiting):
             began = time.perf_counter()
             assert server.client.get("/livez").status_code == 200
             worst = max(worst, time.perf_counter() - began)
-        assert {one.result().status_code for one in waiting} == {200}
+        assert {request.result().status_code for request in waiting} == {200}
     assert worst < 1.0
 
 
 def test_a_busy_server_says_so(server, photos):
-    """One thread and sixteen waiting for it is what a worker takes; the rest is told to come again."""
-    good = next(photos.rglob("*.png")).read_bytes()
+    """Beyond one that runs and sixteen that wait, searches are told to come again."""
+    sound = next(photos.rglob("*.png")).read_bytes()
     import asyncio
 
     from retrieval.serving.http.problems import RequestError
@@ -335,7 +337,7 @@ def test_a_busy_server_says_so(server, photos):
         return caught.value.status
 
     assert asyncio.run(overload()) == 503
-    assert post(server, good).status_code == 200
+    assert post(server, sound).status_code == 200
 
 
 def test_what_waits_is_begun_beside_long_work_unless_its_client_has_left():
@@ -383,10 +385,10 @@ def test_it_stops_in_good_order(how, served, index_path):
 
 
 def test_an_address_that_is_taken(served, index_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = str(occupied.getsockname()[1])
         for arguments, says in (
             (["--port", port], f"Cannot listen on 127.0.0.1, port {port}"),
             (["--host", "no.such.host.invalid"], "Cannot listen on no.such.host.invalid"),

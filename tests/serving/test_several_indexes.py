@@ -39,17 +39,19 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
     assert missing.json()["indexes"] == ["frozen", "i", "third"]
     wire.refused(server.client.get("/v1/indexes/none/index"), 404, "no index of this name")
     wire.refused(server.client.get("/v1/indexes/..%2Fi/index"), 404, "")
-    said = {
+    content = {
         name: server.client.get(f"/v1/indexes/{name}/index").json()
         for name in ("frozen", "i", "third")
     }
-    assert [one["format"] for one in said.values()] == [3, 3, 3] and said["i"]["items"] == 200
+    assert [entry["format"] for entry in content.values()] == [3, 3, 3] and content["i"][
+        "items"
+    ] == 200
     image = next(photos.rglob("*.png")).read_bytes()
-    for name, one in said.items():
+    for name, entry in content.items():
         answer = server.client.post(f"/v1/indexes/{name}/search", files={"image": image}).json()[
             "results"
         ]
-        assert len(answer) == min(10, one["items"])
+        assert len(answer) == min(10, entry["items"])
         for hit in answer[:1]:
             assert hit["image_url"].startswith(f"/v1/indexes/{name}/items/")
             assert server.client.get(hit["image_url"]).status_code == 200
@@ -60,11 +62,11 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
     )
     wire.refused(server.client.get("/v1/indexes/i/items/a%2Fb"), 404, "no such item")
     ready = server.client.get("/readyz").json()
-    assert {name: one["items"] for name, one in ready["indexes"].items()} == {
-        name: one["items"] for name, one in said.items()
+    assert {name: entry["items"] for name, entry in ready["indexes"].items()} == {
+        name: entry["items"] for name, entry in content.items()
     }
-    figures = server.client.get("/metrics").text
-    assert 'retrieval_index_items{index="i"} 200.0' in figures
+    metrics = server.client.get("/metrics").text
+    assert 'retrieval_index_items{index="i"} 200.0' in metrics
 
 
 def test_names_of_indexes(tmp_path):
@@ -78,11 +80,11 @@ def test_names_of_indexes(tmp_path):
     }
     (tmp_path / "a=b").mkdir()
     assert named([str(tmp_path / "a=b")]) == {"index": str(tmp_path / "a=b")}
-    for given, says in (
+    for texts, says in (
         (["a/x", "b/x"], "Two indexes are called 'x'"),
         (["=x"], "cannot be called"),
         (["ü=x"], "cannot be called"),
         (["x" * 101 + "=y"], "cannot be called"),
     ):
         with pytest.raises(StoreError, match=says):
-            named(given)
+            named(texts)

@@ -77,18 +77,23 @@ def test_strace_sees_a_name_that_is_looked_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    ["retrieval", "retrieval.serving.runtime", "retrieval.export.variants", "retrieval_core"],
+    ("module", "setting", "stays"),
+    [
+        ("retrieval", "0", "0"),
+        ("retrieval", None, "1"),
+        ("retrieval.serving.runtime", None, "1"),
+        ("retrieval.export.variants", None, "1"),
+        ("retrieval_core", None, "1"),
+    ],
 )
-@pytest.mark.parametrize(("said", "stays"), [(None, "1"), ("0", "0")])
 def test_every_module_turns_it_off_unless_the_user_has_said_otherwise(
-    module: str, said: str | None, stays: str, tmp_path: Path
+    module: str, setting: str | None, stays: str, tmp_path: Path
 ) -> None:
     code = (
         f"import sys, os, {module}; print('onnxruntime' in sys.modules,"
         " os.environ['ORT_DISABLE_TELEMETRY'])"
     )
-    more = {} if said is None else {"ORT_DISABLE_TELEMETRY": said}
+    more = {} if setting is None else {"ORT_DISABLE_TELEMETRY": setting}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

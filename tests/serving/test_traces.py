@@ -43,7 +43,7 @@ def traced(index_path) -> Iterator[SimpleNamespace]:
                 async with httpx.AsyncClient(
                     transport=transport, base_url="http://localhost"
                 ) as client:
-                    return [await client.request(*each, **more) for *each, more in requests]
+                    return [await client.request(*entry, **more) for *entry, more in requests]
 
             return asyncio.run(scenario())
 
@@ -61,9 +61,13 @@ def test_a_search_is_a_span_with_its_stages_inside(traced, photos):
     assert request.name == "POST /v1/search"
     assert f"{request.context.trace_id:032x}" == TRACE and f"{request.parent.span_id:016x}" == SPAN
     assert request.context.trace_state["vendor"] == "1"
-    said = dict(request.attributes)
-    assert said.pop("retrieval.request_id") == answer.headers["x-request-id"]
-    assert said["http.route"] == "/v1/search" and 200 in said.values() and "POST" in said.values()
+    content = dict(request.attributes)
+    assert content.pop("retrieval.request_id") == answer.headers["x-request-id"]
+    assert (
+        content["http.route"] == "/v1/search"
+        and 200 in content.values()
+        and "POST" in content.values()
+    )
     assert {"read", "decode", "encode", "search", "items", "send"} <= {span.name for span in stages}
     for span in stages:
         assert span.parent.span_id == request.context.span_id

@@ -55,8 +55,8 @@ def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
     server = served(empty, "--open", "admin")
     images = [path.read_bytes() for path in sorted(photos.rglob("*.png"))[: len(IDS)]]
     for id, image in zip(IDS, images, strict=True):
-        said = {"label": "digit", "metadata": json.dumps({"length": len(id), "of": {"id": id}})}
-        put = server.client.put(path_of(id), files={"image": image}, data=said)
+        reply = {"label": "digit", "metadata": json.dumps({"length": len(id), "of": {"id": id}})}
+        put = server.client.put(path_of(id), files={"image": image}, data=reply)
         assert (put.status_code, put.json()) == (200, {"id": id, "replaced": False}), put.text
     for id, image in zip(IDS, images, strict=True):
         item = server.client.get(path_of(id)).json()
@@ -76,10 +76,10 @@ def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
             path_of(id, "/thumbnail"), headers={"If-None-Match": small.headers["etag"]}
         )
         assert again.status_code == 304
-        found = server.client.post("/v1/search", files={"image": image}, data={"k": "1"}).json()[
+        hits = server.client.post("/v1/search", files={"image": image}, data={"k": "1"}).json()[
             "results"
         ]
-        assert found[0]["id"] == id and found[0]["distance"] == pytest.approx(0, abs=1e-5)
+        assert hits[0]["id"] == id and hits[0]["distance"] == pytest.approx(0, abs=1e-5)
     assert server.client.put(path_of(IDS[0]), files={"image": images[1]}).json()["replaced"] is True
     with Index.open(empty, threads=1) as index:  # durable, and as embedding it here gives
         assert len(index) == len(IDS)
@@ -111,14 +111,14 @@ def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(shared, index_p
         "/v1/search", json={"vector": vector, "k": 5, "filter": {"label": "0"}}
     )
     with open_index(index_path, threads=1) as index:
-        wanted = [hit.id for hit in index.search(path, 6, where="label = '0'")]
-    assert wanted[0] == key
+        expected = [hit.id for hit in index.search(path, 6, where="label = '0'")]
+    assert expected[0] == key
     for answer in (form, raw, numbers):
-        assert [hit["id"] for hit in answer.json()["results"]] == wanted[:5], answer.text
+        assert [hit["id"] for hit in answer.json()["results"]] == expected[:5], answer.text
     neighbours = server.client.post(
         "/v1/search", json={"id": key, "k": 5, "filter": {"label": "0"}}
     )
-    assert [hit["id"] for hit in neighbours.json()["results"]] == wanted[1:]
+    assert [hit["id"] for hit in neighbours.json()["results"]] == expected[1:]
     wire.refused(server.client.post("/v1/search", json={"id": "nobody"}), 404, "no such item")
     wire.refused(
         server.client.post("/v1/search", json={"id": key, "vector": vector}), 400, "JSON must be"
@@ -139,25 +139,20 @@ def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
             [Item(f"i{n}", "x", {"a": n, "b": -n}, arrays={"vector": vectors[n]}) for n in range(3)]
         )
     server = served(empty)
-    asked = {"vector": [1.0] * WIDTH, "explain": True, "fields": ["b", "none"], "candidates": 20}
-    said = server.client.post("/v1/search", json=asked).json()
-    assert [hit["metadata"] for hit in said["results"]] == [{"b": -n} for n in range(3)]
-    stages, searched = said["explain"]["stages_ms"], said["explain"]["searched"]
+    requests = {"vector": [1.0] * WIDTH, "explain": True, "fields": ["b", "none"], "candidates": 20}
+    reply = server.client.post("/v1/search", json=requests).json()
+    assert [hit["metadata"] for hit in reply["results"]] == [{"b": -n} for n in range(3)]
+    stages, searched = reply["explain"]["stages_ms"], reply["explain"]["searched"]
     assert set(stages) >= {"read", "wait", "search"} and all(ms >= 0 for ms in stages.values())
-    assert said["took_ms"] > 0
+    assert reply["took_ms"] > 0
     assert (
         searched["items"],
         searched["generation"],
         searched["rows"],
         searched["candidates"],
-    ) == (
-        3,
-        1,
-        3,
-        20,
-    )
+    ) == (3, 1, 3, 20)
     assert (
-        server.client.post("/v1/search", json={**asked, "fields": []}).json()["results"][0][
+        server.client.post("/v1/search", json={**requests, "fields": []}).json()["results"][0][
             "metadata"
         ]
         == {}
@@ -174,15 +169,13 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
     alone = [
         server.client.post("/v1/search", files=[image], data={"k": "3"}).json() for image in images
     ]
-    assert [one["results"] for one in together] == [one["results"] for one in alone]
+    assert [element["results"] for element in together] == [element["results"] for element in alone]
     key = together[0]["results"][0]["id"]
     mixed = [{"vector": [0.5] * WIDTH}, {"id": key}, {"vector": [-0.5] * WIDTH}]
-    found = server.client.post("/v1/search/batch", json={"queries": mixed, "k": 2}).json()[
-        "answers"
-    ]
-    for one, given in zip(found, mixed, strict=True):
-        single = server.client.post("/v1/search", json={**given, "k": 2}).json()["results"]
-        assert [hit["id"] for hit in one["results"]] == [hit["id"] for hit in single]
+    hits = server.client.post("/v1/search/batch", json={"queries": mixed, "k": 2}).json()["answers"]
+    for element, fields in zip(hits, mixed, strict=True):
+        single = server.client.post("/v1/search", json={**fields, "k": 2}).json()["results"]
+        assert [hit["id"] for hit in element["results"]] == [hit["id"] for hit in single]
     for answer, status, says in (
         (server.client.post("/v1/search/batch", files=images * 13), 400, "100 at most"),
         (
@@ -298,28 +291,28 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
     """A label alone never empties the metadata, and metadata alone never the label."""
     server = served(empty, "--open", "write")
     image = next(photos.rglob("*.png")).read_bytes()
-    given = {"label": "L", "metadata": json.dumps({"price": 1})}
+    fields = {"label": "L", "metadata": json.dumps({"price": 1})}
 
     def now() -> tuple:
         item = server.client.get("/v1/items/a").json()
         return item["label"], item["metadata"], item["keep"]
 
-    assert server.client.put("/v1/items/a", files={"image": image}, data=given).status_code == 200
-    for said, wanted in (
+    assert server.client.put("/v1/items/a", files={"image": image}, data=fields).status_code == 200
+    for reply, expected in (
         ({"label": "M"}, ("M", {"price": 1}, "copy")),
         ({"metadata": {"x": 1}}, ("M", {"x": 1}, "copy")),
         ({}, ("M", {"x": 1}, "copy")),
         ({"label": None}, (None, {"x": 1}, "copy")),
         ({"label": "N", "metadata": {}}, ("N", {}, "copy")),
     ):
-        changed = server.client.patch("/v1/items/a", json=said)
+        changed = server.client.patch("/v1/items/a", json=reply)
         assert changed.json() == {"id": "a", "replaced": True}, changed.text
-        assert now() == wanted, said
-    several = {"items": [{"id": "a", "metadata": {"y": 2}}]}
-    assert server.client.post("/v1/items", json=several).json() == {"added": 0, "replaced": 1}
+        assert now() == expected, reply
+    many = {"items": [{"id": "a", "metadata": {"y": 2}}]}
+    assert server.client.post("/v1/items", json=many).json() == {"added": 0, "replaced": 1}
     assert now() == ("N", {"y": 2}, "copy")
-    for said in ({"label": "M"}, {"metadata": {"x": 1}}, {}):  # the rest of the item would be lost
-        wire.refused(server.client.put("/v1/items/a", json=said), 400, "PATCH changes")
+    for reply in ({"label": "M"}, {"metadata": {"x": 1}}, {}):  # the rest of the item would be lost
+        wire.refused(server.client.put("/v1/items/a", json=reply), 400, "PATCH changes")
     assert (
         now() == ("N", {"y": 2}, "copy") and server.client.get("/v1/items/a/image").content == image
     )
@@ -339,16 +332,16 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
 def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
     server = shared(index_path)
 
-    def pages(**said):
-        found, cursor = [], None
+    def pages(**reply):
+        hits, cursor = [], None
         while True:
             page = server.client.get(
-                "/v1/items", params={**said, **({"cursor": cursor} if cursor else {})}
+                "/v1/items", params={**reply, **({"cursor": cursor} if cursor else {})}
             ).json()
-            found += [item["id"] for item in page["items"]]
+            hits += [item["id"] for item in page["items"]]
             cursor = page["cursor"]
             if cursor is None:
-                return found
+                return hits
 
     with open_index(index_path, threads=1) as index:
         everything = [item.id for item in index.scan(limit=1000)]
@@ -357,7 +350,7 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
     assert pages(limit=7, filter="label = '7'") == pages(filter='{"label": "7"}') == sevens
     cursor = server.client.get("/v1/items", params={"limit": 3}).json()["cursor"]
     forged = base64.urlsafe_b64encode(b'["' + b"[" * 5000 + b'", ""]').decode()
-    for said, status, says in (
+    for reply, status, says in (
         ({"cursor": cursor, "filter": "label = '7'"}, 400, "cursor"),
         *(
             ({"cursor": bad}, 400, "cursor")
@@ -375,15 +368,15 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
         ({"fields": "[1]"}, 400, "100 names"),
         ({"offset": "3"}, 400, "no parameter 'offset'"),
     ):
-        wire.refused(server.client.get("/v1/items", params=said), status, says)
+        wire.refused(server.client.get("/v1/items", params=reply), status, says)
     wire.refused(server.client.get("/v1/items?limit=1&limit=2"), 400, "twice")
 
 
 def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
     server = served(living, "--open", "admin")
 
-    def delete(**said):
-        return server.client.post("/v1/delete", json=said)
+    def delete(**reply):
+        return server.client.post("/v1/delete", json=reply)
 
     sevens = server.client.get("/v1/items", params={"filter": "label = '7'", "limit": 1000}).json()[
         "items"
@@ -393,7 +386,7 @@ def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
         item["id"] for item in server.client.get("/v1/items", params={"limit": 3}).json()["items"]
     ]
     assert delete(ids=[*ids, "nobody"]).json() == {"deleted": 3}
-    for said, status, says in (
+    for reply, status, says in (
         ({}, 400, "one of"),
         ({"filter": {}}, 400, "empty object"),
         ({"filter": ""}, 400, "filter"),
@@ -405,7 +398,7 @@ def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
         ({"where": "label = '7'"}, 400, "one of"),
         ({"filter": "lable = '7'"}, 422, "field 'lable'"),
     ):
-        wire.refused(delete(**said), status, says)
+        wire.refused(delete(**reply), status, says)
     assert server.client.get("/v1/index").json()["items"] == 200 - len(sevens) - 3
     assert delete(all=True).json() == {"deleted": 200 - len(sevens) - 3}
     assert server.client.get("/v1/index").json()["items"] == 0
@@ -434,11 +427,11 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     (tmp_path / "copies").mkdir()
     server = served(living, "--open", "admin", "--snapshots", str(tmp_path / "copies"))
     wire.refused(server.client.post("/v1/snapshots?name=../x"), 400, "query string")
-    made = [
+    snapshots = [
         server.client.post("/v1/snapshots", json={"path": "/etc/x", "name": ".."}) for _ in range(2)
     ]
-    names = [answer.json()["snapshot"] for answer in made]
-    assert [answer.status_code for answer in made] == [201, 201] and len(set(names)) == 2
+    names = [answer.json()["snapshot"] for answer in snapshots]
+    assert [answer.status_code for answer in snapshots] == [201, 201] and len(set(names)) == 2
     assert sorted(
         path.name for path in (tmp_path / "copies").iterdir() if not path.name.startswith(".")
     ) == sorted(names)
@@ -451,16 +444,18 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
 
 def test_the_index_says_what_it_is(shared, index_path):
     server = shared(index_path)
-    said = server.client.get("/v1/index").json()
-    assert (said["index"], said["items"], said["generation"], said["format"]) == (
+    reply = server.client.get("/v1/index").json()
+    assert (reply["index"], reply["items"], reply["generation"], reply["format"]) == (
         "digits",
         200,
         1,
         3,
     )
-    assert said["limits"]["batch"] == 100 and said["keep"] == "reference" and said["fields"] == []
-    assert said["deleted"] == 0
-    assert str(index_path.parent) not in json.dumps(said)
+    assert (
+        reply["limits"]["batch"] == 100 and reply["keep"] == "reference" and reply["fields"] == []
+    )
+    assert reply["deleted"] == 0
+    assert str(index_path.parent) not in json.dumps(reply)
 
 
 def test_other_bodies_are_refused(served, empty):

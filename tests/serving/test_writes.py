@@ -43,18 +43,18 @@ def held(index: Path) -> Iterator[None]:
 
 
 class Writers:
-    """Clients that write one item each, at the same time, and keep what they were told."""
+    """Clients that write one item each, at the same time, and keep what they were answered."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self.told: dict[str, httpx.Response] = {}
+        self.answers: dict[str, httpx.Response] = {}
         self._threads: list[threading.Thread] = []
 
     def put(self, id: str, key: str | None = None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
         def write() -> None:
-            self.told[id] = httpx.put(
+            self.answers[id] = httpx.put(
                 f"{self._url}/v1/items/{id}",
                 json={"vector": [0.5] * WIDTH},
                 headers=headers,
@@ -67,7 +67,7 @@ class Writers:
     def statuses(self) -> dict[str, int]:
         for thread in self._threads:
             thread.join(30)
-        return {id: answer.status_code for id, answer in self.told.items()}
+        return {id: answer.status_code for id, answer in self.answers.items()}
 
 
 def test_changes_beyond_those_that_may_wait_are_told_to_come_again(served, empty):
@@ -78,9 +78,9 @@ def test_changes_beyond_those_that_may_wait_are_told_to_come_again(served, empty
         for number in range(25):
             writers.put(str(number))
         refused = wire.until(
-            lambda: [one for one in list(writers.told.values()) if one.status_code == 503]
+            lambda: [entry for entry in list(writers.answers.values()) if entry.status_code == 503]
         )
-        wire.until(lambda: len(writers.told) == 8)  # one is being written, and sixteen wait
+        wire.until(lambda: len(writers.answers) == 8)  # one is being written, and sixteen wait
         assert server.client.post("/v1/search", json={"id": "first"}).status_code == 200
     statuses = writers.statuses()
     assert sorted(statuses.values()) == [200] * 17 + [503] * 8
@@ -88,8 +88,8 @@ def test_changes_beyond_those_that_may_wait_are_told_to_come_again(served, empty
         assert answer.headers["retry-after"] == "1" and _BUSY in answer.json()["detail"]
         assert answer.headers["content-type"] == "application/problem+json"
     with Index.open(empty, threads=1) as index:
-        there = {item.id for item in index.scan(limit=100)}
-    assert there == {"first"} | {id for id, status in statuses.items() if status == 200}
+        place = {item.id for item in index.scan(limit=100)}
+    assert place == {"first"} | {id for id, status in statuses.items() if status == 200}
     assert server.client.put("/v1/items/again", json={"vector": [0.5] * WIDTH}).status_code == 200
 
 
@@ -106,9 +106,12 @@ def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tm
     of it is on the disk.
     """
     server, image = served(empty, "--open", "write"), photo(1)
-    given = {"files": {"image": image}, "data": {"keep": "thumbnail", "label": "a"}}
-    assert server.client.put("/v1/items/a%2Fb", **given).json() == {"id": "a/b", "replaced": False}
-    assert server.client.put("/v1/items/a%2Fb", **given).json() == {"id": "a/b", "replaced": True}
+    content = {"files": {"image": image}, "data": {"keep": "thumbnail", "label": "a"}}
+    assert server.client.put("/v1/items/a%2Fb", **content).json() == {
+        "id": "a/b",
+        "replaced": False,
+    }
+    assert server.client.put("/v1/items/a%2Fb", **content).json() == {"id": "a/b", "replaced": True}
     plain = {"label": "b", "metadata": {"price": 3}}
     assert server.client.patch("/v1/items/a%2Fb", json=plain).status_code == 200
 

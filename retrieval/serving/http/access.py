@@ -24,9 +24,7 @@ _DOES = {
 
 
 def is_free(method: str, path: str) -> bool:
-    """Return whether a request takes no key: for the page, which is code and no data, and for
-    health.
-    """
+    """Return whether a request needs no key: health, and the page, which is code without data."""
     return method in ("GET", "HEAD") and _FREE.fullmatch(path) is not None
 
 
@@ -86,9 +84,7 @@ class Caller(NamedTuple):
 
 
 class Access:
-    """Says who sends a request, by the keys of `source` (None: there are none), and refuses what
-    they may not do.
-    """
+    """Identifies a request's sender by the keys of `source`, and refuses what they may not do."""
 
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
         self._settings, self._source = settings, source
@@ -146,9 +142,7 @@ class Access:
             raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
 
     def _is_our_name(self, host: str) -> bool:
-        """Return whether the server answers for a Host; a page that rebinds a name of its own has
-        no address to use.
-        """
+        """Return whether the server answers for a Host; a hostile page's rebound name is none."""
         known, name = self._settings.hosts, _name(host)
         return known is None or name in known or name == "localhost" or _is_address(name)
 

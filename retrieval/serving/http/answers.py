@@ -67,10 +67,7 @@ def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, A
 
 def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
     url = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
-    return {
-        "image_url": url and f"{url}/image",
-        "thumbnail_url": url and f"{url}/thumbnail",
-    }
+    return {"image_url": url and f"{url}/image", "thumbnail_url": url and f"{url}/thumbnail"}
 
 
 def hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:
@@ -149,7 +146,7 @@ def description(name: str, index: Index) -> dict[str, Any]:
 
 
 def media_type(content: bytes) -> str | None:
-    """Return the type of an image that browsers show as it is, by its first bytes; None for others."""
+    """Return an image's media type by its first bytes; None where browsers do not show it."""
     for start, media_type in _SHOWN_BY_BROWSERS.items():
         if content.startswith(start):
             return media_type
@@ -162,9 +159,7 @@ def cursor_after(after: str, where: Filter | None) -> str:
 
 
 def after_cursor(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the id behind which a page begins; RequestError 400 for another list's cursor, or none
-    at all.
-    """
+    """Return the id behind which a page begins; RequestError 400: not a cursor of this list."""
     if cursor is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The HTTP application: what every request passes, which route leads where, and what faults become."""
+"""The HTTP application: what every request passes, the routes, and what errors become."""
 
 from __future__ import annotations
 
@@ -73,12 +73,19 @@ _HEADERS = [
 _PARENT = re.compile(
     rb"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
 )
-"""A valid `traceparent`: ids that are not zero, and of version 00 nothing behind its 55 characters."""
+"""A valid `traceparent`: no id is zero, and version 00 has exactly 55 characters."""
 
 
 class Application:
-    """One server's ASGI application, for opened indexes by name; `reopen` opens the index that is
-    in a folder by now.
+    """The ASGI application of one server.
+
+    Args:
+        indexes: opened, by name.
+        settings: of the server.
+        keys: source of API keys; None: there are none.
+        audit: record of changes; None: none is kept.
+        traces: OpenTelemetry's; None: none are made.
+        reopen: opens the index that is in a folder by now, by name.
 
     Attributes:
         ends_process: whether the process is gone in time when the server ends, whatever its threads
@@ -135,9 +142,7 @@ class Application:
         await self._observed(scope, receive, send)
 
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, with its id and its line in the log; no fault of a request fails the
-        server.
-        """
+        """Answer a request with an id and a line in the log; whatever fails, the server goes on."""
         began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace))
         scope["retrieval.request_id"] = trail.id

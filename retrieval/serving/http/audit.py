@@ -1,5 +1,4 @@
-"""The record of changes: a line before each and a line after, both on the disk before the answer
-leaves.
+"""The record of changes: a line before and a line after each, synced before the answer leaves.
 
 No change is made whose first line is not on the disk, and none is acknowledged before its second
 line is, unless the disk refuses just then, which the server's log says. A first line without a
@@ -83,8 +82,7 @@ class Change:
 
 
 class Audit:
-    """A file of JSON lines, written by any thread and any process; made for its owner only where
-    there is none.
+    """A file of JSON lines, written by any thread and process; created readable by its owner only.
 
     Raises:
         RetrievalError: the file cannot be written to.
@@ -126,7 +124,7 @@ class Audit:
         self._write({**line, "outcome": "done", "count": change.count})
 
     def reopen(self) -> None:
-        """Open the file by its name again, after it was renamed; the next change reports a fault."""
+        """Open the file by its name again after a rename; the next change reports a fault."""
         with self._lock, suppress(OSError):
             self._swap()
 

@@ -87,7 +87,7 @@ class BodyMemory:
         self._release(len(body.content))
 
     def _release(self, size: int) -> None:
-        """Count bytes out; after many of them, give the C library's free memory back to the system."""
+        """Count bytes out; after many, give the C library's free memory back to the system."""
         self.held -= size
         self._released += size
         if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:
@@ -109,9 +109,7 @@ def _kind_of(content_type: str) -> Kind | None:
 
 
 class Form(NamedTuple):
-    """The content of each file in a form's field `image`, in order, and the text of its other
-    fields.
-    """
+    """The files in a form's field `image`, in order, and the text of its other fields."""
 
     images: list[bytes]
     fields: dict[str, str]

@@ -87,8 +87,7 @@ class Keys(tuple[Key, ...]):
 
 
 def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Key]:
-    """Make a key that opens the named indexes (empty: all); return what its holder sends, and what
-    is kept of it.
+    """Make a key; return what its holder sends, and what is kept of it.
 
     Raises:
         RetrievalError: the name has characters that no key's name may have.
@@ -116,7 +115,7 @@ def _hash(salt: str, secret: str) -> str:
 
 
 def _problems(error: ValidationError) -> str:
-    """Return what pydantic found, without the values: one may be somebody's key in the wrong place."""
+    """Return what pydantic found, without the values: one may be a key in the wrong place."""
     problems = []
     for fault in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
         member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
@@ -133,8 +132,7 @@ def _problems(error: ValidationError) -> str:
 
 
 def parse_keys(text: bytes, where: str) -> Keys:
-    """Return the keys in a file's text: a JSON object a line; empty lines and lines that begin with
-    # say nothing.
+    """Return the keys in a file's text: one JSON object a line; `#` begins a comment.
 
     A text without any line is refused, since a file that is being written begins so.
 
@@ -179,7 +177,7 @@ def parse_keys(text: bytes, where: str) -> Keys:
 
 
 def read_keys(path: Path) -> Keys:
-    """Return the keys in a file; RetrievalError where it cannot be read, or a line of it is wrong."""
+    """Return the keys in a file; RetrievalError: it cannot be read, or a line of it is wrong."""
     return parse_keys(_read(path), str(path))
 
 
@@ -257,8 +255,7 @@ def _write(path: Path, text: bytes) -> None:
 
 
 class KeySource:
-    """The keys that a server knows now: read again when their file changes, kept when the new file
-    is broken.
+    """The keys that a server knows: read again when their file changes, unless it is broken.
 
     Args:
         path: the file; None where `text` is given.
@@ -304,8 +301,7 @@ class KeySource:
 
 
 def key_source(path: Path | None) -> KeySource | None:
-    """Return where keys come from: a file, the environment variable RETRIEVAL_KEYS (a path or the
-    text itself), or nowhere.
+    """Return the source of keys: a file, RETRIEVAL_KEYS (a path or the keys themselves), or None.
 
     Raises:
         RetrievalError: both are given, or what is given cannot be used.

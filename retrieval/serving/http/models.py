@@ -1,6 +1,4 @@
-"""What requests say: options, queries and items, from JSON, forms and addresses; pydantic checks
-them.
-"""
+"""Requests as pydantic models: options, queries and items, from JSON, forms and addresses."""
 
 from __future__ import annotations
 

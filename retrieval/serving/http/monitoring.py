@@ -60,9 +60,7 @@ class _RateLimit(logging.Filter):
         self._dropped = dict.fromkeys(self._left, 0)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let a line pass, or leave it out; answered requests are counted apart from events and
-        refusals.
-        """
+        """Return whether a line passes; answered requests have a rate of their own."""
         request = getattr(record, "request", None)
         answered = request is not None and 0 < (request["status"] or 0) < 400
         rate, most = _EVENTS_PER_SECOND, _EVENTS_AT_ONCE
@@ -210,9 +208,7 @@ class Metrics:
             self._refused.labels(trail.reason or str(status)).inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's format; for a thread: it looks at processes and the
-        disk.
-        """
+        """Return all metrics in Prometheus's format. For a thread: it reads the disk and /proc."""
         registry = self._registry
         if self._has_siblings:
             registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of /v1: every route with its parameters, bodies, answers and an example."""
+"""The OpenAPI 3.1 document of /v1: every route with its parameters, bodies and answers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Operation(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The `operationId`: the handler's name, and `ByQuery` where the item is named as `?id=`."""
+        """The `operationId`: the handler's name, and `ByQuery` where `?id=` names the item."""
         head, *rest = self.handler.split("_")
         return head + "".join(map(str.title, rest)) + ("ByQuery" if "id" in self.query else "")
 

@@ -48,9 +48,7 @@ class RequestError(RetrievalError):
 
 
 def busy(why: str, reason: str = "queue") -> RequestError:
-    """Return the refusal of a request for which there is no room now: "too many searches are
-    waiting".
-    """
+    """Return the refusal of a request that finds no room: "too many searches are waiting"."""
     return RequestError(503, f"The server is busy: {why}. Try again in a moment.", reason)
 
 
@@ -75,9 +73,7 @@ def problem(scope: Any, error: RequestError) -> Response:
 
 
 def new_request_id(trace: str = "") -> str:
-    """Return a URN that names a request, by its W3C trace's id (32 hexadecimal digits) where it has
-    one.
-    """
+    """Return a URN that names a request: its W3C trace's id where it has one, else a random id."""
     return f"urn:uuid:{uuid.UUID(trace) if trace else uuid.uuid4()}"
 
 

@@ -1,4 +1,4 @@
-"""What uvicorn's HTTP/1.1 leaves open: `Upgrade`, headers without an end, framing read in two ways."""
+"""What uvicorn's HTTP/1.1 leaves open: `Upgrade`, endless headers, ambiguous framing."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer, and tell the request that is answered now: of several sent ahead
-        uvicorn tells the last.
-        """
+        """Cancel the timer and tell the request under way; uvicorn tells only the last one."""
         self._timer.cancel()
         self._disconnect()
         super().connection_lost(exc)

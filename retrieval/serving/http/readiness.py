@@ -1,6 +1,4 @@
-"""Whether the server can do its work: a search of its own the whole way, again and again, and each
-part by name.
-"""
+"""Readiness: the server searches its own indexes and checks each part every few seconds."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ _FREE_BYTES = 16_000_000
 
 
 class Readiness:
-    """Searches an index from an image or features to items every few seconds, and looks at what
-    that needs.
-    """
+    """Probes one index every few seconds: its files, its disk, a whole search, and its encoder."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -111,16 +107,15 @@ class Readiness:
             )
 
     async def _files(self) -> str | None:
-        """Return why the files on the disk are not what is served; another whole index is served
-        from now on.
-        """
+        """Return why the files on the disk are not those served; a new whole index is taken up."""
         changed = await self._served.workers.pictures.run(self._served.take_up)
         if changed is not None and not self._logged_change:
             log.warning("%s", changed)  # its path is for the log only
         self._logged_change = changed is not None
         return (
             changed
-            and "The files of the index are no longer those that are served. Start the server again."
+            and "The files of the index are no longer those that are served. Start the server"
+            " again."
         )
 
     async def _disk(self) -> str | None:
@@ -147,9 +142,7 @@ class Readiness:
         return None if hits or not items else "A search of the server's own found nothing."
 
     async def _model(self) -> str | None:
-        """Return why the encoder is not what it was when its bundle was made, where the bundle has
-        a probe.
-        """
+        """Return why the encoder no longer agrees with its bundle's probe, if it has one."""
         bundle = self._served.index.bundle
         return await self._served.workers.searches.run(lambda: probe_fault(bundle))
 
@@ -166,8 +159,7 @@ def sample(bundle: Bundle) -> Query:
 
 
 def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
-    """Return why a folder cannot be written to, or has less than `least` bytes free; None where it
-    can.
+    """Return why a folder cannot be written to or is nearly full; None where it can.
 
     It writes nothing. For a thread: the storage may hang.
     """

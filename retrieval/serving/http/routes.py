@@ -1,6 +1,4 @@
-"""What is done at each address of /v1: one method for each operation of `openapi.OPERATIONS`, whose
-summary is the method's docstring.
-"""
+"""The handlers of /v1, one for each of `openapi.OPERATIONS`; a docstring is its summary there."""
 
 from __future__ import annotations
 
@@ -324,9 +322,7 @@ class Routes:
         types: str,
         read: Callable[[Body], T],
     ) -> AsyncIterator[T]:
-        """Give what a request's body holds, within the deadline; at the end the body's memory is
-        free again.
-        """
+        """Give a request's parsed body, within the deadline, and free its memory at the end."""
         began = perf_counter()
         body = await self._memory.read(request, limits, types)
         if (trail := current()) is not None:
@@ -373,9 +369,7 @@ register_url_convertor("any", _AnyText())
 
 
 class ItemRoute(Route):
-    """A route whose path is matched as it was sent: an encoded slash is of the item's id, `/image`
-    at the end is not.
-    """
+    """A route that matches the path as sent: `%2F` belongs to the id, a final `/image` does not."""
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
         """Match the path before it is decoded."""

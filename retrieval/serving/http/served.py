@@ -187,8 +187,7 @@ class Served:
         return await self._again(lambda: self.workers.searches.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
-        """Return what the index gives, asked again where another bundle or another index is served
-        since.
+        """Return the result of `ask`, called again when another bundle or index took over.
 
         Raises:
             RequestError: 503, the index fails; its log says why, and the client is told `sentence`.
@@ -205,9 +204,7 @@ class Served:
         raise RequestError(503, _CHANGING)
 
     async def _was_replaced(self, error: StoreError, failed: Index) -> bool:
-        """Return whether an index failed because another one lies in its folder, which is served
-        from now on.
-        """
+        """Return whether an index failed because another replaced it, which is served now."""
         if isinstance(error, TooSlow | StoreUnavailable):
             return False
 
@@ -253,9 +250,7 @@ class Served:
         return await self._again(ask, _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
-        """Delete the items of a change, by id or by filter; return how many there were; raises as
-        `put` does.
-        """
+        """Delete a change's items and return how many there were; raises as `put` does."""
 
         def work(index: Index) -> int:
             change.count = index.delete(change.ids, where=change.where)
@@ -266,9 +261,7 @@ class Served:
         )
 
     async def snapshot(self, target: Path, change: Change) -> None:
-        """Write a copy of one moment; RequestError 503: too many snapshots wait, or this one cannot
-        be written.
-        """
+        """Write a copy of one moment; RequestError 503: too many wait, or it cannot be written."""
 
         def work(index: Index) -> None:
             index.snapshot(target)
@@ -295,8 +288,7 @@ class Served:
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
     async def picture(self, id: str, small: bool) -> bytes:
-        """Return an item's original: what the index keeps of it, or the file that it was indexed
-        from.
+        """Return an item's original: the index's copy, or the file that it was indexed from.
 
         Args:
             id: the item's.
@@ -327,7 +319,7 @@ class Served:
             raise store_failed(error, _UNREADABLE) from None
 
     def _file(self, item: Item) -> bytes:
-        """Return the file that an item was indexed from, if it lies in a folder that may be shown."""
+        """Return the file that an item was indexed from, if its folder may be shown."""
         if item.path is None:
             raise RequestError(
                 404,
@@ -349,8 +341,7 @@ class Served:
 
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
-    """Return what is nearest to each thing that a query gives, in order; a stored item is not its
-    own neighbour.
+    """Return the hits of each query, in order; a stored item is not its own neighbour.
 
     Raises:
         DataError: a vector of another width, or an index that cannot be searched by id.
@@ -417,8 +408,7 @@ def _embedded(
     images: Sequence[Decoded],
     thumbnails: Mapping[str, bytes],
 ) -> dict[str, Item]:
-    """Return the items that have an image or a vector, by id, with the arrays that the index keeps
-    of them.
+    """Return the items that have an image or a vector, by id, with their arrays.
 
     Args:
         bundle: embeds them.

@@ -238,7 +238,7 @@ class Parts:
         return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
 
     def __call__(self) -> Any:
-        """Return the application of one of several processes; ends a process that cannot have one."""
+        """Return the application of one of several processes, or end the process."""
         from retrieval.serving.http.monitoring import start_log
 
         return_large_blocks()
@@ -322,9 +322,7 @@ def checked(settings: Settings, host: str) -> Settings:
 
 
 def _host(text: str) -> str:
-    """Return a name as it is compared with a request's Host; RetrievalError where no request could
-    ever name it.
-    """
+    """Return a host name as requests are compared with it; RetrievalError: none could match."""
     if not _HOST.fullmatch(text.lower()):
         raise RetrievalError(
             "--allow-host takes a host name as clients write it, such as photos.example: no"
@@ -394,8 +392,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 def named(texts: Iterable[str]) -> dict[str, str]:
-    """Return indexes by name, from texts `PATH` and `NAME=PATH`: without a name it is the folder's,
-    less `.index`.
+    """Return indexes by name, from `PATH` (named after its folder) and `NAME=PATH`.
 
     Raises:
         StoreError: a name that none can have, or one given twice.
@@ -418,9 +415,7 @@ def named(texts: Iterable[str]) -> dict[str, str]:
 
 
 def default_name(path: str) -> str:
-    """Return the name of an index that is given none; "index" where its folder's cannot stand in an
-    address.
-    """
+    """Return an index's name by its folder; "index" where that cannot stand in an address."""
     name = Path(path.partition("?")[0]).absolute().name.removesuffix(".index")
     return name if _NAME.fullmatch(name) else "index"
 

@@ -78,8 +78,6 @@ class Settings:
 
 
 def plain_address(address: str) -> str:
-    """Return an IPv4 address that a dual-stack socket gives as `::ffff:127.0.0.1` as it is; others
-    unchanged.
-    """
+    """Return an IPv4 address without the `::ffff:` of a dual-stack socket; others unchanged."""
     mapped = address.lower().removeprefix("::ffff:")
     return mapped if "." in mapped else address

@@ -1,6 +1,4 @@
-"""Work outside the event loop, in turns: searches, images, pictures, changes and snapshots of all
-indexes.
-"""
+"""Thread pools beside the event loop: searches, images, pictures, changes and snapshots."""
 
 from __future__ import annotations
 
