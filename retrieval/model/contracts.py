@@ -351,15 +351,6 @@ class Metric(Protocol):
         """
 
 
-def count_indices(indices: TripletIndices | None) -> int:
-    """Return how many triplets, or how many positive and negative pairs, a miner gave."""
-    if indices is None:
-        return 0
-    if len(indices) == 3:
-        return int(indices[0].numel())
-    return int(indices[0].numel() + indices[2].numel())
-
-
 def as_tensor(array: NDArray[Any]) -> Tensor:
     """Return a tensor that shares the array's memory where it can."""
     return torch.from_numpy(np.ascontiguousarray(array))

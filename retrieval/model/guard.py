@@ -121,6 +121,15 @@ def checked_indices(
     return cast(TripletIndices, tuple(indices))
 
 
+def count_indices(indices: TripletIndices | None) -> int:
+    """Return how many triplets, or how many positive and negative pairs, a miner gave."""
+    if indices is None:
+        return 0
+    if len(indices) == 3:
+        return int(indices[0].numel())
+    return int(indices[0].numel() + indices[2].numel())
+
+
 def checked_rows(
     value: Any, what: str, like: tuple[int, int], device: torch.device, of: str
 ) -> Tensor:

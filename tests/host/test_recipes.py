@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tomli_w
 from retrieval.errors import PluginError, RecipeError
-from retrieval.recipe.read import Recipe, check_recipe, read_recipe, to_toml
+from retrieval.recipe.read import check_recipe, read_recipe, to_toml
 
 Problems = Callable[..., tuple[str, ...]]
 

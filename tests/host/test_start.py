@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retrieval.host.lazy import keep_compiler_out, kept_out, optimizing
 from retrieval.host import lazy
+from retrieval.host.lazy import keep_compiler_out, kept_out, optimizing
 
 UNUSED = [
     "torch._dynamo",
