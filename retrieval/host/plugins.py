@@ -38,7 +38,7 @@ from retrieval.host.importing import (
     reason,
     refuse_misspelt,
 )
-from retrieval.host.objects import OBJECT, is_object, missing, object_plugin, refuse_no_objects
+from retrieval.host.python_parts import OBJECT, is_object, missing, object_plugin, refuse_no_objects
 
 BUILT_IN = "core"
 """The plugin that passes on what the package itself offers."""

@@ -19,8 +19,8 @@ from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.host.allow import require
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import is_file_plugin
-from retrieval.host.objects import WORDS, is_object, object_name, objects_in
 from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.python_parts import WORDS, is_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.tables import Backbone, Component, Section, Tables, host_keys
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from retrieval.data.cache import dataset_identity
 from retrieval.errors import DataError
-from retrieval.host.objects import WORDS, described, is_object
+from retrieval.host.python_parts import WORDS, described, is_object
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_table
 
