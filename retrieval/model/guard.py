@@ -1,5 +1,4 @@
-"""What a plugin's part gives is checked where it enters the host: one sentence names the part, what
-it gave, and what it should give.
+"""What a plugin's part returns is checked on every call, with one sentence per fault.
 
 Shapes, types and devices cost nothing; where a miner's indices point is read in one transfer per
 batch.

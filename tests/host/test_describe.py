@@ -161,9 +161,9 @@ def test_paragraphs_are_wrapped_and_formulas_and_lists_are_not(everything: Plugi
         - two
         """
 
-    from retrieval.host.describe import _one
+    from retrieval.host.describe import _factory_text
 
-    text = _one(Factory.read("losses", "acme.x", loss), everything)
+    text = _factory_text(Factory.read("losses", "acme.x", loss), everything)
     assert "    a = b\n      + c\n\n- one\n- two\n" in text
     assert max(map(len, text.splitlines())) <= 100
 
