@@ -52,8 +52,7 @@ def crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:
-    """Return (top, left, height, width) of a random crop, as torchvision's `RandomResizedCrop`
-    distributes it.
+    """Return a random crop (top, left, height, width) as `RandomResizedCrop` draws it.
 
     Its area is a uniform part of the image's, its aspect ratio log-uniform; after ten boxes that do
     not fit, the largest central one that keeps the ratio in range (Szegedy et al., "Going Deeper
@@ -217,9 +216,7 @@ class Mix:
     def drawn(
         cls, table: Augmentation, key: tuple[int, int, int], size: int, shape: tuple[int, int]
     ) -> Mix | None:
-        """Return that of a batch, which follows from (seed, epoch, batch); None where the recipe
-        mixes nothing.
-        """
+        """Return what a batch is mixed with, by (seed, epoch, batch); None for no mixing."""
         if table.mix is None:
             return None
         random = np.random.default_rng([key[0] % 2**64, *key[1:], _MIX])
@@ -327,8 +324,7 @@ instead.
 
 
 class Drawing(TorchFunctionMode):
-    """Lends a generator to each call in this thread that would draw from the global one: what it
-    draws follows from a seed alone.
+    """Lends a generator to calls in this thread that would draw from the global one.
 
     Other threads draw as ever. Several `with` blocks of one seed go on where the last one stopped.
     """
@@ -366,8 +362,7 @@ _AFTERWARDS = ("transform", "_apply_image_or_video_transform")
 
 
 def without_asking(transform: Any) -> Any:
-    """Return a copy of a transform of torchvision's own that changes the image outside of
-    `Drawing`; of any other, itself.
+    """Return a copy of torchvision's own transform that changes images outside `Drawing`.
 
     Whoever writes a subclass may draw anywhere, so it is not one of torchvision's own.
     """

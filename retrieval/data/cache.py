@@ -146,9 +146,7 @@ def _in_threads(
 def _filled(
     place: Path | None, dataset: Dataset, batch: int, compute: Compute, progress: bool
 ) -> NDArray[np.float32]:
-    """Return the features of an entry, those that it lacks computed; of a temporary one where its
-    content has no name.
-    """
+    """Return the features of an entry, or of a temporary one, after computing what it lacks."""
 
     def computed(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
         blocks = compute(items)
@@ -207,9 +205,7 @@ class _Entry:
         return np.memmap(self.data, dtype=np.float32, mode="c", shape=shape)
 
     def _verified(self) -> tuple[int, set[int]]:
-        """Return the width and the blocks that are there and have their checksum; say so when some
-        are damaged.
-        """
+        """Return the width and the blocks whose checksums hold; warn of damaged ones."""
         try:
             lines = self.journal.read_bytes().split()
         except FileNotFoundError:
@@ -344,8 +340,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def dataset_identity(dataset: Dataset) -> str | None:
-    """Return a hash of the items in their order; None where their content cannot be known without
-    reading all.
+    """Return a hash of the items in order; None where only reading all would tell.
 
     Arrays are hashed whole; files (`dataset.files`) by path, size and time of change, with the
     boxes that are cut from them.

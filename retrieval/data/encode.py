@@ -80,9 +80,7 @@ def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
 
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
-    """Return the codes (B, C); of a net that asks how its numbers lie, as `Tensor.view` does, with
-    channels first.
-    """
+    """Return the codes (B, C); a net that fails with channels last is called without."""
     try:
         codes: Tensor = model(inputs, from_features)[1]
     except RuntimeError:
@@ -96,9 +94,7 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
 def pixels(
     dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256
 ) -> Tensor:
-    """Return the raw inputs themselves as vectors (N, P), unit length: the baseline that needs no
-    training.
-    """
+    """Return raw inputs as unit vectors (N, P): the baseline that needs no training."""
     flat = [
         chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)
     ]

@@ -54,7 +54,7 @@ class FeatureDataset(Dataset):
 def backbone_features(
     model: Model, dataset: Dataset, device: torch.device, batch: int
 ) -> FeatureDataset:
-    """Return the features of every item under a model's backbone, from the cache or computed now."""
+    """Return the features of every item, from the cache or computed now."""
     what = f"The backbone {type(model.backbone).__name__}"
     if (
         dataset.kind == "features"
@@ -95,8 +95,7 @@ def _by_onnxruntime(model: Model, dataset: Dataset, device: torch.device) -> Way
 
 
 def fingerprint(backbone: Backbone) -> str:
-    """Return a SHA-256 of a backbone's class, every weight and buffer, and the values that its
-    modules keep.
+    """Return a SHA-256 of a backbone's class, weights, buffers and its modules' values.
 
     A module's numbers, strings, tensors, arrays and collections of them count, since its `repr`
     need not show them. Of any other object its class counts alone: an address in memory would give
@@ -172,8 +171,7 @@ def way_of(
 
 
 class OnnxBackbone:
-    """A model's backbone as a graph for a fixed number of images, made when features are first
-    asked for. Safe in threads.
+    """A backbone as a graph for a fixed number of images, made at first use; thread-safe.
 
     With a number that is fixed, sizes are constants to the exporter: of TensorFlow's padding
     nothing is left in the graph.
@@ -215,9 +213,7 @@ class OnnxBackbone:
         return rows
 
     def _agreed(self) -> Any:
-        """Return a session whose features are torch's, of items one by one and of items among
-        others.
-        """
+        """Return a session whose features agree with torch's, for one item and for many."""
         from retrieval.model.graph import (
             OPSET,
             TOLERANCE,

@@ -99,7 +99,7 @@ class Findings:
             self._sides(i for i, subject in enumerate(self.subjects) if subject.label == label)
             for label in labels
         ]
-        return any(one - other for one in sides for other in sides)
+        return any(left - other for left in sides for other in sides)
 
     def _sides(self, items: Iterable[int]) -> set[str]:
         sides = {self.subjects[i].side for i in items} - {""}
@@ -148,19 +148,20 @@ class Findings:
         lines += _part(_BROKEN, [why for _, why in self.broken], shown)
         lines += _part(_FLAT, [why for _, why in self.flat], shown)
         for by, title in _TITLES.items():
-            group = [each for each in (*self.same, *self.near) if each.by == by]
+            group = [alike for alike in (*self.same, *self.near) if alike.by == by]
             far = f" (within {self.within[by]:.3g})" if by in self.within else ""
             ranked = sorted(
-                group, key=lambda each: (-self.leaks(each) - self.contradicts(each), each.distance)
+                group,
+                key=lambda alike: (-self.leaks(alike) - self.contradicts(alike), alike.distance),
             )
             lines += _part(title, map(self._line, ranked), shown, far + self._marked(group))
         lines += _part(_LONE, self.lone, shown)
         lines += _part(
             _SPELT,
             [
-                " / ".join(map(repr, each))
-                + (", on different sides of the split" if self.across(each) else "")
-                for each in self.spelt
+                " / ".join(map(repr, labels))
+                + (", on different sides of the split" if self.across(labels) else "")
+                for labels in self.spelt
             ],
             shown,
         )
@@ -251,9 +252,7 @@ _SPELT = (
 
 
 def _part(title: _Title, lines: Iterable[str], shown: int, about: str = "") -> list[str]:
-    """Return a heading with a number and what is said about them all, and the first lines below it;
-    nothing where there is none.
-    """
+    """Return a heading with the number of lines and the first of them; nothing for none."""
     every = list(lines)
     if not every:
         return []
@@ -269,8 +268,7 @@ def lone_labels(subjects: Sequence[Subject]) -> list[str]:
 
 
 def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
-    """Return labels that differ in case, spaces, Unicode form or as numbers are written (1, 1.0,
-    01) alone.
+    """Return groups of labels that differ only in case, spaces, Unicode or number form.
 
     Most likely each group is one class, written in several ways.
     """

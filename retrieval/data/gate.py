@@ -1,6 +1,4 @@
-"""The gate that every dataset passes, whoever reads it: labels, keys and numbers that cannot be
-trained on.
-"""
+"""The check that every dataset passes: labels, keys and finite numbers."""
 
 from __future__ import annotations
 

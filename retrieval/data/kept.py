@@ -90,8 +90,7 @@ def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]
 def by_class(
     indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS
 ) -> NDArray[np.int64]:
-    """Return up to `number` of the indices, whole classes where they are small: Recall@1 needs
-    items that have a partner.
+    """Return up to `number` of the indices, in whole classes where they are small.
 
     Classes are taken evenly spaced; with few large classes, items of each.
     """

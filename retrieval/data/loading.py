@@ -82,7 +82,7 @@ class RawInputs:
             shape = (len(dataset), *preprocessing.shape)
             if np.prod(shape, dtype=np.int64) <= budget:
                 self._kept = np.empty(shape, np.uint8)
-                self._made = np.zeros(len(dataset), bool)
+                self._decoded = np.zeros(len(dataset), bool)
 
     @property
     def in_memory(self) -> bool:
@@ -92,7 +92,7 @@ class RawInputs:
     def ready(self, indices: NDArray[np.int64]) -> bool:
         """Whether these items cost no decoding."""
         return self.array is not None or (
-            self._kept is not None and bool(self._made[indices].all())
+            self._kept is not None and bool(self._decoded[indices].all())
         )
 
     def batch(
@@ -128,7 +128,7 @@ class RawInputs:
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
         if self._kept is not None:
-            missing = np.unique(indices[~self._made[indices]])
+            missing = np.unique(indices[~self._decoded[indices]])
             self._map(self._keep, missing.tolist(), "decode")
             return np.take(self._kept, indices, axis=0)
         return np.stack(self._map(self._item, indices.tolist(), "decode"))
@@ -145,12 +145,10 @@ class RawInputs:
     def _keep(self, index: int) -> None:
         assert self._kept is not None
         self._kept[index] = self._item(index)
-        self._made[index] = True
+        self._decoded[index] = True
 
     def _map(self, function: Any, jobs: Sequence[Any], work: str) -> list[Any]:
-        """Return what a function makes of each job: in threads, where an item of this work takes
-        long enough.
-        """
+        """Return a function's results for all jobs, in threads where one takes long enough."""
         if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads only cost
             return [function(job) for job in jobs]
         done: list[Any] = []
@@ -179,7 +177,7 @@ class RawInputs:
 
     def __getstate__(self) -> dict[str, Any]:
         """Worker processes get the dataset, and neither threads nor kept pixels."""
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_threads", "_made")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_threads", "_decoded")}
         return {**state, "_kept": None}
 
 
@@ -203,9 +201,7 @@ def _as_inputs(
 
 
 def _decoders() -> int:
-    """Return how many threads decode: each holds an image, so that more than eight would only cost
-    memory.
-    """
+    """Return the number of decoding threads; each holds an image, so at most eight."""
     return min(8, cores())
 
 
@@ -227,8 +223,7 @@ def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
 def draw_epoch(
     labels: NDArray[np.int64], sampler: Sampler, seed: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Return the batches of an epoch, (batches, P × M) positions in `labels`; the same for the same
-    seed and epoch.
+    """Return an epoch's batches, (batches, P × M) positions in `labels`, by seed and epoch.
 
     The draw is pytorch-metric-learning's `MPerClassSampler`'s, to the last item: P classes at
     random for each batch, of each M items without repetition, or with repetition where the class
@@ -459,9 +454,7 @@ class TrainBatches:
     def epoch(
         self, number: int, *, start: int = 0, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Labels]]:
-        """Return an epoch's batches: raw inputs, uint8 (B, channels, H, W) or float32 (B, F), and
-        class ids (B,) int64, of each image's two parts where images are mixed.
-        """
+        """Return an epoch's batches: raw inputs and class ids (B,) int64, or `MixedLabels`."""
         if self.batch_size % world:
             raise DataError(
                 f"[sampler]: a batch of {self.sampler.classes} classes × {self.sampler.items} items"

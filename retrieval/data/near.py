@@ -59,8 +59,7 @@ def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
 
 
 def picture(image: Image.Image) -> NDArray[np.float32] | None:
-    """Return an RGB image shrunk to its brightness, less the mean, and its colours, at unit length
-    (WIDTH,); None where it is of one colour.
+    """Return an RGB image's small picture at unit length (WIDTH,); None for one colour.
 
     A difference hash (Krawetz, "Kind of Like That", 2013) keeps the sign of each difference between
     neighbours. Here are the numbers themselves: in a flat area a sign is noise, which JPEG brings,
@@ -167,9 +166,7 @@ def _candidates(
     measure: Measure | None,
     threads: int,
 ) -> tuple[Rows, Doubles]:
-    """Return rows (Q, n) near to those that are asked for, and how far they are; NaN for one that
-    is there twice.
-    """
+    """Return rows (Q, n) near the queries and their distances; NaN marks a repeated row."""
     searches = [
         nearest(vectors[queries], vectors, count, span=span, threads=threads) for span in spans
     ]

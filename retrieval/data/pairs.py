@@ -1,5 +1,4 @@
-"""Lists of pairs, "the same or not": a CSV file of item keys, or Labeled Faces in the Wild's own
-layout.
+"""Lists of pairs, "the same or not": a CSV file, or Labeled Faces in the Wild's layout.
 
 Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face
 Recognition in Unconstrained Environments", University of Massachusetts, TR 07-49, 2007.
@@ -338,8 +337,7 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
 
 
 def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
-    """Read LFW's list of people: `people.txt`, which has folds, or `peopleDevTrain.txt` and
-    `peopleDevTest.txt`.
+    """Read LFW's list of people: `people.txt`, or a list of its development view.
 
     Args:
         file: the list. With folds: their number, then for each how many people, and a line `NAME
@@ -380,12 +378,14 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
                 people.append((line, words[0], int(words[1])))
                 continue
             where = f"fold {k + 1}" if folds else "the list"
-            there = (
+            found_text = (
                 f"line {line} is '{' '.join(words)[:60]}', not 'NAME images'"
                 if words
                 else "the file ends"
             )
-            problems.append(f"{where} should have {size:,} people; after {len(people):,} {there}.")
+            problems.append(
+                f"{where} should have {size:,} people; after {len(people):,} {found_text}."
+            )
             return folds_read, problems
     if extra := list(lines):
         problems.append(

@@ -23,8 +23,7 @@ ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
 
 
 def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[str]]:
-    """Return the indices of the images that can be decoded, and a sentence on each of the others,
-    which stderr names too.
+    """Return the indices of images that can be decoded, and a sentence on each other.
 
     Each image is decoded in full: a file that is cut short has a sound header. What was found is
     kept in the cache until a file changes, so that only the first run waits for it.

@@ -1,6 +1,4 @@
-"""The binary version of CIFAR-10 and CIFAR-100: records of one or two label bytes, then red, green
-and blue planes.
-"""
+"""CIFAR's binary records: one or two label bytes, then red, green and blue planes."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ SIDES = {
 
 
 def sides(column: Sequence[str] | None) -> list[str] | None:
-    """Return a table's column `split` with the names of `SPLITS`: "val" and "Train" are known,
-    others stay.
-    """
+    """Return a table's column `split` with the names of `SPLITS`; unknown ones stay."""
     if column is None:
         return None
     known = {name: side for name, (side, role) in SIDES.items() if not role}
@@ -68,9 +66,7 @@ class Splits:
 
     @property
     def held_out(self) -> Items:
-        """The items that did not train, the test side before the validation part; where there are
-        none, those that did.
-        """
+        """The test items; without them the validation items, or else those that trained."""
         return next((side for side in (self.query, self.validation) if len(side)), self.train)
 
     @property
@@ -160,12 +156,10 @@ def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
 def _sides(
     dataset: Dataset, split: Split, labels: Items, classes: list[str]
 ) -> tuple[Items, Items, Items]:
-    """Return the items that train (and validate), that validate by the dataset's own word, and that
-    test.
-    """
+    """Return the items that train, that validate by the dataset's own split, that test."""
     none = np.empty(0, np.int64)
     if split.by == "given":
-        return _given(dataset)
+        return _own_split(dataset)
     if split.by == "class":
         held = np.isin(labels, _held_out(split.test, classes))
         return np.flatnonzero(~held), none, np.flatnonzero(held)
@@ -178,7 +172,7 @@ def _sides(
     return train, none, test
 
 
-def _given(dataset: Dataset) -> tuple[Items, Items, Items]:
+def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
     own, roles = dataset.splits, dataset.roles
     if own is None and (roles is None or not any(roles)):
         refuse(

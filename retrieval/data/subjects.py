@@ -1,6 +1,4 @@
-"""Items to be looked at one by one: of files, folders and tables as an index takes them, or of a
-dataset with its split.
-"""
+"""Items for `check_data`: of files, folders and tables, or of a dataset with its split."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ class Subjects(ABC):
 
     @abstractmethod
     def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
-        """Give items by their numbers, ascending, each with what has to be read in order; not for
-        several threads.
-        """
+        """Give items by ascending numbers, each with its content; not for several threads."""
 
     @abstractmethod
     def open(self, row: int, content: bytes | DataError | None) -> Item:

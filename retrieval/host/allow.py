@@ -74,9 +74,7 @@ def sources(item: str, near: Path) -> list[Path]:
 
 
 def _module_files(name: str, near: Path) -> list[Path]:
-    """Return the files of a module that lies where the command runs or beside the recipe, rather
-    than being installed.
-    """
+    """Return the files of a module beside the recipe or the working folder; none if installed."""
     if name in sys.modules or not name.isidentifier():
         return []
     try:

@@ -1,6 +1,4 @@
-"""How many cores this process may use: fewer than the machine has, in a container or under
-`taskset`.
-"""
+"""How many cores this process may use, by its affinity and its cgroup's quota."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from pathlib import Path
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use, at least 1: those of its affinity, or of its
-    cgroups' quota if fewer.
+    """Return how many cores this process may use, at least 1; a quota of 1.5 cores counts as 2.
 
     A quota of 1.5 cores counts as 2.
     """
@@ -19,16 +16,13 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def default_threads() -> int:
-    """Return how many threads a computation has by default: the user's `OMP_NUM_THREADS`, or one
-    for each core.
-    """
+    """Return `OMP_NUM_THREADS`, or one thread for each core."""
     setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(setting) if setting.isdecimal() and int(setting) > 0 else cores()
 
 
 def limit_threads(root: Path = Path("/")) -> None:
-    """Have torch, FAISS and BLAS start no more threads than the quota allows, where they are loaded
-    after this.
+    """Have torch, FAISS and BLAS, loaded after this, start no more threads than the quota.
 
     They follow the affinity by themselves, and know no quota. A user's own `OMP_NUM_THREADS` is
     left alone.
@@ -47,9 +41,7 @@ def _affinity() -> int:
 
 
 def _quota(root: Path) -> float:
-    """Return how many cores' time the cgroups of this process allow; infinity where they set no
-    limit.
-    """
+    """Return the cores' time that the cgroups of this process allow; infinity for no limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux, or no /proc
@@ -76,9 +68,7 @@ def _quota(root: Path) -> float:
 
 
 def _limit(folder: Path) -> float:
-    """Return how many cores' time one cgroup allows: `cpu.max` of version 2, or the two files of
-    version 1.
-    """
+    """Return the cores' time that one cgroup allows, by version 2 or version 1."""
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()[:2]
     except (OSError, ValueError):

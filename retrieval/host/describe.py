@@ -5,15 +5,13 @@ from __future__ import annotations
 import textwrap
 
 from retrieval.errors import PluginError, did_you_mean
-from retrieval.host.factory import COMPONENTS, KINDS, Factory, Parameter
-from retrieval.host.plugins import BUILT_IN, SHORT, Plugins
+from retrieval.host.factory import BUILT_IN, COMPONENTS, KINDS, SHORT, Factory, Parameter
+from retrieval.host.plugins import Plugins
 from retrieval.host.values import toml_value
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
-    """Return every plugin with its origin, what it offers by kind, one line each, and what of it is
-    disabled and why.
-    """
+    """Return every plugin, its factories by kind, and what is disabled and why."""
     if kind is not None and kind not in KINDS:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
@@ -46,9 +44,7 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
 
 
 def show_text(plugins: Plugins, name: str) -> str:
-    """Return documentation, parameter table and recipe snippet of everything called `name`, of any
-    kind.
-    """
+    """Return documentation, parameters and recipe snippet of every factory called `name`."""
     matches = [
         factories[full]
         for kind in KINDS
@@ -64,10 +60,10 @@ def show_text(plugins: Plugins, name: str) -> str:
             "Nothing is called"
             f" '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
         )
-    return "\n\n".join(_one(factory, plugins) for factory in matches)
+    return "\n\n".join(_factory_text(factory, plugins) for factory in matches)
 
 
-def _one(factory: Factory, plugins: Plugins) -> str:
+def _factory_text(factory: Factory, plugins: Plugins) -> str:
     lines = [f"{factory.name} ({KINDS[factory.kind]})", "", *_wrap(factory.description), ""]
     if factory.parameters:
         lines.append("Parameters")
@@ -143,9 +139,7 @@ def _inline(factory: Factory) -> str:
 
 
 def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
-    """Return the table, the name and the parameter of something that takes a part of this kind and
-    needs nothing else.
-    """
+    """Return table, name and parameter of a factory that takes a part of this kind alone."""
     for table in ("loss", "miner") if plugins else ():
         for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
             place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)

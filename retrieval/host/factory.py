@@ -34,7 +34,10 @@ from typing import (
     get_type_hints,
 )
 
+import pluggy
+
 from retrieval.errors import PluginError, RecipeError, RetrievalError, did_you_mean
+from retrieval.host import hookspecs
 from retrieval.host.values import check_values, toml_value, type_text
 
 if TYPE_CHECKING:
@@ -104,8 +107,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """Marks a parameter that is made by another factory: `Annotated[nn.Module | None,
-    Part("reducers")]`.
+    """Marks a parameter that another factory makes: `Annotated[T, Part("reducers")]`.
 
     Attributes:
         kind: one of `KINDS`.
@@ -144,9 +146,7 @@ def traits(**values: bool) -> Callable[[T], T]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a factory: its name, type, default (`inspect.Parameter.empty` when required)
-    and meaning.
-    """
+    """One parameter of a factory; its default is `inspect.Parameter.empty` when required."""
 
     name: str
     annotation: Any
@@ -227,7 +227,7 @@ class Factory:
             typed = p.name in reading.hints
             annotation = reading.hints.get(p.name, Any)
             marked, many = _part(annotation)
-            part, each = (marked.kind, marked.each) if marked else (None, None)
+            part, widths = (marked.kind, marked.each) if marked else (None, None)
             if part and part not in KINDS:
                 faults.append(
                     f"marks '{p.name}' as Part({part!r}), and there is no such"
@@ -240,14 +240,14 @@ class Factory:
             # one that is a word or a number by default is the author's own affair, whatever its
             # name
             own = p.name == "distance" and isinstance(p.default, str | int | float)
-            given = p.name in GIVEN and not part and not own
-            doc = docs.get(p.name) or (GIVEN[p.name] if given else meaning)
+            from_host = p.name in GIVEN and not part and not own
+            doc = docs.get(p.name) or (GIVEN[p.name] if from_host else meaning)
             if not doc:
                 hints.append(f"it does not document '{p.name}' under 'Args:'")
-            if not (typed or part or given or p.name in UPSTREAM):
+            if not (typed or part or from_host or p.name in UPSTREAM):
                 hints.append(f"'{p.name}' has no type, so a recipe's value is handed on as it is")
             parameters.append(
-                Parameter(p.name, annotation, p.default, doc, part, many, given, each)
+                Parameter(p.name, annotation, p.default, doc, part, many, from_host, widths)
             )
         if reading.loose:
             hints.append(
@@ -263,9 +263,7 @@ class Factory:
 
     @cached_property
     def supports_ref_emb(self) -> bool:
-        """Whether the loss or miner accepts a reference set (synthetic negatives, cross-batch
-        memory).
-        """
+        """Whether the loss or miner accepts a reference set, as for synthetic negatives."""
         return self._supports("ref_emb", "ref_emb")
 
     @cached_property
@@ -274,9 +272,7 @@ class Factory:
         return self._supports("miner", "indices_tuple")
 
     def _supports(self, trait: str, argument: str) -> bool:
-        """What `traits` states; else whether the call of the class, or of the function's return
-        type, names it.
-        """
+        """Whether `traits`, or else the call of the class or returned type, names the argument."""
         stated = getattr(self.make, "__retrieval_traits__", {}).get(trait)
         if stated is not None:
             return bool(stated)
@@ -333,9 +329,7 @@ class Factory:
 
     @cached_property
     def _types(self) -> tuple[type[BaseModel], set[str]]:
-        """What pydantic checks values by, and the parameters that keep their defaults since no
-        recipe can write their type.
-        """
+        """Return pydantic's model of the values, and the parameters that no recipe can write."""
         from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
         fields: dict[str, Any] = {}
@@ -415,6 +409,33 @@ def _part(annotation: Any) -> tuple[Part | None, bool]:
             if mark:
                 return mark, many
     return None, False
+
+
+# --- what the package itself offers, found without loading any plugin
+
+BUILT_IN = "core"
+"""The plugin that passes on what the package itself offers."""
+SHORT = ("augmentations", "indexes", "metrics", "stores")
+"""The kinds whose parts in that plugin need no more than their short names: `flat` is `core.flat`.
+"""
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Return a plugin manager that knows every hook and no plugin."""
+    manager = pluggy.PluginManager("retrieval")
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def own_factories(kind: str, module: types.ModuleType) -> dict[str, Factory]:
+    """Return what a module of the package itself offers through its hook, by short name."""
+    manager = new_manager()
+    manager.register(module, BUILT_IN)
+    return {
+        short: Factory.read(kind, f"{BUILT_IN}.{short}", make)
+        for offered in getattr(manager.hook, f"retrieval_{kind}")()
+        for short, make in offered.items()
+    }
 
 
 # --- reading a signature
@@ -505,9 +526,7 @@ def _spells(owner: type, homes: list[Callable[..., Any]]) -> bool:
 def _chain(
     make: Callable[..., Any],
 ) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
-    """Yield each function whose parameters reach the factory, its signature without `self`, and
-    what is given already.
-    """
+    """Yield each function that spells parameters out, its signature, and what is supplied."""
     if not inspect.isclass(make):
         yield make, inspect.signature(make), set()
         return
@@ -552,8 +571,7 @@ def _takes_more(function: Callable[..., Any]) -> bool:
 
 
 def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | None:
-    """Return what an `__init__` gives the next one: keywords, number of positional ones, whether
-    `**kwargs` too.
+    """Return what an `__init__` gives the next: keywords, positional ones, `**kwargs` or not.
 
     None where its source cannot be had.
     """

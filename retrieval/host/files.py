@@ -43,8 +43,7 @@ def whole_file(
     private: bool = False,
     shared: bool = False,
 ) -> Iterator[Path]:
-    """Give an empty file beside `path` to write; at the end it is synced and takes the name `path`,
-    or disappears on any fault.
+    """Give an empty file beside `path`, which is synced and renamed to `path` at the end.
 
     A process that is killed leaves `NAME.tmp`, which the next writer removes.
 
@@ -109,8 +108,7 @@ def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None
 
 @contextlib.contextmanager
 def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterator[Path]:
-    """Give a hidden folder beside `path` to fill; at the end it is synced and takes the name
-    `path`, or disappears on any fault.
+    """Give a hidden folder beside `path`, which is synced and renamed to `path` at the end.
 
     A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, which the next such
     folder beside it clears.
@@ -134,9 +132,7 @@ def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterato
 
 
 def rename_whole(finished: Path, output: Path, *, replace: bool, taken: RetrievalError) -> None:
-    """Rename a finished, synced folder to its place; an older one that is there gives way in the
-    same instant.
-    """
+    """Rename a synced folder to its place; an older folder gives way in the same instant."""
     if not output.exists():
         try:
             finished.rename(output)
@@ -167,9 +163,7 @@ def rename_whole(finished: Path, output: Path, *, replace: bool, taken: Retrieva
 
 
 def sync(path: Path) -> None:
-    """Have the file, or the folder's list of names, on the disk: a name must not survive a power
-    cut that its content doesn't.
-    """
+    """Sync a file, or a folder's list of names, to the disk."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -193,9 +187,7 @@ def _umask() -> int:
 
 
 def _exchanged(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders by Linux's renameat2; False where that does not exist or
-    refuses.
-    """
+    """Exchange two folders' names by Linux's renameat2; False where that is not possible."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -208,8 +200,7 @@ def _exchanged(first: Path, second: Path) -> bool:
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
-    """Give an empty private folder `PREFIXxxxxxxxxSUFFIX`, which is removed at the end, if it still
-    has that name.
+    """Give an empty private folder `PREFIXxxxxxxxxSUFFIX`, which is removed at the end.
 
     Beside it lies `PREFIXxxxxxxxxSUFFIX.lock`, which the system lets go when all processes that
     hold it have ended, however they end. What such processes left in `parent`, with the same first

@@ -34,9 +34,7 @@ MAX_FILES, MAX_BYTES = 1_000, 64 << 20
 
 
 def is_file_plugin(item: str) -> bool:
-    """Whether a recipe's or `--plugin`'s word is a file (`x.py`) or a folder (`x/`), and not a
-    module's name.
-    """
+    """Whether a word names a file (`x.py`) or a folder (`x/`), and not a module."""
     return item.endswith((".py", "/", os.sep))
 
 
@@ -80,9 +78,7 @@ class FilePlugin:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """All that belongs to it, by the path below the folder: the file, or the whole folder but
-        what is hidden or compiled.
-        """
+        """The plugin's files by relative path: the file, or all of the folder but hidden ones."""
         if not self.is_folder:
             return {self.path.name: self.path}
         files: dict[str, Path] = {}
@@ -190,9 +186,7 @@ class FilePlugin:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time: bytecode beside a file that the user has read may be
-    anybody's.
-    """
+    """Compiles the source each time: bytecode beside it may be anybody's."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -214,9 +208,7 @@ class PluginSource:
 
 
 def name_of(item: str) -> PluginSource:
-    """Return the name that a file, folder or module gives its plugin, and what to call it in a
-    sentence.
-    """
+    """Return the name of a file's, folder's or module's plugin, and its origin in words."""
     if is_file_plugin(item):
         path = Path(item).resolve()
         return PluginSource(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")

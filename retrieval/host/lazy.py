@@ -35,8 +35,7 @@ def lazy(
 
 @contextmanager
 def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
-    """Inside, whoever imports a module that is not loaded gets an empty one, with these names only;
-    after, the real one.
+    """Give importers of a module an empty one with these names, for as long as it lasts.
 
     A command that trains starts in less than half the time. It holds for all threads: nothing may
     run inside that needs the real one.
@@ -67,9 +66,7 @@ def keep_compiler_out() -> None:
 
 
 def load_compiler() -> None:
-    """Load it where something will be compiled, before the first optimiser is made: what is loaded
-    is not kept out.
-    """
+    """Load torch's compiler before the first optimiser: a loaded module is not kept out."""
     import torch._dynamo  # noqa: F401
 
 

@@ -43,9 +43,7 @@ def calling(what: str, smaller: str = SMALLER_BATCH) -> Iterator[None]:
 
 
 def failure(what: str, error: Exception) -> str:
-    """Return who failed, how, and where in the plugin, without a full stop: "The loss acme.margin
-    failed: KeyError: 'x' (…)".
-    """
+    """Return who failed, how and where in the plugin: "The loss acme.margin failed: …"."""
     reason = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
     if isinstance(error, NotImplementedError) and "forward" in reason:
         reason = "it defines no forward"

@@ -27,8 +27,7 @@ from retrieval.errors import (
     RetrievalError,
     did_you_mean,
 )
-from retrieval.host import hookspecs
-from retrieval.host.factory import GIVEN, KINDS, Factory, Parameter
+from retrieval.host.factory import BUILT_IN, GIVEN, KINDS, SHORT, Factory, Parameter, new_manager
 from retrieval.host.importing import (
     PluginSource,
     import_extra,
@@ -38,32 +37,7 @@ from retrieval.host.importing import (
     reason,
     refuse_misspelt,
 )
-from retrieval.host.objects import OBJECT, is_object, missing, object_plugin, refuse_no_objects
-
-BUILT_IN = "core"
-"""The plugin that passes on what the package itself offers."""
-SHORT = ("augmentations", "indexes", "metrics", "stores")
-"""The kinds whose parts in that plugin need no more than their short names: `flat` is `core.flat`.
-"""
-
-
-def new_manager() -> pluggy.PluginManager:
-    """Return a plugin manager that knows every hook and no plugin."""
-    manager = pluggy.PluginManager("retrieval")
-    manager.add_hookspecs(hookspecs)
-    return manager
-
-
-def own_factories(kind: str, module: ModuleType) -> dict[str, Factory]:
-    """Return what a module of the package itself offers through its hook, by short name."""
-    manager = new_manager()
-    manager.register(module, BUILT_IN)
-    return {
-        short: Factory.read(kind, f"{BUILT_IN}.{short}", make)
-        for offered in getattr(manager.hook, f"retrieval_{kind}")()
-        for short, make in offered.items()
-    }
-
+from retrieval.host.python_parts import OBJECT, is_object, missing, object_plugin, refuse_no_objects
 
 GROUP = "retrieval"
 
@@ -125,9 +99,7 @@ class Plugins:
         return dict(sorted(sound.items()))
 
     def disabled(self, kind: str) -> dict[str, str]:
-        """Return what of a kind cannot be used, by its full name (or the plugin's, when its whole
-        hook failed), and why.
-        """
+        """Return the factories (or plugins whose hook failed) that cannot be used, and why."""
         read = {name: self._factory(kind, name) for name in self._offered(kind)}
         return {
             name: str(fault)
@@ -232,9 +204,7 @@ class Plugins:
             ) from error
 
     def full_name(self, kind: str, name: str) -> str:
-        """Return a built-in part's name in full where it is short (see `retrieval.host.plugins`),
-        any other name as it is.
-        """
+        """Return the full name of a built-in part, as `core.flat` for `flat`; others unchanged."""
         whole = f"{BUILT_IN}.{name}"
         return whole if kind in SHORT and whole in self.factories(kind) else name
 
@@ -315,14 +285,14 @@ class Plugins:
                 for place, part in _parts(p, values[p.name], f"{where} {p.name}"):
                     yield from self._check(p.part, part, place)
 
-    def build(self, kind: str, values: Any, given: Mapping[str, Any] | None = None) -> Any:
+    def build(self, kind: str, values: Any, known: Mapping[str, Any] | None = None) -> Any:
         """Build what a table `{name = …, parameters}` describes, its parts first.
 
         Args:
             kind: one of `KINDS`.
             values: the recipe's table. A part in it may be an object that is made already
                 (`is_made`).
-            given: what the host knows (`factory.GIVEN`); passed on to every factory that names it.
+            known: what the host knows (`factory.GIVEN`); passed on to every factory that names it.
 
         Raises:
             PluginError: the name is unknown.
@@ -330,7 +300,7 @@ class Plugins:
         """
         if is_made(values):
             return values
-        given = given or {}
+        known = known or {}
         table = _table(values) or {}
         factory = self.find(kind, str(table.get("name")))
         checked, problems = factory.check(
@@ -339,8 +309,8 @@ class Plugins:
         if problems:
             raise RecipeError(problems)
         for p in factory.parameters:
-            if p.from_host and given.get(p.name) is not None:
-                checked[p.name] = given[p.name]
+            if p.from_host and known.get(p.name) is not None:
+                checked[p.name] = known[p.name]
             elif p.part and p.required and p.name not in checked:
                 raise RecipeError(
                     [
@@ -352,7 +322,7 @@ class Plugins:
                 parts = [
                     self.build(p.part, part, context)
                     for _, part in _parts(p, checked[p.name], p.name)
-                    for context in _widths(p, checked, given)
+                    for context in _widths(p, checked, known)
                 ]
                 checked[p.name] = parts if p.many or p.each else parts[0]
             elif p.given and p.default is inspect.Parameter.empty:
@@ -384,20 +354,18 @@ def _table(values: Any) -> dict[str, Any] | None:
 
 
 def is_made(value: Any) -> bool:
-    """Return whether a value is the part itself, and neither its name nor its table nor anything
-    else that TOML can say.
-    """
+    """Return whether a value is the part itself, not its name, its table or plain TOML."""
     return not isinstance(
         value, str | bytes | int | float | Mapping | list | tuple | date | time | None
     )
 
 
 def _widths(
-    p: Parameter, checked: Mapping[str, Any], given: Mapping[str, Any]
+    p: Parameter, checked: Mapping[str, Any], known: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
     """Return what the host gives to each of the parts that one parameter asks for."""
     widths = checked.get(p.each, []) if p.each else []
-    return [*({**given, "embedding_size": width} for width in widths), given]
+    return [*({**known, "embedding_size": width} for width in widths), known]
 
 
 def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
@@ -462,9 +430,7 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
 
 
 def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
-    """Return each plugin's entry point and its distribution, refusing a name that two distributions
-    claim.
-    """
+    """Return each plugin's entry point and distribution; two claims of one name are refused."""
     entries: dict[str, tuple[EntryPoint, str]] = {}
     seen: set[str] = set()
     for distribution in distributions():
@@ -491,9 +457,7 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
 
 
 def installed_plugins() -> dict[str, str]:
-    """Return the distribution of each installed plugin, without loading any; a clash is refused as
-    in `load_plugins`.
-    """
+    """Return the distribution of each installed plugin, without loading any."""
     return {name: origin for name, (_, origin) in _entry_points(set()).items()}
 
 

@@ -1,6 +1,4 @@
-"""`retrieval plugins new`: a plugin's repository that works as it is written, with one part of any
-kind, its test and a CI file.
-"""
+"""`retrieval plugins new`: a plugin's repository with one part, its test and a CI file."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ TRAIN = "retrieval train recipe.toml"
 
 @dataclass(frozen=True)
 class Example:
-    """What a package of a kind offers: the class, the name in its hook, and the command that uses
-    it.
-    """
+    """The class that a kind's package offers, its name in the hook, a command that uses it."""
 
     make: str
     part: str

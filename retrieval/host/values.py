@@ -1,5 +1,4 @@
-"""Values against types, strictly, and in sentences: what the tables of a recipe and the factories
-of plugins share.
+"""Values against types, strictly, with sentences for recipes and for factories.
 
 pydantic decides whether a value fits; the sentences are ours, written from the type that was asked
 for.
@@ -48,9 +47,7 @@ _LIMITS = {
 
 
 def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check values strictly against a pydantic model, with TOML's types: arrays serve as tuples,
-    text as paths.
-    """
+    """Check values strictly against a pydantic model; arrays serve as tuples, text as paths."""
     checked, faults = check_values(model, values)
     if faults:
         raise RecipeError(faults.values())
@@ -166,9 +163,7 @@ def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
 
 
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
-    """Follow an error's path as far as it is the user's: pydantic adds the branches of unions to
-    it.
-    """
+    """Follow an error's path as far as the user wrote it; pydantic adds branches of unions."""
     place: Place = ()
     annotation, value, container = model, values, model
     for step in loc:

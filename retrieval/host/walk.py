@@ -1,6 +1,4 @@
-"""The one walk through a folder of data: links are followed, circles end, hidden entries are
-skipped.
-"""
+"""The one walk through a folder of data: links are followed, circles end, hidden skipped."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def leads_nowhere(path: Path) -> bool:
-    """Return whether a path is a symbolic link without a target: none is there, or the link is a
-    circle.
-    """
+    """Return whether a path is a symbolic link without a target, or in a circle."""
     return path.is_symlink() and not path.exists()
 
 

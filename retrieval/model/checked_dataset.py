@@ -1,6 +1,4 @@
-"""What a plugin's dataset gives is checked where it enters the host: its columns once, each item
-when it is asked for.
-"""
+"""A plugin's dataset, checked: its columns once, each item when it is read."""
 
 from __future__ import annotations
 
@@ -62,15 +60,15 @@ class CheckedDataset(Dataset):
         columns = {part: getattr(dataset, part, None) for part in _COLUMNS}
         lengths = _lengths(dataset, columns, wrong)
         if len(set(lengths.values())) > 1:
-            each = ", ".join(f"{n} {part}" for part, n in lengths.items())
-            wrong.append(f"its parts differ in length: {each}")
+            parts = ", ".join(f"{n} {part}" for part, n in lengths.items())
+            wrong.append(f"its parts differ in length: {parts}")
         lists = {
             part: _listed(column) if part in lengths else None for part, column in columns.items()
         }
         self.labels = _texts(lists["labels"] or [], "labels", "a label", wrong)
-        found = len(wrong)
+        faults_before = len(wrong)
         self.keys = _texts(lists["keys"] or [], "keys", "a key", wrong)
-        if len(wrong) == found:
+        if len(wrong) == faults_before:
             _check_keys(self.keys, wrong)
         self.splits, self.roles = lists["splits"], lists["roles"]
         self.metadata, self.files = lists["metadata"], lists["files"]
@@ -162,9 +160,7 @@ def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> 
 
 
 def _listed(column: Any) -> list[Any]:
-    """Return a column as a list: a pandas column would be asked by its own index, a tensor gives
-    tensors.
-    """
+    """Return a column as a list: pandas columns and tensors are indexed differently."""
     return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
 
 

@@ -148,8 +148,7 @@ class Miner(Protocol):
 
 
 class Generator(nn.Module):
-    """Makes synthetic features from triplets' features; the head turns them into codes that extend
-    the reference set.
+    """Makes synthetic features from triplets' features, which extend the reference set.
 
     With parameters, the host gives it an optimiser of its own, stepped on `objective` alone.
     Without (a closed form), `objective` is never called. The loss's gradient passes through
@@ -162,8 +161,7 @@ class Generator(nn.Module):
     replaces: ClassVar[Literal["positive", "negative"]] = "negative"
 
     def bind(self, head: nn.Module) -> None:
-        """Take note of the model's head, for a generator that asks what the current metric is; does
-        nothing by default.
+        """Take note of the model's head, for a generator that uses the current metric.
 
         Called once, when the model is built and before it trains. The head stays the model's: kept
         as an attribute it would be a sub-module, saved and trained twice, which is refused. Keep it
@@ -206,8 +204,7 @@ class Generator(nn.Module):
 
 @dataclass(frozen=True)
 class Subspace:
-    """Columns `start` to `stop` of the index vector that FAISS searches by themselves, for
-    candidates of their own.
+    """Columns `start` to `stop` of the index vector, searched for candidates of their own.
 
     Merge "score" multiplies the sub-space's scores with `weight`, which is above 0.
     """
@@ -300,17 +297,13 @@ class Combiner(BaseDistance):
         return ()
 
     def choose_candidates(self, codes: Tensor) -> int:
-        """Return how many candidates the rescorer is given by default; asked at export with codes
-        (N, C) of real items.
-        """
+        """Return the rescorer's default number of candidates, by codes (N, C) of real items."""
         return self.candidates
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """A scikit-learn estimator on feature vectors; works alone, in a `Pipeline` and in
-    `GridSearchCV`.
-    """
+    """A scikit-learn estimator on feature vectors, also in `Pipeline` and `GridSearchCV`."""
 
     def fit(self, X: NDArray[np.floating[Any]], y: NDArray[Any]) -> Any:
         """Learn from features (N, F) and labels (N,)."""
@@ -319,9 +312,7 @@ class Learner(Protocol):
         """Return codes (N, C)."""
 
     def to_model_parts(self) -> tuple[nn.Module, Combiner | None]:
-        """Return the head (features → codes, the same numbers as `transform`) and the combiner, if
-        any.
-        """
+        """Return the head, with the numbers of `transform`, and the combiner or None."""
 
 
 class Metric(Protocol):
@@ -348,15 +339,6 @@ class Metric(Protocol):
                 left out, has the query's label; k is at least `depth`.
             relevant: (Q,) how many items of the gallery have the query's label, at least 1.
         """
-
-
-def count_indices(indices: TripletIndices | None) -> int:
-    """Return how many triplets, or how many positive and negative pairs, a miner gave."""
-    if indices is None:
-        return 0
-    if len(indices) == 3:
-        return int(indices[0].numel())
-    return int(indices[0].numel() + indices[2].numel())
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:

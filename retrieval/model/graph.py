@@ -91,9 +91,7 @@ def head_encoder(model: Model) -> Encoder:
 
 
 class Rescorer(nn.Module):
-    """A combiner's distance as a graph of its own: codes (Q, C) and (N, C) to distances (Q, N),
-    float32.
-    """
+    """A combiner's distance as a graph: codes (Q, C) and (N, C) to distances (Q, N)."""
 
     def __init__(self, combiner: Combiner) -> None:
         super().__init__()
@@ -114,9 +112,7 @@ class Signature:
 
 @contextlib.contextmanager
 def ready(model: Model) -> Iterator[None]:
-    """Evaluation mode on the CPU in the plain memory layout inside; mode, device and layout are
-    restored after.
-    """
+    """Hold the model in evaluation mode on the CPU, and restore mode, device and layout."""
     modes = [(module, module.training) for module in model.modules()]
     device = next(
         (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
@@ -213,8 +209,7 @@ def to_onnx(
 
 
 def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.ModelProto:
-    """Return the same graph without what the exporter notes beside it, and with the signature's
-    shapes.
+    """Return the graph with the signature's shapes and without the exporter's notes.
 
     The notes hold source paths of the exporting machine; the intermediate shapes of the "dynamo"
     exporter make ONNX Runtime's quantisation fail; neither is needed to run.
@@ -287,9 +282,7 @@ def first_line(fault: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings and no log lines below ERROR: exporters and converters speak of their own insides
-    there.
-    """
+    """Suppress warnings and log lines below ERROR while exporters and converters run."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -302,9 +295,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """Nothing comes out of file descriptor 1: an exporter that fails prints its whole graph there,
-    past `sys.stdout`.
-    """
+    """Suppress file descriptor 1: a failing exporter prints its whole graph there."""
     if sys.stdout is not None:
         sys.stdout.flush()
     try:

@@ -1,5 +1,4 @@
-"""What a plugin's part gives is checked where it enters the host: one sentence names the part, what
-it gave, and what it should give.
+"""What a plugin's part returns is checked on every call, with one sentence per fault.
 
 Shapes, types and devices cost nothing; where a miner's indices point is read in one transfer per
 batch.
@@ -119,6 +118,15 @@ def checked_indices(
                     " at, numbered from 0."
                 )
     return cast(TripletIndices, tuple(indices))
+
+
+def count_indices(indices: TripletIndices | None) -> int:
+    """Return how many triplets, or how many positive and negative pairs, a miner gave."""
+    if indices is None:
+        return 0
+    if len(indices) == 3:
+        return int(indices[0].numel())
+    return int(indices[0].numel() + indices[2].numel())
 
 
 def checked_rows(

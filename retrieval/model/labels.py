@@ -1,6 +1,4 @@
-"""The one reading of labels that callers give as lists or arrays: text or whole numbers, of one
-kind, none missing.
-"""
+"""The one reading of labels: text or whole numbers, of one kind, none missing."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ class LabelsError(DataError, ValueError):
 
 
 def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDArray[Any]:
-    """Return labels (N,) as an array of text, or of whole numbers, whose values are equal exactly
-    where the labels are.
+    """Return labels (N,) as text or whole numbers, equal exactly where the labels are.
 
     Floats that are whole numbers, as pandas makes them of a column that had gaps, are read as whole
     numbers.
@@ -56,8 +53,7 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
 
 
 def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
-    """Return values (N,) as an array in which each is what it was, none missing, and text not
-    beside anything else.
+    """Return values (N,) unchanged, none missing and text not beside other types.
 
     Args:
         values: as `read_labels` takes them.
@@ -132,9 +128,7 @@ def is_missing(value: Any) -> bool:
 
 
 def _unchanged(labels: Any) -> NDArray[Any]:
-    """Return labels as an array in which each value is what it was: NumPy makes text of NaN and
-    numbers beside text.
-    """
+    """Return labels as an array of the same values; NumPy alone makes text of mixed ones."""
     if isinstance(labels, np.ma.MaskedArray):
         shown: NDArray[Any] = labels.data.astype(object)
         shown[np.ma.getmaskarray(labels)] = None

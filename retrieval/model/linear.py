@@ -48,9 +48,7 @@ class LinearMap(MetricLearner):
         return self.components_.T @ self.components_
 
     def get_metric(self) -> MetricFunction:
-        """Return a function of two feature vectors (F,) that gives their learned distance; see
-        `MetricLearner.get_metric`.
-        """
+        """Return a function that gives the learned distance of two feature vectors (F,)."""
         check_is_fitted(self, "components_")
         rows = np.array(self.components_, dtype=np.float64)
 
@@ -75,8 +73,7 @@ class LinearMap(MetricLearner):
 
 
 def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
-    """Return labels (N,), numbers or text, as codes 0 to C − 1, refusing those with nothing to
-    learn from.
+    """Return labels (N,) as numbers 0 to C − 1; refuse labels with nothing to learn from.
 
     Args:
         y: (N,) labels.
@@ -103,9 +100,7 @@ def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
 
 
 def deviations(x: Floats) -> Floats:
-    """Return each feature's standard deviation (F,), and 1 for a feature that is constant up to
-    rounding.
-    """
+    """Return each feature's standard deviation (F,), 1 for a constant feature."""
     deviation = x.std(axis=0)
     scales: Floats = np.where(
         deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0

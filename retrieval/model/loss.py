@@ -1,6 +1,4 @@
-"""What a loss may start from: pytorch-metric-learning's call with its input checked, and a miner's
-indices as pairs.
-"""
+"""Base of a loss: pytorch-metric-learning's call with checked input, and its pairs."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class CheckedLoss(BaseMetricLossFunction):
-    """A loss computed in float32 or float64 whatever autocast says, of embeddings and labels that
-    fit.
+    """A loss that checks its input and computes in float32 or float64 under autocast too.
 
     A subclass defines pytorch-metric-learning's `compute_loss(embeddings, labels, indices_tuple,
     ref_emb, ref_labels)`; there `ref_emb is embeddings` where there is no reference set.
@@ -121,7 +118,7 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
             "a miner gives (anchor, positive, negative) or (anchor, positive, anchor, negative),"
             f" not {len(indices)} tensors"
         )
-    tensors = [torch.as_tensor(each, device=device).long() for each in indices]
+    tensors = [torch.as_tensor(indices_of, device=device).long() for indices_of in indices]
     pairs = (tensors[0], tensors[1], tensors[-2] if len(tensors) == 4 else tensors[0], tensors[-1])
     for anchors, partners in (pairs[:2], pairs[2:]):
         if anchors.shape != partners.shape or anchors.ndim != 1:
@@ -129,10 +126,10 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
                 f"a miner's indices must be as many anchors as others, not {tuple(anchors.shape)}"
                 f" and {tuple(partners.shape)}"
             )
-        for each, size in zip((anchors, partners), shape, strict=True):
-            if each.numel() and not 0 <= int(each.min()) <= int(each.max()) < size:
+        for tensor, size in zip((anchors, partners), shape, strict=True):
+            if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
                 raise ValueError(
-                    f"a miner's indices go from {int(each.min())} to {int(each.max())}, and there"
-                    f" are {size} items: was it given the same batch and reference set?"
+                    f"a miner's indices go from {int(tensor.min())} to {int(tensor.max())}, and"
+                    f" there are {size} items: was it given the same batch and reference set?"
                 )
     return pairs

@@ -1,6 +1,4 @@
-"""What every learner offers a scikit-learn or metric-learn user: distances of pairs, a metric
-function, one seed by two names.
-"""
+"""Base of a learner: distances of pairs, a metric function, one seed by two names."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ request.
 
 
 class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """A scikit-learn transformer with metric-learn's questions; subclasses define `fit` and
-    `transform`.
+    """A scikit-learn transformer with metric-learn's methods, for subclasses.
 
     The distance of two items is the Euclidean distance of their codes, in float64. A subclass whose
     codes are compared in another way overrides `pair_distance`.

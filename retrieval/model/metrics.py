@@ -195,8 +195,7 @@ def retrieval_metrics() -> Factories:
 
 
 def metric(name: str) -> Metric:
-    """Return the built-in metric of a name: "recall_at_K", "precision_at_K" and "ndcg_at_K" for any
-    K, "r_precision", "map_at_r", "map".
+    """Return the built-in metric of a name, such as "recall_at_K" for any K, or "map_at_r".
 
     Raises:
         RetrievalError: no metric has that name; the sentence suggests the closest.
@@ -227,6 +226,6 @@ def metric(name: str) -> Metric:
 @cache
 def _own() -> dict[str, Factory]:
     """Return the built-in metrics by short name."""
-    from retrieval.host.plugins import own_factories
+    from retrieval.host.factory import own_factories
 
     return own_factories("metrics", sys.modules[__name__])

@@ -121,9 +121,7 @@ class Model(nn.Module):
 
 
 def _channels_last(images: Tensor) -> Tensor:
-    """Return images (B, channels, H, W) of which each pixel's channels lie together, and whose
-    strides say so also of a single channel.
-    """
+    """Return images (B, channels, H, W) in memory with the channels of a pixel together."""
     if images.shape[1] > 1:
         return images.contiguous(memory_format=torch.channels_last)
     images = images.contiguous()

@@ -12,8 +12,7 @@ def full_precision(x: Tensor) -> Tensor:
 
 
 def as_given(loss: Tensor, embeddings: Tensor) -> Tensor:
-    """Return a loss in the embeddings' type; under autocast as it is, which is what autocast makes
-    of torch's own losses.
+    """Return a loss in the embeddings' type; under autocast unchanged, as torch's own are.
 
     A gradient scaler multiplies a loss by 65,536, which float16 cannot hold.
     """

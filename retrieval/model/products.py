@@ -1,6 +1,4 @@
-"""What a plugin's factory made is checked once, before anything relies on it; see
-`retrieval.model.guard` for what its calls give.
-"""
+"""What a plugin's factory made is checked once, before anything relies on it."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ from retrieval.serving.images import Preprocessing
 
 @contextlib.contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; modes and the random generator, which a seed counts
-    on, are as before after.
-    """
+    """Hold modules in evaluation mode without gradients; restore modes and random state."""
     modes = {part: part.training for module in modules for part in module.modules()}
     for module in modules:
         module.eval()
@@ -239,9 +235,7 @@ class ModuleBackbone(Backbone):
         return features
 
     def extra_repr(self) -> str:
-        """Return what tells this module from one with the same layers: kept features are found by
-        it.
-        """
+        """Return what tells apart modules of the same layers, for the cache of features."""
         return f"behaves={self._behaves}"
 
 

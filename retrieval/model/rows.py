@@ -1,5 +1,4 @@
-"""A loss by rows: the parts that single anchors or items have in it, so that several processes can
-compute one loss together.
+"""A loss by rows, so that several processes compute one loss together.
 
 pytorch-metric-learning's losses give one number for each anchor, item, pair or triplet, and a
 reducer makes one of all. What a mean needs of each process is a sum and a count; so the loss of the
@@ -47,9 +46,7 @@ _first: ContextVar[int | None] = ContextVar("first_row", default=None)
 
 
 def first_row() -> int | None:
-    """Return the place in the reference set of a loss's first row, where its rows are a part of it;
-    else None.
-    """
+    """Return the place of a loss's first row in the reference set; None without division."""
     return _first.get()
 
 
@@ -80,16 +77,12 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
 
 
 def compares_with_classes(loss: nn.Module) -> bool:
-    """Return whether each of a loss's numbers is of one item and of the loss's own parameters, so
-    that an item can be of two classes in part.
-    """
+    """Return whether a loss compares items with classes, as mixed labels need."""
     return getattr(loss, "rows", None) in ("items", "classes")
 
 
 class Sums(nn.Module):
-    """Stands in a reducer's place and keeps, of each of the loss's numbers by name, their sum and
-    their count.
-    """
+    """Takes a reducer's place and keeps the sum and count of each sub-loss's numbers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -124,8 +117,7 @@ def row_sums(
     start: int,
     indices: TripletIndices | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums (K,) and counts (K,) of rows' numbers, for each of the K names of
-    `loss.sub_loss_names()`.
+    """Return sums (K,) and counts (K,) of some rows' numbers, for each of K sub-losses.
 
     Args:
         loss: one that `rows_of` says is of items or anchors.
@@ -144,10 +136,10 @@ def row_sums(
         else:
             picked = None if by_labels else _pairs(labels, whole[1], start)
         arguments = (picked, *whole)
-    with _collecting(loss, start) as found:
+    with _collecting(loss, start) as sums_by_name:
         loss(rows, labels, *arguments)
     none = rows.sum() * 0, torch.zeros((), dtype=torch.int64, device=rows.device)
-    sums = [found.get(name, none) for name in loss.sub_loss_names()]
+    sums = [sums_by_name.get(name, none) for name in loss.sub_loss_names()]
     return torch.stack([total for total, _ in sums]), torch.stack([count for _, count in sums])
 
 
@@ -203,9 +195,7 @@ def _summed(
 
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
-    """Return the pairs or triplets whose anchors are among some rows, anchors counted from the
-    first of them.
-    """
+    """Return the pairs or triplets of some rows' anchors, counted from the first row."""
     groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
     picked: list[Tensor] = []
     for anchors, *partners in groups:

@@ -1,5 +1,4 @@
-"""Parameters that are divided over processes by rows: each process has some rows of a matrix that
-is whole on none.
+"""Parameters whose rows are divided over processes.
 
 A module says so by its attribute `shards`, a `Shard` for each such parameter by name.
 """

@@ -19,8 +19,8 @@ from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.host.allow import require
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import is_file_plugin
-from retrieval.host.objects import WORDS, is_object, object_name, objects_in
 from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.python_parts import WORDS, is_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.tables import Backbone, Component, Section, Tables, host_keys
 
@@ -95,9 +95,7 @@ def read_recipe(
 def apart(
     recipe: StrPath | Mapping[str, Any] | Tables, objects: Mapping[str, Any] | None
 ) -> tuple[StrPath | Mapping[str, Any] | Tables, dict[str, Any]]:
-    """Return a recipe without the objects that stand in it, and all objects; those that are given
-    beside it come first.
-    """
+    """Return a recipe without the objects in it, and all objects; those beside it come first."""
     if isinstance(recipe, Mapping):
         inside = objects_in(recipe)
         recipe = {name: value for name, value in recipe.items() if name not in inside}
@@ -138,9 +136,7 @@ def read_table(
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of tables written in Python, which overrides may change, without the keys that
-    are None.
-    """
+    """Return a copy of tables written in Python, without the keys that are None."""
     if isinstance(value, Mapping):
         return {k: _copied(v) for k, v in value.items() if v is not None}
     return [_copied(v) for v in value] if isinstance(value, list | tuple) else value
@@ -164,9 +160,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def naming(path: StrPath) -> Iterator[None]:
-    """Inside, a problem of a recipe that shows only when what it names is built is told with the
-    recipe's file.
-    """
+    """Name the recipe's file in errors that show only when its parts are built."""
     try:
         yield
     except RecipeError as error:
@@ -220,9 +214,7 @@ def check_recipe(
 
 
 def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's table in which objects have taken the places of named parts; what the host
-    reads of a part stays.
-    """
+    """Return a recipe's table with objects in the places of parts; the host's keys stay."""
     changed = dict(table)
     for name, value in objects.items():
         before = table.get(name)
@@ -316,9 +308,7 @@ def _beside(recipe: Path, item: str) -> str:
 
 
 def to_toml(recipe: Tables) -> str:
-    """Return the recipe as TOML: what is set, defaults left out, ready to be read again; a comment
-    names objects.
-    """
+    """Return the recipe as TOML without defaults; a comment names objects."""
     parts = [(table, getattr(recipe, table)) for table in COMPONENTS]
     notes = [
         f"# [{table}] {part.name} was made in Python. Open this run with the same object:"
@@ -367,9 +357,7 @@ def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> b
 
 
 def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> None:
-    """Take another component's parameters out if a text names one; whether the backbone is frozen
-    is the recipe's.
-    """
+    """Drop a component's parameters where a text names another; the host's keys stay."""
     key, _, value = (part.strip() for part in text.partition("="))
     component, _, last = key.partition(".")
     now = table.get(component)

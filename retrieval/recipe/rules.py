@@ -52,9 +52,7 @@ def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) ->
 
 
 def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
-    """Return where a key belongs that is an argument of the optimiser's or schedule's class;
-    nothing for any other.
-    """
+    """Return a hint where a key is an argument of the optimiser's or schedule's class."""
     from retrieval.recipe.optimizers import takes
 
     section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
@@ -101,7 +99,7 @@ def _loss(recipe: Tables) -> list[str]:
         part.name if part else "" for part in (recipe.combiner, recipe.miner, recipe.generator)
     )
 
-    def others(test: Callable[[Factory], bool]) -> str:
+    def alternatives(test: Callable[[Factory], bool]) -> str:
         names = [f.name for f in plugins.factories("losses").values() if test(f)]
         own = name.partition(".")[0] + "."
         names.sort(key=lambda full_name: not full_name.startswith(own))  # the same plugin's first
@@ -118,7 +116,7 @@ def _loss(recipe: Tables) -> list[str]:
         if not _measures(plugins, loss):
             problems.append(
                 f"[combiner] {combiner} needs a loss that takes a `distance`, and {name} takes"
-                f" none. Use one that does: {others(lambda f: f.takes('distance'))}."
+                f" none. Use one that does: {alternatives(lambda f: f.takes('distance'))}."
             )
         problems += [
             f"[{table}] distance: [combiner] {combiner} is the distance already. Remove one of the"
@@ -129,13 +127,13 @@ def _loss(recipe: Tables) -> list[str]:
     if generator and not plugins.every("losses", loss, lambda f: f.supports_ref_emb):
         problems.append(
             f"[generator] {generator} extends the reference set, and {name} takes no `ref_emb`. "
-            f"Use a loss that does: {others(lambda f: f.supports_ref_emb)}."
+            f"Use a loss that does: {alternatives(lambda f: f.supports_ref_emb)}."
         )
     elif generator and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
             f"[generator] {generator} makes a negative for each triplet, and {name} picks its own"
             " pairs. Use a loss that takes them:"
-            f" {others(lambda f: f.supports_ref_emb and f.supports_miner)}."
+            f" {alternatives(lambda f: f.supports_ref_emb and f.supports_miner)}."
         )
     if generator and recipe.train.mine == "after":
         if recipe.miner is None:
@@ -151,15 +149,13 @@ def _loss(recipe: Tables) -> list[str]:
     if miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
             f"[miner] {miner} picks pairs or triplets, and {name} has no use for them. Remove the "
-            f"[miner], or use a loss that has: {others(lambda f: f.supports_miner)}."
+            f"[miner], or use a loss that has: {alternatives(lambda f: f.supports_miner)}."
         )
     return problems
 
 
 def _measures(plugins: Plugins, values: Any) -> bool:
-    """Whether a loss, or each of the losses that it wraps, measures by the distance that it is
-    given.
-    """
+    """Whether a loss, or every loss that it wraps, takes the distance that is given."""
     wrapped: list[Any] = []
     try:
         factory = plugins.find(

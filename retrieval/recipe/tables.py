@@ -22,9 +22,7 @@ class Section(BaseModel):
 
 
 class Range(Section):
-    """One line of `[search]`: what may be tried, from `low` to `high` (whole numbers where both
-    are), or one of `choices`.
-    """
+    """One line of `[search]`: numbers from `low` to `high`, or one of `choices`."""
 
     low: int | float | None = Field(None, description="The smallest value.")
     high: int | float | None = Field(None, description="The largest value.")
@@ -46,9 +44,7 @@ class Range(Section):
 
 
 def flat(search: Any) -> Any:
-    """Return `[search]` by keys such as `loss.margin`: to TOML, `loss.margin = {…}` is a table in a
-    table.
-    """
+    """Return `[search]` by dotted keys: TOML reads `loss.margin` as a table in a table."""
     by_key: dict[str, Any] = {}
 
     def walk(place: str, value: Any) -> None:
@@ -180,9 +176,7 @@ Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
 
 
 class Component(Section):
-    """A table that names a plugin's part; its other keys are the parameters that `retrieval plugins
-    show NAME` lists.
-    """
+    """A table that names a plugin's part; its other keys are that part's parameters."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -259,9 +253,7 @@ class Sampler(Section):
 
 
 class Augmentation(Section):
-    """`[augmentation]`: random changes to training images, in this order: crop, mirror image,
-    transforms.
-    """
+    """`[augmentation]`: random changes to training images, in the order of the keys."""
 
     crop_scale: tuple[float, float] | None = Field(
         None,
@@ -504,9 +496,7 @@ class Train(Section):
 
 
 class _Loaded:
-    """Keeps a recipe's loaded plugins, which are no part of what it says: never compared, pickled
-    or deeply copied.
-    """
+    """Keeps a recipe's plugins, which are never compared, pickled or deeply copied."""
 
     def __init__(self, plugins: Plugins | None = None) -> None:
         self.plugins = plugins
@@ -521,8 +511,7 @@ class _Loaded:
 
 
 class Tables(Section):
-    """A recipe's tables, each of the right types; `retrieval.Recipe` is one that was checked as a
-    whole.
+    """A recipe's tables, each checked alone; `retrieval.Recipe` is checked as a whole.
 
     A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a
     `[learner]` (fitted).
@@ -624,19 +613,19 @@ class Tables(Section):
         copied._loaded = _Loaded(plugins)
         return copied
 
-    def build(self, table: str, **given: Any) -> Any:
+    def build(self, table: str, **known: Any) -> Any:
         """Build the part that a table names, its own parts first.
 
         Args:
             table: "data", "backbone", "loss" and so on; the recipe must have it.
-            given: what the host knows (`retrieval.host.factory.GIVEN`), for factories that name it.
+            known: what the host knows (`retrieval.host.factory.GIVEN`), for factories that name it.
 
         Raises:
             PluginError: the plugins have no such part.
             RecipeError: the parameters do not fit, or the factory refuses them.
         """
         part: Component = getattr(self, table)
-        return self.loaded.build(COMPONENTS[table], part.table, given)
+        return self.loaded.build(COMPONENTS[table], part.table, known)
 
 
 def host_keys(table: str) -> set[str]:

@@ -10,8 +10,8 @@ from torch import nn
 
 from retrieval.data.gate import usable
 from retrieval.errors import PluginError, RecipeError
-from retrieval.host.objects import is_object
 from retrieval.host.plugin_calls import calling
+from retrieval.host.python_parts import is_object
 from retrieval.model.checked_dataset import check_dataset
 from retrieval.model.contracts import Backbone, Dataset, Generator
 from retrieval.model.model import Model, build_head

@@ -30,8 +30,8 @@ from retrieval.host.factory import COMPONENTS
 from retrieval.host.files import whole_folder, write_text
 from retrieval.host.files import write_json as write_whole
 from retrieval.host.importing import FilePlugin, is_file_plugin
-from retrieval.host.objects import WORDS, described, is_object
 from retrieval.host.plugins import Plugins
+from retrieval.host.python_parts import WORDS, described, is_object
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_table, to_toml
 from retrieval.recipe.tables import Component, Tables

@@ -20,8 +20,14 @@ from retrieval.data.augment import Labels, MixedLabels
 from retrieval.errors import RecipeError, RetrievalError
 from retrieval.host.lazy import optimizing
 from retrieval.host.plugin_calls import calling
-from retrieval.model.contracts import TripletIndices, count_indices
-from retrieval.model.guard import checked_indices, checked_objective, checked_rows, checked_scalar
+from retrieval.model.contracts import TripletIndices
+from retrieval.model.guard import (
+    checked_indices,
+    checked_objective,
+    checked_rows,
+    checked_scalar,
+    count_indices,
+)
 from retrieval.model.model import Model
 from retrieval.model.rows import Rows, compares_with_classes, rows_of
 from retrieval.model.shards import shards_of

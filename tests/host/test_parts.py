@@ -96,25 +96,18 @@ def test_each_problem_of_a_nested_part_has_its_place(everything: Plugins) -> Non
         "loses": 1,
     }
     found = everything.check("losses", table, "[loss]")
-    starts = [
-        (
-            "[loss] loses: everything.several has no such parameter (it has: losses, first,"
-            " weights). Did you mean 'losses'?"
-        ),
-        '[loss] weights: should be a list of number, not "a".',
-        "[loss] losses[0] scale: should be a number (> 0), not 0.",
-        "[loss] losses[0] reducer pad name: There is no regularizer 'x'.",
-        (
-            "[loss] losses[1] name: There is no loss 'everything.margni'. Did you mean"
-            " 'everything.margin'?"
-        ),
-        '[loss] losses[2] must name a loss: name = "PLUGIN.NAME".',
-        '[loss] losses[3] must name a loss: name = "PLUGIN.NAME".',
-        "[loss] first classes: is given by the host (number of training classes); remove it.",
+    places = [
+        ("[loss] loses:", "Did you mean 'losses'?"),
+        ("[loss] weights:", "should be a list of number"),
+        ("[loss] losses[0] scale:", "(> 0), not 0."),
+        ("[loss] losses[0] reducer pad name:", "There is no regularizer 'x'."),
+        ("[loss] losses[1] name:", "Did you mean 'everything.margin'?"),
+        ("[loss] losses[2] must name a loss:", '"PLUGIN.NAME"'),
+        ("[loss] losses[3] must name a loss:", '"PLUGIN.NAME"'),
+        ("[loss] first classes:", "is given by the host"),
     ]
-    assert len(found) == len(starts)
-    for problem, start in zip(found, starts, strict=True):
-        assert problem.startswith(start)
+    for problem, (place, words) in zip(found, places, strict=True):
+        assert problem.startswith(place) and words in problem
 
 
 def test_a_required_part_that_is_missing(everything: Plugins) -> None:

@@ -50,53 +50,18 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            ["train.device=gpu"],
-            (
-                '[train] device: should be "auto" or "cpu" or "cuda", not "gpu". Did you mean'
-                " 'cuda'?"
-            ),
-        ),
-        (
-            ["backbone.name=resnet50"],
-            (
-                "core.timm and core.torchvision take a model by its name: name ="
-                ' "core.torchvision", model = "resnet50".'
-            ),
-        ),
-        (["optimizer.weight_decay=0.1"], "It is an argument of AdamW: write options.weight_decay."),
-        (
-            ["optimizer.name=SGD", "optimizer.momentum=0.9"],
-            "It is an argument of SGD: write options.momentum.",
-        ),
-        (
-            ["schedule.name=StepLR"],
-            "[schedule] options.step_size: is required; StepLR has no default for it.",
-        ),
-        (
-            ["schedule.name=StepLR", "schedule.step_size=3"],
-            "It is an argument of StepLR: write options.step_size.",
-        ),
-        (
-            ["data.name=core.image_folder", "data.folder="],
-            "[data] folder: is empty; name a file or folder.",
-        ),
-        (
-            ["data.name=core.csv", "data.manifest="],
-            "[data] manifest: is empty; name a file or folder.",
-        ),
-        (
-            ["sampler.classes=50"],
-            "r.toml: [sampler] classes: a batch takes 50 classes, and only 5 train.",
-        ),
+        (["train.device=gpu"], "Did you mean 'cuda'?"),
+        (["backbone.name=resnet50"], 'name = "core.torchvision", model = "resnet50".'),
+        (["optimizer.weight_decay=0.1"], "an argument of AdamW: write options.weight_decay."),
+        (["schedule.name=StepLR"], "[schedule] options.step_size: is required"),
+        (["schedule.name=StepLR", "schedule.step_size=3"], "write options.step_size."),
+        (["data.name=core.image_folder", "data.folder="], "[data] folder: is empty; name a file"),
+        (["sampler.classes=50"], "r.toml: [sampler] classes: a batch takes 50 classes, and only 5"),
         (
             ["data.name=core.image_folder", "data.folder=gone"],
-            "r.toml: [data] folder: gone is not a folder.",
+            "[data] folder: gone is not a folder",
         ),
-        (
-            ["backbone.size=2", "backbone.depth=4"],
-            "r.toml has 1 problem:\n  - core.convnet refuses its parameters: size 2",
-        ),
+        (["backbone.size=2", "backbone.depth=4"], "core.convnet refuses its parameters: size 2"),
     ],
 )
 def test_a_recipe_is_mended_by_its_sentence(

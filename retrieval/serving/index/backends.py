@@ -11,9 +11,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import PluginError, did_you_mean
-from retrieval.host.factory import Factory
+from retrieval.host.factory import BUILT_IN, Factory, own_factories
 from retrieval.host.hookspecs import Factories, hookimpl
-from retrieval.host.plugins import BUILT_IN, own_factories
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index_backend import IndexBackend

@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 from retrieval.errors import PluginError, RecipeError, StoreError, did_you_mean
-from retrieval.host.factory import Factory
-from retrieval.host.plugins import BUILT_IN, own_factories
+from retrieval.host.factory import BUILT_IN, Factory, own_factories
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.store import built_in
 from retrieval.serving.store.address import LOCAL, Address, place_of

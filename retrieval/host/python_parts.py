@@ -64,9 +64,7 @@ def missing(kind: str, name: str) -> str:
 
 
 def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects that stand in the places of a recipe's parts, by table: whatever no file
-    can hold.
-    """
+    """Return the objects that stand in the places of a recipe's parts, by table."""
     return {
         name: tables[name]
         for name in COMPONENTS
@@ -102,9 +100,7 @@ def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
 
 
 def described(value: Any) -> dict[str, Any]:
-    """Return what a run's folder says of an object: its class, and the settings that it was made
-    with as far as it keeps them.
-    """
+    """Return an object's class and the settings that it keeps, for a run's folder."""
     maker = _maker(value)
     return {"class": f"{maker.__module__}.{maker.__qualname__}", "settings": _settings(value)}
 
@@ -121,9 +117,7 @@ def _offer(offered: dict[str, Callable[..., Any]]) -> Callable[[], dict[str, Cal
 
 
 def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
-    """Return what gives an object: a dataset itself, for nothing changes it, and a copy of anything
-    else.
-    """
+    """Return a factory that gives the dataset itself, or a copy of any other object."""
 
     def give() -> Any:
         return value if table == "data" else _copied(value)
@@ -162,9 +156,7 @@ def _copied(value: Any) -> Any:
 
 
 def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
-    """Return what an object keeps of its constructor's arguments, under their names; what is not a
-    plain value as text.
-    """
+    """Return the constructor's arguments that an object keeps, by name, as plain values."""
     if inspect.isroutine(value):
         return {}
     settings: dict[str, Any] = {}
