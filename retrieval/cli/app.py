@@ -1,5 +1,4 @@
-"""The command line: finds commands when they are called, and turns errors into sentences and exit
-codes.
+"""The command line: it imports commands when they are called, and turns errors into sentences.
 
 Exit codes: 0 done; 1 `data check` found something; 2 the user's mistake (one sentence on stderr, no
 traceback); 130 interrupted.
@@ -39,9 +38,7 @@ COMMANDS = {
 
 
 class App(click.Group):
-    """A group whose commands are imported when they are called; plugins are loaded only for
-    commands of theirs.
-    """
+    """A group that imports its commands when they are called, and plugins only for theirs."""
 
     _asked = False  # whether plugins have added their commands
 

@@ -68,8 +68,7 @@ def read_given(
     report: Report = lambda line: None,
     objects: Mapping[str, Any] | None = None,
 ) -> tuple[Path, Recipe]:
-    """Read the recipe that a user names to go on with a run, and check it with the run's own copies
-    of plugin files.
+    """Read the recipe to go on with, and check it with the run's own copies of plugin files.
 
     Args:
         output: the run; by default `runs/NAME`.
@@ -120,9 +119,7 @@ def refuse_no_run(folder: Path) -> None:
 
 
 def changed_plugins(given: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return which plugin files and folders are other ones than a run's copies, and in what, a
-    sentence each without a stop.
-    """
+    """Return which plugin files differ from a run's copies, a sentence each, without a stop."""
     copies = {
         plugin.name: plugin
         for item in own
@@ -172,8 +169,9 @@ class Standing:
 
 
 def standing(folder: Path) -> Standing | None:
-    """Return where a run stands by its last checkpoint, or by the one before it where there is no
-    last one; None without either.
+    """Return where a run stands by its last checkpoint; None where it has none.
+
+    Without a last checkpoint it is the one before.
 
     Raises:
         DataError: there is no run, or the checkpoint is damaged.
@@ -198,11 +196,6 @@ def standing(folder: Path) -> Standing | None:
 
 def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]:
     """Return what a recipe changes of the one that a run was started with, a line each.
-
-    Args:
-        folder: the run.
-        given: the checked recipe to go on with.
-        progress: how far the run has come; None: not to its first checkpoint.
 
     Raises:
         DataError: something differs that may not, or that would undo what is done.

@@ -1,6 +1,4 @@
-"""`retrieval check`: build all that a recipe names and run one batch through it, without writing
-anything.
-"""
+"""`retrieval check`: build what a recipe names and run one batch through it; nothing is written."""
 
 from __future__ import annotations
 
@@ -32,8 +30,9 @@ from retrieval.training.process import make_accelerator
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:
-    """Build a checked recipe, open some files, and compute a batch, forward and backward, in each
-    phase. `[search]` is checked as a comparison does.
+    """Build a checked recipe, open some files, and try a batch in each phase.
+
+    `[search]` is checked as a comparison does.
 
     Returns:
         What was found, one line each.
@@ -84,9 +83,7 @@ def _check_learner(recipe: Recipe) -> list[str]:
 def _fit_some(
     learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe
 ) -> int:
-    """Fit a learner on some of the training items, more of them where it refuses few; return how
-    many.
-    """
+    """Fit a learner on some training items, on more where it refuses few; return how many."""
     assert recipe.learner is not None
     name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
     labels = splits.train_labels

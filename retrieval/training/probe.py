@@ -38,8 +38,7 @@ _CLOSE = 0.1
 
 
 class Allocated(TorchDispatchMode):
-    """Inside, counts the bytes of the tensors that torch's operations make and that are still
-    there.
+    """Mode that counts the bytes of the tensors that torch's operations made and still hold.
 
     Attributes:
         peak: the most there were at one time.
@@ -82,11 +81,6 @@ def drawn_out(sizes: Sequence[int], peaks: Sequence[int], size: int) -> int:
     cube: the sum of the first two that is closest to what was measured, none of them negative; of
     all three where two are not close. (Always three, noise of small batches would be drawn out with
     the cube.)
-
-    Args:
-        sizes: of the batches that were measured.
-        peaks: the bytes that they took.
-        size: of the batch in question.
     """
     from scipy.optimize import nnls
 
@@ -104,9 +98,7 @@ def drawn_out(sizes: Sequence[int], peaks: Sequence[int], size: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the memory that is free on a device: of the GPU, or of this process's machine and
-    control group.
-    """
+    """Return the free memory of the GPU, or of this process's machine and control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     limits = [_meminfo(), _group()]
@@ -161,8 +153,7 @@ class Seen:
 
 
 def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
-    """Try a recipe's batches, forward and backward, in each phase, on copies of the model and the
-    objective.
+    """Try a recipe's batches in each phase, on copies of the model and the objective.
 
     Raises:
         DataError: a file cannot be read, a loss is not finite, or a batch is too large for the
@@ -215,14 +206,7 @@ def open_some(run: Run) -> None:
 
 
 class _Tried:
-    """Batches of a recipe, tried.
-
-    Args:
-        run: what is to be trained.
-        model: a copy of its model.
-        objective: a copy of its objective.
-        accelerator: device and precision.
-    """
+    """Batches of a recipe, tried."""
 
     def __init__(
         self, run: Run, model: Model, objective: Objective, accelerator: Accelerator
@@ -240,9 +224,7 @@ class _Tried:
         )
 
     def sampler_warnings(self, seen: Seen) -> None:
-        """Say what labels alone show: batches larger than the data, batches without a pair of one
-        class.
-        """
+        """Warn of batches larger than the data, and of batches without a pair of one class."""
         assert self.recipe.loss is not None
         items, loss = len(self.run.splits.train), self.recipe.loss
         drawn = self.size // self.recipe.augmentation.views
@@ -306,9 +288,7 @@ class _Tried:
         return batch.to(self.accelerator.device), labels.to(self.accelerator.device)
 
     def _memory(self, step: Step, item_bytes: float, seen: Seen) -> None:
-        """Say what the recipe's batch will take, from what an item took and from the objective on
-        drawn codes.
-        """
+        """Estimate the memory of the recipe's batch from one item's and the objective's."""
         sizes, peaks = [], []
         width = code_size(self.model)
         for sampler in (
@@ -352,9 +332,7 @@ class _Tried:
 
 
 def smaller(sampler: Sampler, size: int) -> Sampler:
-    """Return the sampler of a batch of some `size` items, for one of larger batches: fewer items of
-    a class, then fewer classes.
-    """
+    """Return a sampler of some `size` items: fewer items of a class, then fewer classes."""
     items = max(1, min(sampler.items, size // min(sampler.classes, 32)))
     return sampler.model_copy(
         update={"items": items, "classes": max(2, min(sampler.classes, size // items))}

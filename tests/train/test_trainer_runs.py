@@ -77,18 +77,6 @@ def test_the_same_recipe_and_seed_give_the_same_numbers_and_another_seed_others(
     assert moved(weights(one), weights(fit(tmp_path, make(seed=1), "three")))
 
 
-def test_mixed_precision_and_channels_last_learn_the_same_task(make: Make, tmp_path: Path) -> None:
-    def score(name: str, **options: Any) -> float:
-        folder = fit(tmp_path, make(train={"epochs": 2, **options}), name)
-        assert weights(folder)["model.head.0.weight"].dtype == torch.float32
-        summary = json.loads((folder / "summary.json").read_text())
-        return float(summary["validation"]["map_at_r"])
-
-    plain = score("plain")
-    assert abs(plain - score("last", channels_last=True)) < 0.05
-    assert abs(plain - score("both", precision="bf16", channels_last=True)) < 0.05
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is present")
 def test_training_on_a_gpu_with_fp16(make: Make, tmp_path: Path) -> None:
