@@ -144,22 +144,11 @@ def export_model(
         name: what the manifest calls the model.
         labels: one label per item (N,), for Recall@1 of the variants.
         calibration: raw inputs from the training side, needed by "int8".
-        codes: codes (N, C) of more real items, by which the number of candidates is chosen and
-            their overlap with the exhaustive ranking measured; by default those of `items`. Of no
-            use with an `exact` combiner.
-        variants: further precisions of the encoder: "fp16", "int8".
-        split: write the encoder as two graphs, so that features can be kept and other heads applied
-            to them.
-        allow_drift: write a variant even if its vectors are further from the encoder's than
-            `variants.DRIFT`.
-        tolerance: see above.
-        evaluation: figures for the manifest.
-        opset: version of ONNX's operators.
-        exporter: "auto" takes torch's present exporter ("dynamo"), and the older one
-            ("torchscript") where that fails.
-        replace: whether a bundle at `output` may be replaced.
-        progress: is called before each step with what it does, its number from 0, and how many
-            there are.
+        codes: (N, C) of more real items, by which the number of candidates is chosen; by default
+            those of `items`.
+        evaluation: metrics for the manifest.
+        progress: is told each step, its number from 0, and how many there are.
+        variants, split, allow_drift, tolerance, opset, exporter, replace: see `export_run`.
 
     Raises:
         BundleError: something is in the way, the items don't fit, torch cannot export the model,

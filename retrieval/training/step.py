@@ -232,10 +232,6 @@ class Step:
             optimizer.step()
             self.schedules[name].step()
 
-    def real_loss(self, codes: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of codes (B, C) and labels (B,), without a generator."""
-        return self._loss(codes, labels, self._mined(codes, labels))
-
     # --- what a batch gives
     # ------------------------------------------------------------------------------
 

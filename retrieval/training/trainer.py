@@ -41,9 +41,9 @@ from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
 from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
+from retrieval.training.check import look_ahead
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.learn import nothing_to_train, write_untrained
-from retrieval.training.probe import look_ahead
 from retrieval.training.process import (
     forget_after,
     going_on,
