@@ -548,9 +548,10 @@ def test_from_array():
     pixels = gradient()
     assert np.array_equal(np.asarray(from_array(pixels)), pixels)
     assert from_array(pixels[:, :, :1]).mode == "L"
-    with pytest.raises(DataError, match="uint8 of shape"):
+    assert np.array_equal(np.asarray(from_array(pixels / 255)), pixels)
+    with pytest.raises(DataError, match=r"real numbers go from 0 to 1, and these from \d+ to \d+"):
         from_array(pixels.astype(np.float32))
-    with pytest.raises(DataError, match="uint8 of shape"):
+    with pytest.raises(DataError, match=r"uint8, or real numbers from 0 to 1, of shape \(H, W\)"):
         from_array(pixels[:0])
 
 

@@ -16,7 +16,8 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import StoreError
-from retrieval.serving.index.creating import build_index, create_index
+from retrieval.serving.index.creating import Index as CreatedIndex
+from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import Item, TooSlow, patience
 
@@ -236,7 +237,9 @@ def test_filters(living, photos, served):
 
 
 def test_python_builds_an_index_that_takes_more(bundle_path, photos, tmp_path):
-    with build_index(bundle_path, [photos / "1"], tmp_path / "b", progress=False) as index:
+    with CreatedIndex.create(
+        tmp_path / "b", [photos / "1"], model=bundle_path, progress=False
+    ) as index:
         assert index.summary.count == len(index)
         assert index.add([photos / "2"], progress=False).added
 
