@@ -56,7 +56,7 @@ class Contestant:
         return sentences
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """What `compare` found.
 
@@ -77,6 +77,14 @@ class Comparison:
     different: list[str]
     missing: str | None
     base: str
+
+    def __repr__(self) -> str:
+        wide = max(len(each.name) for each in self.contestants)
+        means = ((each.name, self.mean(each, PRIMARY)) for each in self.contestants)
+        rows = [f"{name:{wide}}  {mean.value:.4f} ± {mean.half:.4f}" for name, mean in means]
+        return "\n".join(
+            [f"{'':{wide}}  {PRIMARY} over {self.seeds} seeds", *rows, self.conclusion]
+        )
 
     @property
     def metrics(self) -> list[str]:
