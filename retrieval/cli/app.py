@@ -40,7 +40,7 @@ COMMANDS = {
 class App(click.Group):
     """A group that imports its commands when they are called, and plugins only for theirs."""
 
-    _asked = False  # whether plugins have added their commands
+    _loaded = False  # whether plugins have added their commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Built-in commands in the order of use, then those of plugins."""
@@ -89,9 +89,9 @@ class App(click.Group):
     def _add_plugin_commands(self) -> None:
         from retrieval.host.plugins import load_plugins
 
-        if self._asked:
+        if self._loaded:
             return
-        self._asked = True
+        self._loaded = True
         try:
             load_plugins().hook.retrieval_commands(app=self)
         except RetrievalError:
@@ -103,8 +103,8 @@ class App(click.Group):
             ) from error
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _print_version(ctx: click.Context, param: click.Parameter, asked_for: bool) -> None:
+    if asked_for:
         from retrieval.host.version import installed_version
 
         click.echo(f"retrieval, version {installed_version()}")

@@ -420,11 +420,11 @@ def named_backbone(
     return backbone
 
 
-def _differing(one: Backbone, other: Backbone) -> list[str]:
+def _differing(first_build: Backbone, other: Backbone) -> list[str]:
     """Return the names of the tensors in which two builds differ."""
     theirs = other.state_dict()
     return [
         name
-        for name, value in one.state_dict().items()
+        for name, value in first_build.state_dict().items()
         if name not in theirs or not torch.equal(value, theirs[name])
     ]

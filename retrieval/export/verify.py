@@ -213,7 +213,7 @@ def check_repeatable(
         BundleError: the same items give other numbers on a second run, or an item gives other
             numbers alone than among others.
     """
-    few = items[:ODD]
+    sample = items[:ODD]
     for batch, cause in (
         (
             BATCH,
@@ -231,7 +231,7 @@ def check_repeatable(
         ),
     ):
         # the same rows beside the same others, as far as the batch size allows
-        part = items[:BATCH] if batch == BATCH else few
+        part = items[:BATCH] if batch == BATCH else sample
         for name, values in torch_outputs(encoder, part, batch).items():
             gap = np.abs(values - outputs[name][: len(part)]).max(axis=1) / length_scale(
                 outputs[name]

@@ -230,14 +230,14 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
             if isinstance(seen_item, DataError):
                 seen.faults[row] = str(seen_item)
                 continue
-            own, taken, pixels, flat = seen_item
+            own, content_hash, pixels, flat = seen_item
             if flat is not None:
                 seen.flat[row] = flat
             if own is not None:
                 seen.contents[row] = contents.setdefault(own, row)
-            seen.numbers[row] = numbers.setdefault(taken.values, row)
-            if taken.picture is not None:
-                seen.pictures[row], seen.pictured[row] = taken.picture, True
+            seen.numbers[row] = numbers.setdefault(content_hash.values, row)
+            if content_hash.picture is not None:
+                seen.pictures[row], seen.pictured[row] = content_hash.picture, True
             if pixels is not None:
                 waiting.append((row, pixels))
             if bundle is not None and len(waiting) == _BATCH:
@@ -328,8 +328,8 @@ def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
 
 def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
     return [
-        Alike((int(rows[one]), int(rows[other])), by, float(apart))
-        for one, other, apart in zip(near.first, near.second, near.distance, strict=True)
+        Alike((int(rows[row]), int(rows[other])), by, float(apart))
+        for row, other, apart in zip(near.first, near.second, near.distance, strict=True)
     ]
 
 

@@ -71,7 +71,8 @@ class Losses:
             DataError: a loss or a synthetic feature is not finite.
         """
         refuse(
-            [float(each.value) for each in self.watched], [each.sentence for each in self.watched]
+            [float(number.value) for number in self.watched],
+            [number.sentence for number in self.watched],
         )
 
 
