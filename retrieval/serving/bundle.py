@@ -22,7 +22,7 @@ from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.files.snapshot import Snapshot, Watch
-from retrieval.serving.images import decode, from_array
+from retrieval.serving.images import decode, from_pixels
 from retrieval.serving.manifest import (
     FILE,
     Input,
@@ -371,7 +371,7 @@ class Bundle:
         if isinstance(image, bytes | str | os.PathLike):
             image = decode(image)
         elif isinstance(image, np.ndarray):
-            image = from_array(image)
+            image = from_pixels(image)
         return preprocessing(image)
 
     def rescore(self, query_codes: NDArray[Any], item_codes: NDArray[Any]) -> Floats:

@@ -18,7 +18,7 @@ from PIL import Image
 from retrieval.errors import DataError, at_least_one, listed
 from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits, as_list, from_array, to_png
+from retrieval.serving.images import Limits, as_list, from_pixels, to_png
 from retrieval.serving.index.embedded import Vectors
 from retrieval.serving.index.encoding import Embedded, Original, Settings, embed
 from retrieval.serving.index.locations import Source, Sources, is_embedding, label_text
@@ -228,7 +228,7 @@ def _original(name: str, content: Any) -> Original:
     if isinstance(content, np.ndarray) and content.ndim == 1:
         return content.astype(np.float32)
     try:
-        picture = from_array(content) if isinstance(content, np.ndarray) else content
+        picture = from_pixels(content) if isinstance(content, np.ndarray) else content
         if isinstance(picture, bytes):
             return picture
         if isinstance(picture, Image.Image):
