@@ -23,6 +23,7 @@ from retrieval.serving.images import (
     Preprocessing,
     decode,
     from_array,
+    from_pixels,
     thumbnail,
     to_mode,
     to_png,
@@ -545,10 +546,13 @@ def test_from_array():
     pixels = gradient()
     assert np.array_equal(np.asarray(from_array(pixels)), pixels)
     assert from_array(pixels[:, :, :1]).mode == "L"
+    assert np.array_equal(np.asarray(from_pixels(pixels / 255)), pixels)
+    with pytest.raises(DataError, match=r"real numbers go from 0 to 1, and these from \d+ to \d+"):
+        from_pixels(pixels.astype(np.float32))
     with pytest.raises(DataError, match="uint8 of shape"):
-        from_array(pixels.astype(np.float32))
+        from_array(pixels / 255)
     with pytest.raises(DataError, match="uint8 of shape"):
-        from_array(pixels[:0])
+        from_pixels(pixels[:0])
 
 
 def test_find_images(tmp_path):

@@ -20,9 +20,7 @@ def say(text: str, err: bool = False) -> None:
 
 
 def say_json(value: Any) -> None:
-    """Print JSON with every character as it is but those that a terminal would obey, which are
-    escaped.
-    """
+    """Print JSON as it is, with characters that a terminal would obey escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     click.echo(re.sub(r"[^\n -~]", _escaped, text))
 

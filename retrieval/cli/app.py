@@ -1,5 +1,4 @@
-"""The command line: finds commands when they are called, and turns errors into sentences and exit
-codes.
+"""The command line: it imports commands when they are called, and turns errors into sentences.
 
 Exit codes: 0 done; 1 `data check` found something; 2 the user's mistake (one sentence on stderr, no
 traceback); 130 interrupted.
@@ -40,11 +39,9 @@ COMMANDS = {
 
 
 class App(click.Group):
-    """A group whose commands are imported when they are called; plugins are loaded only for
-    commands of theirs.
-    """
+    """A group that imports its commands when they are called, and plugins only for theirs."""
 
-    _asked = False  # whether plugins have added their commands
+    _loaded = False  # whether plugins have added their commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Built-in commands in the order of use, then those of plugins."""
@@ -93,9 +90,9 @@ class App(click.Group):
     def _add_plugin_commands(self) -> None:
         from retrieval.host.plugins import load_plugins
 
-        if self._asked:
+        if self._loaded:
             return
-        self._asked = True
+        self._loaded = True
         try:
             load_plugins().hook.retrieval_commands(app=self)
         except RetrievalError:
@@ -107,8 +104,8 @@ class App(click.Group):
             ) from error
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _print_version(ctx: click.Context, param: click.Parameter, asked_for: bool) -> None:
+    if asked_for:
         from retrieval.host.version import installed_version
 
         click.echo(f"retrieval, version {installed_version()}")

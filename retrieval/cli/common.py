@@ -48,11 +48,7 @@ class IndexArgument(click.Path):
 
 
 class Pixels(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
-    """A whole number, written out or as 20M or 1.5G.
-
-    Args:
-        least: the smallest that may be given.
-    """
+    """A whole number, written out or as 20M or 1.5G."""
 
     name = "size"
     unit = ""
@@ -126,11 +122,6 @@ def loading() -> Iterator[None]:
 
 
 def this_command(*further: str, without: Container[str] = ()) -> str:
-    """Return this process's command line as a shell takes it.
-
-    Args:
-        further: options to put at its end, where they are not in it.
-        without: options to leave out.
-    """
+    """Return this process's command line as a shell takes it."""
     words = [word for word in sys.argv[1:] if word not in without]
     return shlex.join(["retrieval", *words, *(word for word in further if word not in words)])

@@ -24,10 +24,6 @@ NEIGHBOURS = 10
 def run_demo(output: Path, say: Callable[[str], None]) -> None:
     """Make a run, a bundle, an index and a picture in a new folder.
 
-    Args:
-        output: the folder; must not exist.
-        say: is told what is done, line by line.
-
     Raises:
         DataError: the folder exists.
     """
@@ -98,9 +94,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG: one of each class as a query, the others to be indexed, in one
-    folder per class.
-    """
+    """Write the test digits as PNG: a query of each class, the others in a folder per class."""
     import numpy as np
 
     from retrieval.serving.images import from_array

@@ -106,9 +106,7 @@ class _Findings:
 
 
 def examine() -> Examination:
-    """Look at this environment: versions, families installed twice, devices, providers, CUDA
-    versions.
-    """
+    """Look at this environment: versions, doubled packages, devices, providers, CUDA."""
     findings = _Findings()
     libraries = _libraries()
     for library in libraries:
@@ -290,9 +288,7 @@ def _check_device(driver: Sequence[str], findings: _Findings) -> None:
 def _check_cuda(
     sees: Mapping[str, Mapping[str, Any]], driver: str | None, findings: _Findings
 ) -> None:
-    """Refuse libraries of different CUDA majors in one process, which load each other's cuBLAS and
-    cuDNN; and those that a driver is too old for.
-    """
+    """Refuse libraries of different CUDA majors, and those that the driver is too old for."""
     majors: dict[str, str] = {}
     if "torch" in sees and sees["torch"]["cuda"]:
         majors["torch"] = str(sees["torch"]["cuda"]).partition(".")[0]
@@ -319,9 +315,7 @@ def _check_cuda(
 
 
 def _cuda_major(name: str) -> str | None:
-    """Return the CUDA major that a distribution's name or requirements tell: "13" of
-    `nvidia-cuda-runtime~=13.0`.
-    """
+    """Return the CUDA major in a distribution's name or requirements, such as "13"."""
     for line in (name, *(requires(name) or [])):
         requirement = Requirement(line)
         if ending := re.search(r"-cu(\d\d)$", requirement.name):

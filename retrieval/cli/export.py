@@ -139,9 +139,9 @@ def export_command(
         "--plugin": extra,
     }
     if model is None and (
-        given := next((option for option, value in backbones.items() if value), None)
+        option_name := next((option for option, value in backbones.items() if value), None)
     ):
-        raise click.UsageError(f"{given} goes with --model: a run has its own backbone.")
+        raise click.UsageError(f"{option_name} goes with --model: a run has its own backbone.")
     if model is not None and output is None:
         raise click.UsageError("--model needs --output, the folder to write.")
     from retrieval.serving.runtime import quiet_threads

@@ -49,10 +49,6 @@ class Photos:
 
     Photos that cannot be read are left out when they are met, and named on the log.
 
-    Args:
-        places: image files, and folders of them; a file that is named twice is one photo.
-        seed: of the order.
-
     Raises:
         DataError: a place does not exist, or a folder holds no image.
     """
@@ -75,13 +71,7 @@ class Photos:
         self.files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
 
     def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
-        """Yield the first photos as uint8 (B, channels, H, W), decoded in threads while earlier
-        ones are used.
-
-        Args:
-            preprocessing: the backbone's.
-            most: how many of them are read.
-            size: B.
+        """Yield the first photos as uint8 (B, channels, H, W), decoded ahead in threads.
 
         Raises:
             DataError: none of them can be read.
@@ -121,8 +111,7 @@ class Photos:
 
 
 def example_photos(preprocessing: Preprocessing) -> Pixels:
-    """Return 64 crops of the two photographs that come with scikit-learn, uint8 (64, channels, H,
-    W).
+    """Return 64 crops of scikit-learn's two photographs, uint8 (64, channels, H, W).
 
     What a backbone is verified on where the user names no photos.
     """
@@ -157,9 +146,7 @@ _EXACT_WIDTH = 4096
 
 
 def affordable(features: int, most: int) -> int:
-    """Return how many photos whitening is fitted on at most: `most`, or as many as half a gigabyte
-    of features (F each) has room for.
-    """
+    """Return how many photos whitening is fitted on: `most`, or what half a gigabyte holds."""
     return max(1, min(most, _FEATURE_BYTES // (4 * features)))
 
 
@@ -186,8 +173,9 @@ def features_of(model: Model, batches: Iterable[NDArray[np.uint8]]) -> NDArray[n
 def whitening_head(
     features: NDArray[np.floating[Any]], dimensions: int | None = None
 ) -> nn.Sequential:
-    """Return the module x ↦ u / ‖u‖, u = D^(−1/2) Vᵀ (x − mean): features (B, F) to unit vectors
-    (B, C).
+    """Return the module that whitens features (B, F) to unit vectors (B, C).
+
+    x ↦ u / ‖u‖, u = D^(−1/2) Vᵀ (x − mean).
 
     V holds the C directions of largest variance, D their variances plus a millionth of the largest.
     Jégou & Chum, "Negative Evidences and Co-occurrences in Image Retrieval: the Benefit of PCA and
@@ -267,8 +255,7 @@ def export_backbone(
     replace: bool = False,
     progress: Progress = True,
 ) -> Bundle:
-    """Write the bundle of a pretrained backbone, and open it: vectors are its features, or those
-    whitened by photos without labels.
+    """Write the bundle of a pretrained backbone, whitened by photos if they are named; open it.
 
     torch and ONNX Runtime are compared on up to 512 of the photos; where none are named, on crops
     of the two photographs that come with scikit-learn. Photos that cannot be read are left out, and
@@ -363,8 +350,7 @@ def _whitening(model: Model, photos: Photos, most: int, dimensions: int | None) 
 def _items(
     model: Model, photos: Photos | None, calibrated: bool
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
-    """Return what verifies the bundle, and what calibrates int8 if it is asked for; no photo does
-    both.
+    """Return what verifies the bundle and what calibrates int8; no photo does both.
 
     Raises:
         DataError: the photos cannot be read.
@@ -390,12 +376,6 @@ def named_backbone(
 
     It is built from two seeds: a weight that differs was drawn at random, and is not pretrained. A
     factory that seeds torch itself cannot be seen through.
-
-    Args:
-        plugins: where the name is looked for.
-        name: `PLUGIN.name`.
-        parameters: the backbone's own.
-        random_weights: whether weights may be random; the seed is 0 then.
 
     Raises:
         PluginError: there is no such backbone, or it breaks its contract.
@@ -439,11 +419,11 @@ def named_backbone(
     return backbone
 
 
-def _differing(one: Backbone, other: Backbone) -> list[str]:
+def _differing(first_build: Backbone, other: Backbone) -> list[str]:
     """Return the names of the tensors in which two builds differ."""
     theirs = other.state_dict()
     return [
         name
-        for name, value in one.state_dict().items()
+        for name, value in first_build.state_dict().items()
         if name not in theirs or not torch.equal(value, theirs[name])
     ]

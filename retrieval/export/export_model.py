@@ -1,6 +1,4 @@
-"""Model → bundle: ONNX graphs and a manifest, compared with torch on real items before the folder
-appears, whole or not at all.
-"""
+"""Model → bundle: ONNX graphs and a manifest, compared with torch before the folder appears."""
 
 from __future__ import annotations
 
@@ -54,15 +52,10 @@ from retrieval.serving.probe import WIDEST, probe_of
 
 @contextlib.contextmanager
 def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Give a hidden folder beside `output` to fill; it takes the name `output` at the end, or
-    disappears on any fault.
+    """Give a hidden folder to fill; it becomes `output` at the end, or disappears on a fault.
 
     A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, never a half-written
     `output`; it may be deleted.
-
-    Args:
-        output: the folder to make.
-        replace: whether a bundle that is there already gives way, once the new one is complete.
 
     Raises:
         BundleError: something is there that may not be replaced, another process is exporting to
@@ -89,8 +82,7 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
-    """Refuse to write over what is there, unless it is a bundle (or an empty folder) and may be
-    replaced.
+    """Refuse to write over anything but a bundle that may be replaced, or an empty folder.
 
     Raises:
         BundleError: `output` exists and stays.
@@ -152,22 +144,11 @@ def export_model(
         name: what the manifest calls the model.
         labels: one label per item (N,), for Recall@1 of the variants.
         calibration: raw inputs from the training side, needed by "int8".
-        codes: codes (N, C) of more real items, by which the number of candidates is chosen and
-            their overlap with the exhaustive ranking measured; by default those of `items`. Of no
-            use with an `exact` combiner.
-        variants: further precisions of the encoder: "fp16", "int8".
-        split: write the encoder as two graphs, so that features can be kept and other heads applied
-            to them.
-        allow_drift: write a variant even if its vectors are further from the encoder's than
-            `variants.DRIFT`.
-        tolerance: see above.
-        evaluation: figures for the manifest.
-        opset: version of ONNX's operators.
-        exporter: "auto" takes torch's present exporter ("dynamo"), and the older one
-            ("torchscript") where that fails.
-        replace: whether a bundle at `output` may be replaced.
-        progress: is called before each step with what it does, its number from 0, and how many
-            there are.
+        codes: (N, C) of more real items, by which the number of candidates is chosen; by default
+            those of `items`.
+        evaluation: metrics for the manifest.
+        progress: is told each step, its number from 0, and how many there are.
+        variants, split, allow_drift, tolerance, opset, exporter, replace: see `export_run`.
 
     Raises:
         BundleError: something is in the way, the items don't fit, torch cannot export the model,
@@ -265,15 +246,7 @@ def _measured(
     labels: NDArray[Any] | None,
     rescore: Callable[[Floats, Floats], Floats] | None,
 ) -> Variant:
-    """Return what the manifest says of a variant.
-
-    Args:
-        export: the encoder's graphs.
-        variant: its name.
-        graphs: the encoder's, the variant's, and others that show what its precision does.
-        labels: see `export_model`.
-        rescore: runs the rescorer, where there is one.
-    """
+    """Return what the manifest says of a variant."""
     names = list(export.outputs)
     before, *afters = (onnx_outputs(session(graph).run, names, export.items) for graph in graphs)
     combiner = export.combiner
@@ -344,13 +317,7 @@ def _description(
 
 
 def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
-    """Write the manifest of a filled folder, and open the bundle as the serving side will: what it
-    refuses must not appear.
-
-    Args:
-        folder: with the graphs.
-        content: what the manifest says.
-        items: real inputs, whose mean and standard deviation the probe has.
+    """Write a filled folder's manifest, and open the bundle as the serving side will.
 
     Raises:
         BundleError: what the manifest would say, or the bundle, is not valid.

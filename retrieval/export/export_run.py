@@ -44,8 +44,9 @@ def export_run(
     replace: bool = False,
     progress: Progress = True,
 ) -> Bundle:
-    """Write the bundle of a run, and open it; the run's held-out items verify it, its training
-    items calibrate int8.
+    """Write the bundle of a run, and open it.
+
+    The run's held-out items verify it, its training items calibrate int8.
 
     Args:
         run: a run, or its folder; with the few inputs that it keeps, where its data are gone.

@@ -39,14 +39,7 @@ default.
 def make_variant(
     name: VariantName, encoder: bytes, calibration: NDArray[Any] | None, scratch: Path
 ) -> tuple[bytes, list[bytes]]:
-    """Return a variant of an encoder's graph, and further graphs that show what its precision alone
-    does.
-
-    Args:
-        name: of the variant.
-        encoder: the graph in float32.
-        calibration: raw inputs from the training side, needed by "int8".
-        scratch: a folder for files in passing.
+    """Return a variant of a graph, and graphs that show what its precision alone does.
 
     Raises:
         BundleError: the variant cannot be made.
@@ -89,8 +82,7 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a converted graph without doubled casts, without detours through float16, and in
-    topological order.
+    """Return a converted graph without doubled casts and detours through float16, in order.
 
     The converter makes one cast for each reader of a value, all of one name; sends values between
     two float32 nodes through float16, where a length beyond 65,504 becomes infinity; and appends
@@ -139,8 +131,7 @@ def _casts_to(node: onnx.NodeProto, kind: int) -> bool:
 
 
 def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the float32 graph with every number that `make_fp16` makes float16 rounded to it, and
-    back.
+    """Return the float32 graph with all that `make_fp16` narrows rounded to float16 and back.
 
     ONNX Runtime's CPU leaves float32 between layers that have no float16 code, so the variant
     itself shows neither the rounding nor the overflow that a device with float16 units has. This
@@ -179,8 +170,9 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
-    """Return the graph statically quantised to int8: weights per channel, activations by the ranges
-    seen in calibration.
+    """Return the graph statically quantised to int8.
+
+    Weights are quantised per channel, activations by the ranges seen in calibration.
 
     Activations are unsigned, weights signed: with signed activations ONNX Runtime leaves a third of
     EfficientNet-Lite0's layers unfused and gains nothing (13.1 ms of CPU time against float32's
@@ -246,8 +238,7 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
 
 
 def kept_float32(proto: onnx.ModelProto) -> set[str]:
-    """Return names of the nodes that int8 leaves alone: the light ends, and a head behind other
-    layers.
+    """Return names of the nodes that int8 leaves alone: the light ends, and a late head.
 
     A head is little work, and what it rounds nothing evens out: on a small convolutional net
     (digits, unseen classes) leaving it out took the mean cosine from 0.9991 to 0.9997.
@@ -259,8 +250,7 @@ def kept_float32(proto: onnx.ModelProto) -> set[str]:
 
 
 def light_ends(proto: onnx.ModelProto) -> tuple[set[str], set[str]]:
-    """Return names of the nodes before any heavy layer (pixels to numbers), and after all (to unit
-    length).
+    """Return names of the nodes before any heavy layer, and after all of them.
 
     Nodes without a name get one.
     """
@@ -293,8 +283,7 @@ def measure(
     subspaces: Sequence[Subspace],
     merge: Literal["min", "score"] = "min",
 ) -> Variant:
-    """Return a variant's drift: cosine between its vectors and the encoder's, and Recall@1 of both
-    on the same items.
+    """Return a variant's drift: cosine to the encoder's vectors, and Recall@1 of both.
 
     Args:
         file: of the variant.
@@ -334,8 +323,7 @@ def measure(
 
 
 def check_drift(name: str, variant: Variant) -> None:
-    """Refuse a variant whose vectors are too far from the encoder's: a search by them is another
-    search.
+    """Refuse a variant whose vectors are too far from the encoder's.
 
     Raises:
         BundleError: the cosine is below `DRIFT`.
@@ -351,9 +339,7 @@ def check_drift(name: str, variant: Variant) -> None:
 
 
 def row_cosine(a: Floats, b: Floats) -> NDArray[np.float64]:
-    """Return the cosine (N,) of each row of (N, P) with the same row of (N, P); 1 where both are
-    zero.
-    """
+    """Return the cosine (N,) of each row with the other matrix's row; 1 if both are zero."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     both_zero = ~x.any(axis=1) & ~y.any(axis=1)

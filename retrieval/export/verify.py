@@ -140,8 +140,7 @@ def length_scale(values: Floats) -> float:
 
 
 def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[Any]) -> Difference:
-    """Return the largest difference between torch's outputs and the graph's, over three batch
-    sizes.
+    """Return the largest difference between torch's outputs and the graph's, at three batch sizes.
 
     One item alone, an odd number, and all items in batches of up to `BATCH`: a batch size that the
     exporter folded into the graph shows as a difference or as a failure.
@@ -166,8 +165,7 @@ def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[An
 
 
 def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Difference:
-    """Return the largest difference between torch's distances and the graph's, relative to the mean
-    distance.
+    """Return the largest difference between torch's distances and the graph's, over their mean.
 
     Pairs that both put nearer than `NEAR` of the mean are left out: there a square root turns
     rounding at 1e-7 into 3e-4.
@@ -215,7 +213,7 @@ def check_repeatable(
         BundleError: the same items give other numbers on a second run, or an item gives other
             numbers alone than among others.
     """
-    few = items[:ODD]
+    sample = items[:ODD]
     for batch, cause in (
         (
             BATCH,
@@ -233,7 +231,7 @@ def check_repeatable(
         ),
     ):
         # the same rows beside the same others, as far as the batch size allows
-        part = items[:BATCH] if batch == BATCH else few
+        part = items[:BATCH] if batch == BATCH else sample
         for name, values in torch_outputs(encoder, part, batch).items():
             gap = np.abs(values - outputs[name][: len(part)]).max(axis=1) / length_scale(
                 outputs[name]
@@ -262,9 +260,7 @@ def likely_cause(encoder: Encoder) -> str:
 def merged_distances(
     query: Floats, vector: Floats, subspaces: Sequence[Subspace]
 ) -> NDArray[np.float64]:
-    """Return Euclidean distances (Q, N) between (Q, P) and (N, P): the smallest over sub-spaces,
-    where there are some.
-    """
+    """Return Euclidean distances (Q, N), the smallest over sub-spaces where there are some."""
     from scipy.spatial.distance import cdist
 
     apart = [cdist(query[:, span], vector[:, span]) for span in spans_of(subspaces)]
@@ -272,8 +268,7 @@ def merged_distances(
 
 
 def check_order(combiner: Combiner, codes: Floats, query: Floats, vector: Floats) -> None:
-    """Hold a combiner that says `exact` to it: the order of its vectors must be the order of its
-    distances.
+    """Refuse a combiner that says `exact` and whose vectors are not in its distances' order.
 
     Raises:
         BundleError: on these items it is not.
@@ -348,8 +343,7 @@ def check_widths(combiner: Combiner, outputs: Mapping[str, Floats]) -> None:
 def candidate_overlap(
     combiner: Combiner, codes: Tensor, depth: int = 10
 ) -> dict[str, float] | None:
-    """Return which share of an item's exact nearest ten is among its first candidates, by how many
-    candidates.
+    """Return which share of the exact nearest ten is among so many first candidates.
 
     Args:
         combiner: not exact.
@@ -404,14 +398,6 @@ def is_normalized(vectors: Floats) -> bool:
 class Graphs:
     """One model's graphs, each compared with torch.
 
-    Args:
-        model: in evaluation mode, on the CPU.
-        items: real raw inputs.
-        tolerance: the largest difference that is allowed.
-        opset: version of ONNX's operators.
-        exporter: see `export_model`.
-        step: is told what is done next.
-
     Attributes:
         combiner: the model's.
         items: raw inputs.
@@ -441,8 +427,7 @@ class Graphs:
         self.worst = Difference(0.0, "", 0, 0)
 
     def check(self) -> None:
-        """Refuse a model that no graph could agree with, or whose vectors are not what its combiner
-        says.
+        """Refuse a model that disagrees with itself or with what its combiner says.
 
         Raises:
             BundleError: the model disagrees with itself, or with its combiner.
@@ -461,8 +446,7 @@ class Graphs:
         return self._encoder(self._module, self.items, self.outputs, "encoder")
 
     def split(self) -> tuple[bytes, bytes, int]:
-        """Return the encoder as two graphs, backbone and head, and the width of the features
-        between them.
+        """Return the encoder as two graphs, backbone and head, and the width between them.
 
         The backbone's depends on nothing else of the model: whatever the head, it is the same to
         the byte.
@@ -540,9 +524,7 @@ class Graphs:
         what: str,
         compare: Callable[[bytes], Difference],
     ) -> bytes:
-        """Return the graph of the first exporter that agrees with torch; the first one's complaint
-        when none does.
-        """
+        """Return the graph of the first exporter that agrees with torch."""
         complaints: list[BundleError] = []
         self._step(f"exporting the {what} and comparing it with torch")
         for exporter in self._exporters:

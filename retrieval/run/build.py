@@ -143,9 +143,7 @@ def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
 
 
 class Called(nn.Module):
-    """A loss or miner that is called and is not a module, such as a function: it has no weights to
-    train or save.
-    """
+    """A loss or miner that is no module, such as a function: it has no weights."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -156,9 +156,7 @@ def _subjects(
 
 
 def _collected(name: str, bundle: Bundle | None) -> Sources:
-    """Return the items of a source: vectors where it holds nothing else, or where the bundle takes
-    them.
-    """
+    """Return a source's items; vectors where it holds only these or the bundle takes them."""
     if is_embedding(name):
         items, vectors = in_memory(Path(name))
         return Sources([replace(item, row=row) for row, item in enumerate(items)], vectors)
@@ -229,14 +227,14 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
             if isinstance(seen_item, DataError):
                 seen.faults[row] = str(seen_item)
                 continue
-            own, taken, pixels, flat = seen_item
+            own, content_hash, pixels, flat = seen_item
             if flat is not None:
                 seen.flat[row] = flat
             if own is not None:
                 seen.contents[row] = contents.setdefault(own, row)
-            seen.numbers[row] = numbers.setdefault(taken.values, row)
-            if taken.picture is not None:
-                seen.pictures[row], seen.pictured[row] = taken.picture, True
+            seen.numbers[row] = numbers.setdefault(content_hash.values, row)
+            if content_hash.picture is not None:
+                seen.pictures[row], seen.pictured[row] = content_hash.picture, True
             if pixels is not None:
                 waiting.append((row, pixels))
             if bundle is not None and len(waiting) == _BATCH:
@@ -304,8 +302,9 @@ def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArr
 
 
 def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
-    """Return groups of the same items, and the items that are compared further: of each group one a
-    side and label.
+    """Return groups of the same items, and the items to compare further.
+
+    Of each group one item a side and label is compared further.
     """
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for row, number in enumerate(seen.numbers.tolist()):
@@ -326,8 +325,8 @@ def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
 
 def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
     return [
-        Alike((int(rows[one]), int(rows[other])), by, float(apart))
-        for one, other, apart in zip(near.first, near.second, near.distance, strict=True)
+        Alike((int(rows[row]), int(rows[other])), by, float(apart))
+        for row, other, apart in zip(near.first, near.second, near.distance, strict=True)
     ]
 
 
@@ -362,9 +361,7 @@ def _measure(bundle: Bundle, encoded: Encoded, rows: Rows) -> Measure:
 def _distances(
     bundle: Bundle, queries: Encoded, number: int, encoded: Encoded, rows: Rows
 ) -> NDArray[np.float64]:
-    """Return the distances of an item to others, by a model's own measure; where it goes by scores,
-    which depend on what else is found, Euclidean ones.
-    """
+    """Return an item's distances to others by the model's measure; Euclidean where it scores."""
     query, vectors = queries.query[number], encoded.vector[rows]
     code, codes = (
         (None, None)
@@ -413,13 +410,7 @@ _LEAST, _GAP, _TEXT = (
 
 
 def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
-    """Return a picture of items of the run's first batch: a row for each, first without changes,
-    then as they are changed in further epochs.
-
-    Args:
-        recipe: a checked recipe.
-        items: rows, up to 64.
-        draws: changed pictures in a row, up to 64.
+    """Return a picture of some training items, a row each: unchanged, then as epochs change it.
 
     Raises:
         RecipeError: its items are no images.

@@ -1,5 +1,4 @@
-"""Checkpoints: one safetensors file, whole or not at all, with a checksum of every byte, and
-nothing pickled.
+"""Checkpoints: one safetensors file, written whole, with a checksum, and nothing pickled.
 
 Any nesting of dicts and lists with tensors and plain values becomes named tensors, and a JSON
 skeleton in the file's header that says where each belongs. The header also holds the SHA-256 of the
@@ -69,10 +68,6 @@ def save(path: Path, state: Any, previous: Path | None = None) -> None:
 def load(path: Path, advice: str = "Use another checkpoint, or train again.") -> Any:
     """Return the nested state of a file that `save` wrote, on the CPU.
 
-    Args:
-        path: the file.
-        advice: what to do about a damaged file; ends the error's sentence.
-
     Raises:
         DataError: the file is missing or damaged, or is not a checkpoint.
     """
@@ -102,9 +97,7 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
 
 
 def _seal(path: Path) -> None:
-    """Put the checksum into a file that was written with a blank one, and wait until all is on the
-    disk.
-    """
+    """Put the checksum into a file written with a blank one, and sync it."""
     with path.open("rb+") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
         match = _SUM.search(header)
@@ -142,9 +135,7 @@ def _verified(content: bytes) -> dict[str, Any]:
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Give a file a second name, in the place of what had it; where there are no links, move it
-    there.
-    """
+    """Give a file a second name, replacing what had it; without links, move it there."""
     link = previous.with_name(previous.name + ".tmp")
     try:
         link.unlink(missing_ok=True)
@@ -220,8 +211,10 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def python_random_kept() -> Iterator[None]:
-    """Inside, modules may be imported that draw from Python's generator as they load, as rich does
-    under scikit-learn: once a process, not once a run.
+    """Keep Python's random generator as it is inside, where imports draw from it.
+
+    Some modules draw as they load, as rich does under scikit-learn: once a process, not once a
+    run.
     """
     state = random.getstate()
     try:

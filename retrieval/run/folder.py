@@ -122,14 +122,7 @@ def create_folder(
     *,
     replace: bool = False,
 ) -> Recipe:
-    """Make a run's folder, with the recipe and its plugin files in it; it appears whole or not at
-    all.
-
-    Args:
-        path: the folder.
-        recipe: a checked recipe.
-        files: further files by name: bytes, or what becomes JSON.
-        replace: whether a run that is there gives way.
+    """Make a run's folder, with its recipe and plugin files, whole or not at all.
 
     Returns:
         The recipe as it is recorded: it names the copies.
@@ -158,9 +151,7 @@ def create_folder(
 
 
 def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
-    """Copy a recipe's plugin files and folders into a run's folder; return the recipe that names
-    the copies.
-    """
+    """Copy a recipe's plugin files into a run's folder; return the recipe that names the copies."""
     named = []
     for item in recipe.plugins:
         if is_file_plugin(item):
@@ -212,9 +203,7 @@ def record_changes(
 
 
 def absolute_paths(recipe: AnyTables) -> AnyTables:
-    """Return a recipe whose paths are absolute, as a run records it: they start where the command
-    runs.
-    """
+    """Return a recipe whose paths are absolute; they start where the command runs."""
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
         part: Component | None = getattr(recipe, table)

@@ -91,9 +91,7 @@ class Run:
 
     @property
     def best(self) -> Path:
-        """The weights with the best validation MAP@R, or the final ones where there is no
-        validation part.
-        """
+        """The weights with the best validation MAP@R; the final ones without validation."""
         return checkpoint_file(self.path, "best")
 
     @cached_property
@@ -159,11 +157,6 @@ def describe(run: Run) -> dict[str, Any]:
 def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = False) -> None:
     """Make a run's folder, with what is known before training.
 
-    Args:
-        run: the run, built.
-        report: is told when no held-out inputs can be kept.
-        replace: whether a run that is there gives way.
-
     Raises:
         DataError: the folder holds something already, or cannot be written.
     """
@@ -179,14 +172,7 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
 
 
 def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> Run:
-    """Build everything a recipe with a loss names; the random generators must be seeded before.
-
-    Args:
-        path: the run's folder.
-        recipe: a checked recipe.
-        standing: where the run stands, to have the weights from there; by default those that
-            training starts from.
-    """
+    """Build everything a recipe with a loss names; the random generators must be seeded before."""
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = build_model(recipe, dataset)
@@ -199,9 +185,7 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
 
 
 def _classes(recipe: Recipe, splits: Splits) -> int:
-    """Return how many classes loss and miner are told of: with `positives = "item"` each training
-    item is one.
-    """
+    """Return the number of classes; with `positives = "item"` each training item is one."""
     return len(splits.train if recipe.augmentation.positives == "item" else splits.train_classes)
 
 
@@ -303,10 +287,6 @@ class ItemCodes:
 
     With a frozen backbone or a learner it starts from the features, which are on disk since
     training.
-
-    Args:
-        run: a loaded run.
-        device: where to encode.
 
     Attributes:
         source: where the items are: the backbone's features, or the run's dataset.

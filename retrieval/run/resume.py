@@ -68,8 +68,7 @@ def read_given(
     report: Report = lambda line: None,
     objects: Mapping[str, Any] | None = None,
 ) -> tuple[Path, Recipe]:
-    """Read the recipe that a user names to go on with a run, and check it with the run's own copies
-    of plugin files.
+    """Read the recipe to go on with, and check it with the run's own copies of plugin files.
 
     Args:
         output: the run; by default `runs/NAME`.
@@ -87,23 +86,23 @@ def read_given(
         DataError: there is no run.
         RecipeError: the recipe cannot be read, or does not fit the plugins.
     """
-    given, brought = read_table(recipe, overrides, plugins)
-    folder = Path(output) if output else Path("runs") / str(given.get("name", "run"))
+    table, brought = read_table(recipe, overrides, plugins)
+    folder = Path(output) if output else Path("runs") / str(table.get("name", "run"))
     refuse_no_run(folder)
     recipe, objects = apart(recipe, objects)
     where = str(recipe) if isinstance(recipe, str | os.PathLike) else None
     if replace_plugins:
         if where is not None:
             require(brought, Path(where))
-        return folder, check_recipe(given, where, objects)
+        return folder, check_recipe(table, where, objects)
     kept, own = read_table(folder / "recipe.toml")
     require(own, folder / "recipe.toml")
-    for line in changed_plugins(_named(given), own):
+    for line in changed_plugins(_named(table), own):
         report(
             f"{line}; the run goes on with its own copy. --replace-plugins takes the present one,"
             " train --replace begins again with it."
         )
-    return folder, check_recipe(given | {"plugins": _named(kept)}, where, objects)
+    return folder, check_recipe(table | {"plugins": _named(kept)}, where, objects)
 
 
 def refuse_no_run(folder: Path) -> None:
@@ -119,10 +118,8 @@ def refuse_no_run(folder: Path) -> None:
         )
 
 
-def changed_plugins(given: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return which plugin files and folders are other ones than a run's copies, and in what, a
-    sentence each without a stop.
-    """
+def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Return which plugin files differ from a run's copies, a sentence each, without a stop."""
     copies = {
         plugin.name: plugin
         for item in own
@@ -130,7 +127,7 @@ def changed_plugins(given: Sequence[str], own: Sequence[str]) -> list[str]:
         for plugin in [FilePlugin.at(item)]
     }
     lines = []
-    for item in given:
+    for item in items:
         if not is_file_plugin(item):
             continue
         try:
@@ -172,8 +169,9 @@ class Standing:
 
 
 def standing(folder: Path) -> Standing | None:
-    """Return where a run stands by its last checkpoint, or by the one before it where there is no
-    last one; None without either.
+    """Return where a run stands by its last checkpoint; None where it has none.
+
+    Without a last checkpoint it is the one before.
 
     Raises:
         DataError: there is no run, or the checkpoint is damaged.
@@ -196,24 +194,19 @@ def standing(folder: Path) -> Standing | None:
         ) from error
 
 
-def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]:
+def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str]:
     """Return what a recipe changes of the one that a run was started with, a line each.
-
-    Args:
-        folder: the run.
-        given: the checked recipe to go on with.
-        progress: how far the run has come; None: not to its first checkpoint.
 
     Raises:
         DataError: something differs that may not, or that would undo what is done.
     """
-    refuse_others(folder, given)
+    refuse_others(folder, recipe)
     kept, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
     before, now = (
-        _flat(absolute_paths(kept.with_plugins(given.loaded))),
-        _flat(absolute_paths(given)),
+        _flat(absolute_paths(kept.with_plugins(recipe.loaded))),
+        _flat(absolute_paths(recipe)),
     )
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     refused = [key for key in differing if not MAY_CHANGE.fullmatch(key)]
@@ -233,26 +226,26 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
         )
     longer = [key for key in differing if key.endswith(".epochs")]
     if longer:
-        _refuse_lengths(folder, kept, given, progress, longer)
+        _refuse_lengths(folder, kept, recipe, progress, longer)
     return [
         f"{key}: {_text(before.get(key))} → {_text(now.get(key))}" for key in differing
-    ] + _schedule(given, longer, progress)
+    ] + _schedule(recipe, longer, progress)
 
 
 def _refuse_lengths(
-    folder: Path, kept: Tables, given: Recipe, progress: Position | None, keys: Sequence[str]
+    folder: Path, kept: Tables, recipe: Recipe, progress: Position | None, keys: Sequence[str]
 ) -> None:
     """Refuse numbers of epochs that say nothing, or that would undo epochs."""
-    if given.learner is not None:
+    if recipe.learner is not None:
         raise DataError(f"{folder}: {keys[0]} says nothing here, for a [learner] is fitted once.")
-    if given.phase and "train.epochs" in keys:
+    if recipe.phase and "train.epochs" in keys:
         raise DataError(
             f"{folder}: train.epochs says nothing beside [[phase]]s. Set the epochs of one, as in"
-            f" phase.{len(given.phase) - 1}.epochs."
+            f" phase.{len(recipe.phase) - 1}.epochs."
         )
     if progress is None:
         return
-    for i, (old, new) in enumerate(zip(kept.phases, given.phases, strict=True)):
+    for i, (old, new) in enumerate(zip(kept.phases, recipe.phases, strict=True)):
         if old.epochs == new.epochs or i > progress.phase:
             continue
         if i < progress.phase:
@@ -263,7 +256,7 @@ def _refuse_lengths(
                 f"{folder} has begun epoch {done} of the phase '{new.name}' already: {new.epochs}"
                 " would be fewer."
             )
-        patience = given.train.patience
+        patience = recipe.train.patience
         if patience is not None and progress.stale >= patience and new.epochs > old.epochs:
             raise DataError(
                 f"{folder} stopped early, after {progress.stale} validations without a better one,"
@@ -271,17 +264,17 @@ def _refuse_lengths(
             )
 
 
-def _schedule(given: Recipe, longer: Sequence[str], progress: Position | None) -> list[str]:
+def _schedule(recipe: Recipe, longer: Sequence[str], progress: Position | None) -> list[str]:
     if (
         not longer
         or progress is None
-        or (given.schedule.name == "constant" and not given.schedule.warmup)
+        or (recipe.schedule.name == "constant" and not recipe.schedule.warmup)
     ):
         return []
-    if given.schedule.name not in ("constant", "cosine", "linear"):
+    if recipe.schedule.name not in ("constant", "cosine", "linear"):
         return []
     return [
-        f"note: [schedule] {given.schedule.name} is drawn over a phase's whole length. From here on"
+        f"note: [schedule] {recipe.schedule.name} is drawn over a phase's whole length. From here on"
         " the rate follows the new curve, so the run is not what it would have been with this"
         " length from the start."
     ]
@@ -300,7 +293,9 @@ def _flat(recipe: Tables) -> dict[str, Any]:
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 walk(inner, f"{place}.{key}" if place else str(key))
-        elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        elif (
+            isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value)
+        ):
             for i, inner in enumerate(value):
                 walk(inner, f"{place}.{i}")
         elif value is not None:

@@ -40,8 +40,7 @@ SHOWN = 8
 
 
 def take_weights(model: Model, recipe: Recipe) -> None:
-    """Put the weights of the run that `[train] start_from` names into a model; do nothing where it
-    names none.
+    """Put the weights of the run that `[train] start_from` names into a model.
 
     With a learner only the backbone's: it makes the other parts itself.
 
@@ -111,9 +110,7 @@ def build_learner(recipe: Recipe, features: int) -> Learner:
 
 
 def fitted_state(learner: Learner) -> dict[str, Any]:
-    """Return a fitted estimator's attributes (scikit-learn's `name_`) that are arrays, numbers or
-    text.
-    """
+    """Return a fitted estimator's attributes `name_` that are arrays, numbers or text."""
     state: dict[str, Any] = {}
     for name, value in vars(learner).items():
         if not name.endswith("_") or name.startswith("_"):

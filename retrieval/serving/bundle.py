@@ -28,7 +28,7 @@ from retrieval.serving.bundle_folder import (
     read_files,
 )
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import decode, from_array
+from retrieval.serving.images import decode, from_pixels
 from retrieval.serving.manifest import Input, Manifest, parse_manifest
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
@@ -378,7 +378,7 @@ class Bundle:
         if isinstance(image, bytes | str | os.PathLike):
             image = decode(image)
         elif isinstance(image, np.ndarray):
-            image = from_array(image)
+            image = from_pixels(image)
         return preprocessing(image)
 
     def rescore(self, query_codes: NDArray[Any], item_codes: NDArray[Any]) -> Floats:

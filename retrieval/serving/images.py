@@ -564,33 +564,40 @@ def thumbnail(image: Image.Image) -> bytes:
 
 
 def from_array(array: NDArray[Any]) -> Image.Image:
-    """Return a Pillow image of pixels (H, W), (H, W, 1) or (H, W, 3): uint8, or real numbers from 0
-    to 1.
+    """Return a Pillow image of uint8 pixels (H, W), (H, W, 1) or (H, W, 3).
 
     Raises:
-        DataError: another shape or type, or numbers beyond that range.
+        DataError: another shape or type.
     """
     if (
-        (array.dtype != np.uint8 and array.dtype.kind != "f")
+        array.dtype != np.uint8
         or array.ndim not in (2, 3)
         or (array.ndim == 3 and array.shape[2] not in (1, 3))
         or not array.size
     ):
         raise DataError(
-            "Pixels must be uint8, or real numbers from 0 to 1, of shape (H, W) or (H, W, 3), not"
-            f" {array.dtype} {array.shape}."
+            f"Pixels must be uint8 of shape (H, W) or (H, W, 3), not {array.dtype} {array.shape}."
         )
-    if array.dtype.kind == "f":
-        least, most = float(array.min()), float(array.max())
-        if not (least >= 0 and most <= 1):
-            raise DataError(
-                f"Pixels that are real numbers go from 0 to 1, and these from {least:g} to"
-                f" {most:g}. Scale them, or give uint8."
-            )
-        array = np.rint(array * 255).astype(np.uint8)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     return Image.fromarray(np.ascontiguousarray(array))
+
+
+def from_pixels(array: NDArray[Any]) -> Image.Image:
+    """Return a Pillow image as `from_array` does, also of real numbers from 0 to 1.
+
+    Raises:
+        DataError: another shape or type, or numbers beyond that range.
+    """
+    if array.dtype.kind != "f" or not array.size:
+        return from_array(array)
+    least, most = float(array.min()), float(array.max())
+    if not (least >= 0 and most <= 1):
+        raise DataError(
+            f"Pixels that are real numbers go from 0 to 1, and these from {least:g} to {most:g}."
+            " Scale them, or give uint8."
+        )
+    return from_array(np.rint(array * 255).astype(np.uint8))
 
 
 def as_list(images: Any) -> list[Any]:

@@ -52,9 +52,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Losses:
-    """What one batch gives: a scalar for each side that trains, metrics for the log, and what to
-    look for NaN in.
-    """
+    """What one batch gives: each side's loss, metrics for the log, numbers that must be finite."""
 
     metric: Tensor | None
     generator: Tensor | None
@@ -62,9 +60,7 @@ class Losses:
     watched: tuple[Watched, ...] = ()
 
     def all_metrics(self) -> dict[str, Tensor | int]:
-        """Return the metrics, and the losses as "loss" and "generator_loss" where there are any;
-        nothing is read.
-        """
+        """Return the metrics, and the losses as "loss" and "generator_loss"; no number is read."""
         losses = {"loss": self.metric, "generator_loss": self.generator}
         return {**self.metrics, **{k: v.detach() for k, v in losses.items() if v is not None}}
 
@@ -75,7 +71,8 @@ class Losses:
             DataError: a loss or a synthetic feature is not finite.
         """
         refuse(
-            [float(each.value) for each in self.watched], [each.sentence for each in self.watched]
+            [float(number.value) for number in self.watched],
+            [number.sentence for number in self.watched],
         )
 
 
@@ -91,9 +88,7 @@ def refuse(numbers: Sequence[float], sentences: Sequence[str]) -> None:
 
 
 class Watch:
-    """Looks for NaN and infinity: where nothing waits at once, elsewhere it keeps what is to be
-    looked at.
-    """
+    """Looks for NaN and infinity: at once on a CPU; on a device it keeps what to look at later."""
 
     def __init__(self) -> None:
         self._kept: list[Watched] = []
@@ -151,9 +146,7 @@ EVERY = 50
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a step left: the step's number, metrics and watched numbers by name, and sentences of
-    the latter.
-    """
+    """What a step left: number, metrics by name, watched numbers and their sentences."""
 
     step: int
     metrics: dict[str, Tensor | int | float]
@@ -162,15 +155,11 @@ class _Kept:
 
 
 class Tally:
-    """Adds each step's metrics to a `Position`'s sums, and looks for NaN; both some steps later, so
-    that no step waits.
+    """Adds each step's metrics to a `Position`'s sums and looks for NaN, some steps later.
+
+    No step waits for the device in between.
 
     The sums are those of Python floats in the steps' order, whenever they are read.
-
-    Args:
-        progress: returns that whose sums and counts are kept.
-        every: steps between readings; 1 on a CPU, where nothing waits.
-        stopped: makes the error from a step's number and what was found.
     """
 
     def __init__(

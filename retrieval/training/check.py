@@ -1,38 +1,48 @@
-"""`retrieval check`: build all that a recipe names and run one batch through it, without writing
-anything.
+"""Before training: `retrieval check`, and the look ahead at files and batches.
+
+The look ahead works on copies and puts the random generators back, so that training goes on as if
+it had not been.
 """
 
 from __future__ import annotations
 
+import copy
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from retrieval.data.loading import batches_in_epoch, inputs
+from retrieval.data.augment import Labels, built_transforms
+from retrieval.data.loading import TrainBatches, batches_in_epoch, inputs
 from retrieval.data.splits import Splits, make_splits
-from retrieval.errors import DataError, RecipeError
+from retrieval.errors import DataError, RecipeError, listed
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model
 from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
+from retrieval.recipe.tables import Phase, Sampler
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, code_size
-from retrieval.run.open import build_run
+from retrieval.run.open import Run, build_run
 from retrieval.run.weights import build_learner
+from retrieval.serving.images import decode
+from retrieval.training.batch import Losses
 from retrieval.training.comparison import space
 from retrieval.training.learn import NOTHING, fit, nothing_to_train
-from retrieval.training.probe import look_ahead, open_some
 from retrieval.training.process import make_accelerator
+from retrieval.training.step import Step
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:
-    """Build a checked recipe, open some files, and compute a batch, forward and backward, in each
-    phase. `[search]` is checked as a comparison does.
+    """Build a checked recipe, open some files, and try a batch in each phase.
+
+    `[search]` is checked as a comparison does.
 
     Returns:
         What was found, one line each.
@@ -83,9 +93,7 @@ def _check_learner(recipe: Recipe) -> list[str]:
 def _fit_some(
     learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe
 ) -> int:
-    """Fit a learner on some of the training items, more of them where it refuses few; return how
-    many.
-    """
+    """Fit a learner on some training items, on more where it refuses few; return how many."""
     assert recipe.learner is not None
     name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
     labels = splits.train_labels
@@ -127,3 +135,189 @@ def _model(recipe: Recipe, model: Model) -> str:
         f"model: {recipe.backbone.name}, {model.backbone.features} features, codes of"
         f" {code_size(model)}, {weights:,} weights"
     )
+
+
+WHOLE = 256
+"""Batches up to this size are tried as they are; of larger ones some that are smaller."""
+AGAIN = 4
+"""So many batches more are tried where the first would change nothing."""
+FILES = 64
+"""So many files are opened."""
+
+
+@dataclass
+class Seen:
+    """What a look ahead found, a sentence each.
+
+    Attributes:
+        lines: what happened.
+        warnings: what is probably not meant.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
+    """Try a recipe's batches in each phase, on copies of the model and the objective.
+
+    Raises:
+        DataError: a file cannot be read, a loss is not finite, or a batch is too large for the
+            memory.
+        PluginError: a part breaks its contract, as a loss without a gradient does.
+        RecipeError: a phase trains nothing.
+    """
+    assert run.objective is not None
+    open_some(run)
+    seen = Seen()
+    random = checkpoint.random_state()
+    try:
+        _warn_of_sampler(run, seen)
+        model, objective = copy.deepcopy((run.model, run.objective))
+        objective.to(accelerator.device)
+        batches = _batches(run)
+        for phase in run.recipe.phases:
+            step = Step(
+                model.to(accelerator.device),
+                objective,
+                run.recipe,
+                phase,
+                1,
+                accelerator,
+                tried=True,
+            )
+            _try(step, phase, batches, seen)
+    finally:
+        checkpoint.restore_random_state(random)
+    return seen
+
+
+def open_some(run: Run) -> None:
+    """Open some of the files of every side, evenly spaced.
+
+    Raises:
+        DataError: some cannot be read; all of those are named.
+    """
+    files = run.dataset.files
+    if files is None or run.dataset.arrays is not None:
+        return
+    sides = [run.splits.train, run.splits.validation, run.splits.query, run.splits.gallery]
+    items = np.concatenate([side for side in sides if side is not None])
+    chosen = np.unique(
+        items[np.linspace(0, len(items) - 1, min(FILES, len(items))).astype(np.int64)]
+    )
+    problems = []
+    for item in chosen:
+        try:
+            decode(files[int(item)])
+        except DataError as error:
+            problems.append(f"{error} {getattr(run.dataset, 'advice', '')}".rstrip())
+    if problems:
+        raise DataError(
+            listed(
+                f"[data] {run.recipe.data.name}, of which {len(chosen)} files were opened,",
+                problems,
+            )
+        )
+
+
+def _warn_of_sampler(run: Run, seen: Seen) -> None:
+    """Warn of batches larger than the data, and of batches without a pair of one class."""
+    recipe, loss = run.recipe, run.recipe.loss
+    assert loss is not None
+    items, drawn = len(run.splits.train), recipe.batch_size // recipe.augmentation.views
+    if drawn > items:
+        seen.warnings.append(
+            f"[sampler]: a batch takes {recipe.sampler.classes} classes ×"
+            f" {recipe.sampler.items} items = {drawn:,}, and only {items:,} items train,"
+            " so it holds most of them several times. Set items lower."
+        )
+    pairs = run.plugins.every("losses", loss.table, lambda factory: factory.supports_miner)
+    if recipe.sampler.items * recipe.augmentation.views == 1 and pairs:
+        seen.warnings.append(
+            f"[sampler] items = 1: {loss.name} compares items of one class, and a batch has one"
+            " of each, so no such pair is found. Set items = 2 or more."
+        )
+
+
+def _batches(run: Run) -> TrainBatches:
+    """Return the batches that are tried: the recipe's, or smaller ones."""
+    recipe = run.recipe
+    sampler = recipe.sampler
+    if recipe.batch_size > WHOLE:
+        sampler = smaller(sampler, WHOLE // 2 // recipe.augmentation.views)
+    return TrainBatches(
+        run.dataset,
+        run.splits.train,
+        run.splits.train_labels,
+        run.model.preprocessing,
+        sampler=sampler,
+        augmentation=recipe.augmentation,
+        transforms=built_transforms(recipe),
+        seed=recipe.seed,
+    )
+
+
+def _try(step: Step, phase: Phase, batches: TrainBatches, seen: Seen) -> None:
+    """Try a phase's batches until one would change a weight."""
+    step.set_modes()
+    device = step.accelerator.device
+    for number in range(min(AGAIN + 1, len(batches))):
+        batch, labels = next(batches.epoch(0, start=number))
+        losses = _losses(step, batch.to(device), labels.to(device))
+        if changes := _changes(step):
+            break
+    values = [
+        f"{name} {float(value.detach()):.4f}"
+        for name, value in (("loss", losses.metric), ("generator loss", losses.generator))
+        if value is not None
+    ]
+    values += [f"{name} {_short(float(value))}" for name, value in losses.metrics.items()]
+    if losses.metrics.get("triplets") == 0:
+        seen.warnings.append(
+            f"in phase '{phase.name}' the batch has no triplet that the generator could change."
+        )
+    seen.lines.append(f"one batch of {len(labels)}, phase '{phase.name}': {', '.join(values)}")
+    if not changes:
+        mined = losses.metrics.get("mined")
+        why = ": the miner found no pair" if mined is not None and int(mined) == 0 else ""
+        seen.warnings.append(
+            f"phase '{phase.name}': no weight would change in {number + 1} sampled"
+            f" batch{'es' * (number > 0)}{why}. Check the loss, the miner and [sampler]."
+        )
+
+
+def smaller(sampler: Sampler, size: int) -> Sampler:
+    """Return a sampler of some `size` items: fewer items of a class, then fewer classes."""
+    items = max(1, min(sampler.items, size // min(sampler.classes, 32)))
+    return sampler.model_copy(
+        update={"items": items, "classes": max(2, min(sampler.classes, size // items))}
+    )
+
+
+def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:
+    """Return a batch's losses, with the gradients of what trains."""
+    step.zero_grad()
+    try:
+        losses = step.losses(batch, labels)
+        losses.refuse()
+    except DataError as error:
+        raise DataError(
+            f"One batch in phase '{step.phase.name}' was tried, and {str(error).rstrip('.')}. Check"
+            " the data and the parameters."
+        ) from error
+    step.backward(losses)
+    return losses
+
+
+def _changes(step: Step) -> bool:
+    return any(
+        p.grad is not None and bool(p.grad.abs().max() > 0)
+        for part in step.parts.values()
+        for p in part
+        if p.numel()
+    )
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"

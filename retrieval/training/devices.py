@@ -42,15 +42,12 @@ def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
 
 
 def whole_batch(synchronised: bool) -> AbstractContextManager[Any]:
-    """Return a context in which batch norm takes the statistics of all processes' shares, where
-    that is asked for.
-    """
+    """Return a context in which batch norm sees all processes' shares, if that is asked for."""
     return WholeBatch() if synchronised and distributed.is_initialized() else nullcontext()
 
 
 class WholeBatch(TorchFunctionMode):
-    """Inside, `torch.nn.functional.batch_norm` in training takes mean and variance from all
-    processes' shares together.
+    """Mode in which batch norm in training takes mean and variance from all processes' shares.
 
     No module is exchanged, so the model that is saved and exported is the plain one. Any layer that
     calls that function is reached, timm's too. Every process must call the same layers in the same
@@ -104,8 +101,7 @@ class _Normalised(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the normalised x (B, C, …), and mean (C,), biased variance (C,) and count () of
-        each channel.
+        """Return the normalised x (B, C, …), and each channel's mean, biased variance and count.
 
         The shares' means and squared deviations are added up as Chan, Golub & LeVeque (1983) do, so
         nothing cancels.
@@ -167,8 +163,7 @@ BUCKET = 2**22
 
 
 class Devices:
-    """The processes that share each batch, as one of them sees them; with one process nothing is
-    told.
+    """The processes that share each batch, as one of them sees them.
 
     Each process's gradient of a parameter is that of an objective of its own, and all take the
     mean. So what counts in the mean is one process's part times their number, or the same whole on
@@ -192,8 +187,7 @@ class Devices:
         return whole_batch(self._synchronised)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return all processes' rows, in the batch's order; gradients reach this process's own
-        rows.
+        """Return all processes' rows in order; gradients reach this process's own rows.
 
         For an objective of the whole batch that every process computes: the own rows' gradient
         counts once for each process.
@@ -206,8 +200,7 @@ class Devices:
         return torch.cat(rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all processes' rows, in the batch's order; gradients reach all rows, from every
-        process's objective.
+        """Return all processes' rows in order; gradients reach all rows, from every objective.
 
         For objectives that are parts of one: each process's rows get what every part owes to them.
         """
@@ -224,21 +217,15 @@ class Devices:
         return total
 
     def part(self, value: Tensor, part: Tensor) -> Tensor:
-        """Return a scalar with this value and the gradient of this process's part of it, as it
-        counts in the mean.
-        """
+        """Return a scalar with this value and the gradient of this process's part of it."""
         return value + self.world * (part - part.detach())
 
     def reduce_gradients(
         self, parameters: Sequence[Parameter], divided: Collection[int] = ()
     ) -> None:
-        """Give each parameter the mean of all processes' gradients; one that has none counts as
-        zero if another's has one.
+        """Give each parameter the mean of all processes' gradients.
 
-        Args:
-            parameters: in the same order on every process.
-            divided: ids of those of which each process has rows of its own, whose gradients no
-                other has.
+        A parameter without one counts as zero if another process has one.
         """
         if self.world == 1 or not parameters:
             return
@@ -328,8 +315,7 @@ def divided_loss(
     indices: TripletIndices | None,
     devices: Devices,
 ) -> Tensor:
-    """Return the loss of the whole batch; its gradient is this process's part, as `Devices` counts
-    it.
+    """Return the loss of the whole batch, with the gradient of this process's part.
 
     Of anchors, a process compares its rows with the batch all at once where that takes `PLAIN`
     numbers or fewer. Above, it compares them in blocks and computes each once more when its
@@ -390,8 +376,6 @@ def _by_blocks(
 
 
 def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
-    """Return how many numbers one row is compared by: the batch's items, or the triplets that a
-    miner picked for it on average.
-    """
+    """Return how many numbers a row is compared with: the batch's items, or its mean triplets."""
     picked = 0 if indices is None else len(indices[0]) // len(every)
     return max(len(every), picked)

@@ -38,14 +38,6 @@ def fit_learner(
 ) -> Run:
     """Fit a recipe's learner on the backbone's features and write the run.
 
-    Args:
-        path: the run's folder.
-        recipe: a checked recipe with a `[learner]`.
-        report: is told what was done.
-        resume: write into the run that is there; a fit has no steps to go on from, and is made
-            again.
-        replace: put the run in the place of one that is there.
-
     Raises:
         DataError: the learner refuses the features.
     """

@@ -49,9 +49,7 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
 
 
 def set_modes(model: Model, objective: Objective, trains: Collection[Trainable]) -> None:
-    """Put all in training mode but the parts that do not train, which keep their batch statistics
-    too.
-    """
+    """Put all in training mode but the parts that do not train; these keep their statistics."""
     model.train()
     model.backbone.train("backbone" in trains)
     model.head.train("head" in trains)
@@ -67,11 +65,6 @@ def build_optimizer(
     section: Optimizer, parts: Mapping[Trainable, Sequence[Parameter]], lr: float | None = None
 ) -> TorchOptimizer:
     """Return the optimiser with one group per part, each at `lr` times its factor.
-
-    Args:
-        section: the recipe's table.
-        parts: the parameters of each part that trains.
-        lr: the phase's own rate, if any.
 
     Raises:
         RecipeError: nothing trains.
@@ -99,13 +92,7 @@ def build_optimizer(
 def build_optimizers(
     recipe: Recipe, phase: Phase, parts: Mapping[Trainable, Sequence[Parameter]]
 ) -> dict[str, TorchOptimizer]:
-    """Return the optimisers of a phase, "metric" and "generator", those that have something to
-    train.
-
-    Args:
-        recipe: its `[optimizer]` and `[generator_optimizer]`.
-        phase: what trains, and its own rates.
-        parts: the parameters of each part of the model.
+    """Return a phase's optimisers, "metric" and "generator", where they have something to train.
 
     Raises:
         RecipeError: nothing that the phase names has parameters.
@@ -147,13 +134,7 @@ def schedules_of(
 
 
 class StepSchedule:
-    """A learning-rate schedule that is told of every step and of every epoch's end.
-
-    Args:
-        section: the recipe's table.
-        optimizer: whose rates it sets.
-        steps: steps of the phase, for the shapes that end at 0.
-    """
+    """A learning-rate schedule that is told of every step and of every epoch's end."""
 
     def __init__(self, section: Schedule, optimizer: TorchOptimizer, steps: int) -> None:
         self.per_epoch = section.name not in SHAPES
@@ -189,9 +170,7 @@ class StepSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; over another number of steps, from the same step on the new
-        curve.
-        """
+        """Go on from `state_dict()`; with another number of steps, on the new curve."""
         self.scheduler.__dict__.update(state)
         if self.per_epoch:
             return

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 
 def place(run: Run, objective: Objective, device: torch.device) -> None:
-    """Put model and objective on a device, as `[train]` says; kernels are compiled when they are
-    first called.
+    """Put model and objective on a device, as `[train]` says.
 
     On a CPU the process keeps its large blocks of memory from then on; see `keep_large_blocks`.
     """
@@ -90,9 +89,7 @@ def make_repeatable(train: Train) -> None:
 
 @contextlib.contextmanager
 def repeating(train: Train) -> Iterator[None]:
-    """Inside, torch takes algorithms that give the same bits each time, where `[train]
-    deterministic` asks for them.
-    """
+    """Let torch take repeatable algorithms inside, where `[train] deterministic` asks for them."""
     if not train.deterministic:
         yield
         return
@@ -140,15 +137,10 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def together(accelerator: Accelerator, do: Callable[[], Found]) -> Found:
-    """Do something on every process, and go on only once all have done it; what refuses one of them
-    refuses all.
+    """Do something on every process; go on once all have done it, or refuse on all.
 
     So no process sees what another changes afterwards, and none waits for one that was refused and
     left.
-
-    Args:
-        accelerator: Hugging Face Accelerate's, which knows the processes.
-        do: what to do. The processes must not wait for one another in it.
 
     Raises:
         RetrievalError: what this process raised, or, as a DataError, what the first other one did.
@@ -208,9 +200,7 @@ def stopping(stop: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_as_interrupted() -> Iterator[None]:
-    """Inside, SIGTERM interrupts as Ctrl-C does, so that whoever runs others can end them in good
-    order.
-    """
+    """Let SIGTERM interrupt inside as Ctrl-C does, so that what runs others can end them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -227,9 +217,7 @@ def ending_as_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensorboard(folder: Path | None, step: int) -> Iterator[Callable[[str, float, int], None]]:
-    """Give a function (name, value, step) that writes to TensorBoard, when it is installed and
-    there is a folder.
-    """
+    """Give a function (name, value, step) that writes to TensorBoard, where it is installed."""
     writer: Any = None
     if folder is not None:
         with contextlib.suppress(ImportError):
@@ -266,14 +254,9 @@ def forget_after(log: Path, step: int) -> None:
 def validate(
     run: Run, dataset: Dataset, from_features: bool, raw: RawInputs | None = None
 ) -> dict[str, float]:
-    """Return the recipe's figures on the validation part, each item a query among the others; MAP@R
-    always.
+    """Return the recipe's metrics on the validation part, MAP@R always.
 
-    Args:
-        run: the run; its model keeps its mode.
-        dataset: where the items are (a frozen backbone's features, or the run's own dataset).
-        from_features: whether those are features.
-        raw: the dataset's inputs, where they are kept between calls.
+    Each item is a query among the others.
     """
     indices = run.splits.validation
     codes = encode(

@@ -24,12 +24,7 @@ PATTERN = "shard-*.safetensors"
 
 
 class Shares:
-    """What a run's checkpoint keeps in files of each process.
-
-    Args:
-        folder: where checkpoints are.
-        step: what trains; of its objective's parameters those that are divided.
-    """
+    """What a run's checkpoint keeps in files of each process."""
 
     def __init__(self, folder: Path, step: Step) -> None:
         self.folder, self.step = folder, step
@@ -40,8 +35,9 @@ class Shares:
         return bool(self.shards)
 
     def write(self, state: dict[str, Any], progress: Position) -> list[str]:
-        """Move this process's rows out of a state into a file of their own; say in the state which
-        files there are, and return them.
+        """Move this process's rows from a state to a file of their own; return all such files.
+
+        The state says which files there are.
         """
         devices = self.step.devices
         names = [
@@ -98,9 +94,7 @@ class Shares:
                 file.unlink(missing_ok=True)
 
     def _places(self, state: dict[str, Any]) -> list[tuple[str, dict[Any, Any], Any]]:
-        """Return where the divided rows are in a state: their place's name, the dictionary, the
-        key.
-        """
+        """Return where the divided rows are in a state: place, dictionary and key."""
         places: list[tuple[str, dict[Any, Any], Any]] = []
         for name in self.shards:
             module, _, own = name.partition(".")
@@ -128,9 +122,7 @@ class Shares:
         return places
 
     def _number(self, optimizer: str, name: str) -> int:
-        """Return the number by which an optimiser's state knows a parameter; −1 where it does not
-        step it.
-        """
+        """Return a parameter's number in an optimiser's state; −1 where it is not stepped."""
         parameter = self.step.objective.get_parameter(name)
         groups = self.step.optimizers[optimizer].param_groups
         stepped: Iterator[Tensor] = (p for group in groups for p in group["params"])
@@ -144,9 +136,7 @@ def _cut(own: Shard, file: Shard) -> slice | None:
 
 
 def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dict[str, Any]:
-    """Return the weights, the state of optimisers, schedules, gradient scaler (None without one)
-    and random generators.
-    """
+    """Return all that the next step depends on: weights, optimisers, schedules, generators."""
     return {
         "model": run.model.state_dict(),
         "modules": {name: part.state_dict() for name, part in step.objective.named_children()},
@@ -158,8 +148,7 @@ def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dic
 
 
 def save(run: Run, step: Step, progress: Position, before: Sequence[str] = ()) -> list[str]:
-    """Write the checkpoint to resume from; every process calls it, and each writes the rows that it
-    alone has.
+    """Write the checkpoint to resume from; every process calls it and writes its own rows.
 
     Args:
         run: whose it is.

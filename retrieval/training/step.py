@@ -1,5 +1,4 @@
-"""One batch: the losses of real and synthetic samples, their gradients, and the step that they lead
-to.
+"""One batch: the losses of real and synthetic samples, their gradients, and the step.
 
 The metric (backbone, head, combiner, loss) and the generator are two sides with an optimiser each.
 With `coupling = "separate"` each side's objective reaches its own parameters only, wherever else
@@ -128,9 +127,7 @@ class Step:
         return f"The {self.who[part]}"
 
     def _rows(self) -> Rows | None:
-        """Return how several processes divide the loss; None where each computes all of it, or
-        there is one process.
-        """
+        """Return how several processes divide the loss; None where each computes all of it."""
         if (
             self.devices.world == 1
             or self.objective.generator is not None
@@ -204,9 +201,7 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
 
     def backward(self, losses: Losses) -> None:
-        """Give every parameter its gradient: each side's comes from its own objective; `joint` adds
-        them up.
-        """
+        """Give every parameter its gradient, of its own side's objective; `joint` adds both up."""
         metric, generator = losses.metric, losses.generator
         metric_side, generator_side = self._sides()
         rest = metric_side
@@ -243,12 +238,6 @@ class Step:
             optimizer.step()
             self.schedules[name].step()
 
-    def real_loss(self, codes: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of codes (B, C) and labels (B,), with the miner's pairs and without a
-        generator.
-        """
-        return self._loss(codes, labels, self._mined(codes, labels))
-
     # --- what a batch gives
     # ------------------------------------------------------------------------------
 
@@ -273,9 +262,7 @@ class Step:
         return Batch(features, codes, labels, indices, own, metrics)
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
-        """Return the losses of a batch of which each process computes a part; there is no generator
-        then.
-        """
+        """Return the losses of a batch that several processes divide, without a generator."""
         indices, metrics, own = None, {}, None
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
@@ -291,9 +278,7 @@ class Step:
         )
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
-        """Return the weighted mean of both labels' losses; there is neither miner, generator nor
-        combiner then.
-        """
+        """Return the weighted mean of both labels' losses, of images that are mixed."""
 
         def of(own_labels: Tensor) -> Tensor | None:
             if self.rows is not None:
@@ -309,9 +294,7 @@ class Step:
         )
 
     def _synthesize(self, batch: Batch) -> Made | None:
-        """Return what the generator makes of a batch; None where the phase has no use for it, or
-        there is no triplet.
-        """
+        """Return what the generator makes of a batch; None where the phase has no use for it."""
         generator, who = self.objective.generator, self._the("generator")
         if generator is None or not (self.phase.synthetic or "generator" in self.phase.train):
             return None
@@ -338,9 +321,7 @@ class Step:
         return Made(synthetic, triplets, extended, chosen, metrics)
 
     def _metric_loss(self, batch: Batch, synthetic: Made | None) -> Tensor | None:
-        """Return the loss of real samples, of synthetic ones among them, or of both; None where no
-        part of the metric trains.
-        """
+        """Return the loss of real and synthetic samples; None where no metric part trains."""
         if not self._trains_metric:
             return None
         real_weight = self.train_table.real_weight
@@ -365,9 +346,7 @@ class Step:
         return self._watch.loss("loss", value, self.who["loss"])
 
     def _generator_loss(self, synthetic: Made | None) -> Tensor | None:
-        """Return the generator's objective; None where it does not train, has nothing to train, or
-        made nothing.
-        """
+        """Return the generator's objective; None where it does not train or made nothing."""
         generator, who = self.objective.generator, self._the("generator")
         if synthetic is None or generator is None or not len(synthetic.features):
             return None
@@ -422,9 +401,7 @@ class Step:
         return None if self.objective.miner is None else self._mine(codes, labels)
 
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
-        """Return what the miner picks, in the batch or against a reference set (`ref_emb`,
-        `ref_labels`).
-        """
+        """Return the miner's picks, in the batch or against `ref_emb` and `ref_labels`."""
         assert self.objective.miner is not None
         with calling(self._the("miner")):
             indices = self.objective.miner(codes, labels, **reference)

@@ -1,6 +1,4 @@
-"""Synthetic samples among real ones: which triplets they are made of, and what a miner picks among
-both.
-"""
+"""Synthetic samples among real ones: their triplets, and what a miner picks among both."""
 
 from __future__ import annotations
 
@@ -122,9 +120,7 @@ def mine(
 
 
 def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
-    """Return the miner's triplets, or each positive pair with one random negative where there is no
-    miner.
-    """
+    """Return the miner's triplets; without a miner, each positive pair and a random negative."""
     if indices is None:
         return _one_negative(labels)
     a, p, n = indices_utils.convert_to_triplets(indices, labels, t_per_anchor="all")

@@ -39,13 +39,6 @@ Tell = Callable[[str], None]
 class Tracking:
     """The trackers of one run, as a plugin that is told by the hooks of training.
 
-    Args:
-        names: trackers, as `--track` names them.
-        plugins: what offers them.
-        tell: is told, by the thread that trains, where a run is seen and what failed.
-        name: what the run is called; None: as its recipe.
-        group: the comparison that it belongs to.
-
     Raises:
         PluginError: there is no such tracker.
     """
@@ -88,13 +81,7 @@ class Tracking:
         self.figures({f"best_validation_{name}": value for name, value in metrics.items()})
 
     def begin(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
-        """Begin, or go on with what the folder remembers; where that was done already, nothing.
-
-        Args:
-            folder: the run's, or the comparison's.
-            name: what to call it.
-            configuration: tables.
-        """
+        """Begin, or go on with what the folder remembers; where that was done already, nothing."""
         if self._begun:
             return
         self._begun = True
@@ -279,9 +266,7 @@ _writing = threading.Lock()
 
 
 def _kept(folder: Path) -> dict[str, dict[str, str]]:
-    """Return what a folder remembers of trackers; what is damaged is nothing, and the run is a new
-    one there.
-    """
+    """Return what a folder remembers of trackers; nothing where its file is damaged."""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return {str(name): dict(entry) for name, entry in content.items()}

@@ -37,7 +37,7 @@ from retrieval.run.resume import read_given
 from retrieval.serving.bundle import is_image
 from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder, as_rows
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import as_list, decode, from_array
+from retrieval.serving.images import as_list, decode, from_pixels
 from retrieval.serving.progress import Progress, showing, shown
 from retrieval.training.tracking import tracking
 from retrieval.training.trainer import train as train_run
@@ -313,7 +313,7 @@ class _Images(Dataset):
         image = self.images[index]
         try:
             if isinstance(image, np.ndarray):
-                return from_array(image)
+                return from_pixels(image)
             return image if isinstance(image, Image) else decode(image)
         except DataError as fault:
             raise DataError(f"{self.keys[index]}: {fault}") from fault

@@ -39,9 +39,9 @@ from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
 from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
+from retrieval.training.check import look_ahead
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.learn import nothing_to_train, write_untrained
-from retrieval.training.probe import look_ahead
 from retrieval.training.process import (
     forget_after,
     going_on,
@@ -227,18 +227,14 @@ class Trainer:
         )
 
     def _average_buffers(self) -> None:
-        """Processes see different images, so their batch statistics differ: all go on with the
-        mean.
-        """
+        """Give all processes the mean of their batch statistics, as they see different images."""
         if self.accelerator.num_processes > 1:
             for buffer in self.run.model.buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 
     def _exhausted(self) -> bool:
-        """Whether the phase ends early; one that leaves the metric alone cannot be judged by
-        validation.
-        """
+        """Whether the phase ends early; one that leaves the metric alone never does."""
         patience, trains_metric = (
             self.recipe.train.patience,
             any(part != "generator" for part in self.phase.train),
@@ -330,9 +326,7 @@ class Trainer:
     # -------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is
-        refused.
-        """
+        """Write the checkpoint to resume from; weights with NaN are refused."""
         self.tally.read()
         self._refuse_nan()
         self._files = save(self.run, self.step, self.progress, self._files)

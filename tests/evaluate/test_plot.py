@@ -17,7 +17,7 @@ import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.index.creating import build_index
+from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index, open_index
 from sklearn.datasets import load_iris
 
@@ -54,8 +54,8 @@ def makers() -> ModuleType:
 def made(makers: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plot")
     makers.write_digits(folder / "digits", 60)
-    build_index(
-        makers.make_bundle(folder / "bundle"), [folder / "digits"], folder / "index", progress=False
+    create_index(
+        folder / "index", makers.make_bundle(folder / "bundle"), [folder / "digits"], progress=False
     )
     return folder
 
@@ -127,7 +127,7 @@ def test_a_file_that_is_gone_is_an_empty_cell(
     made: Path, makers: ModuleType, tmp_path: Path
 ) -> None:
     shutil.copytree(made / "digits", tmp_path / "digits")
-    build_index(made / "bundle", [tmp_path / "digits"], tmp_path / "index", progress=False)
+    create_index(tmp_path / "index", made / "bundle", [tmp_path / "digits"], progress=False)
     gone = tmp_path / "digits" / "3" / "0003.png"
     query = gone.read_bytes()
     gone.unlink()
@@ -158,7 +158,7 @@ def test_neighbours_says_what_it_cannot_draw(
         retrieval.plot.neighbours(index, tmp_path / "text.png")
     np.savez(tmp_path / "f.npz", features=np.eye(20), labels=np.arange(20))
     bundle = makers.make_bundle(tmp_path / "b", kind="features", features=20)
-    build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     with (
         open_index(tmp_path / "i") as vectors,
         pytest.raises(DataError, match="holds vectors, not images"),

@@ -16,6 +16,7 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import StoreError
+from retrieval.serving.index.creating import Index as CreatedIndex
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import Item, TooSlow, patience
@@ -233,6 +234,14 @@ def test_filters(living, photos, served):
     )
     assert answer.status_code == 400
     assert len(found(server)) == 10
+
+
+def test_python_builds_an_index_that_takes_more(bundle_path, photos, tmp_path):
+    with CreatedIndex.create(
+        tmp_path / "b", [photos / "1"], model=bundle_path, progress=False
+    ) as index:
+        assert index.summary.count == len(index)
+        assert index.add([photos / "2"], progress=False).added
 
 
 def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):

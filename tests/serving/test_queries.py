@@ -10,7 +10,7 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving import bundle as bundle_module
 from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.index.creating import build_index
+from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import open_index
 
 
@@ -30,7 +30,7 @@ def of_features(makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", features=12)
     rows = np.random.default_rng(0).normal(size=(30, 12)).astype(np.float32)
     np.savez(tmp_path / "x.npz", features=rows)
-    build_index(bundle, [tmp_path / "x.npz"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle, [tmp_path / "x.npz"], progress=False)
     with open_index(tmp_path / "i", threads=1) as opened:
         yield opened, rows
 

@@ -207,14 +207,12 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
         assert word in sentence, sentence
 
 
-LEARNERS = [
-    (tables, words)
-    for tables, words in OTHERS
-    if tables.get("learner") and "backbone" not in tables
-]
 NARROW = {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")}
 BEFORE_TRAINING = [
-    *LEARNERS,
+    (
+        {"loss": None, "learner": of("learner", "refuses")},
+        ["broken.learner refuses", "do not serve."],
+    ),
     (NARROW, ["backbone broken.same gave", "of shape (18, 7)"]),
     (
         {**NARROW, "backbone": of("same", "raises")},

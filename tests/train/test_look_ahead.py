@@ -18,9 +18,8 @@ from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.export.export_run import export_run
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run, load_run
-from retrieval.training import probe
+from retrieval.training import check
 from retrieval.training.check import run_one_batch
-from retrieval.training.probe import Allocated, drawn_out, free_bytes
 from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import train
 
@@ -92,58 +91,6 @@ def test_batches_without_a_pair_and_batches_beyond_the_data(make: Make) -> None:
     assert fine[-1].endswith("The recipe is fine.") and not any("warning" in line for line in fine)
     lines = run_one_batch(make(sampler={"classes": 4, "items": 500}))
     assert any("a batch takes 4 classes × 500 items = 2,000, and only" in line for line in lines)
-    assert any(line.startswith("memory: a batch of 2,000 takes about") for line in lines)
-
-
-def test_a_batch_beyond_the_memory_is_refused_without_being_made(
-    make: Make, tmp_path: Path
-) -> None:
-    made = make(sampler={"classes": 4, "items": 200_000})
-    for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
-        with pytest.raises(
-            DataError, match=r"a batch of 800,000 items takes about [\d.]+ GB of memory, and"
-        ):
-            attempt()
-
-
-@pytest.mark.parametrize(
-    ("loss", "size"), [("contrastive", 1024), ("multi_similarity", 1024), ("triplet_margin", 1024)]
-)
-def test_what_a_batch_takes_is_about_what_it_takes(make: Make, loss: str, size: int) -> None:
-    recipe = make(sampler={"classes": 4, "items": size // 4}, loss={"name": f"pml.{loss}"})
-    run = build_run(Path("nowhere"), recipe)
-    accelerator = make_accelerator(recipe)
-    seen = probe.Seen()
-    tried = probe._Tried(run, run.model, run.objective, accelerator)
-    step = tried.step(recipe.phases[0])
-    batches = tried._batches(recipe.sampler.model_copy(update={"items": size // 4}))
-    batch, labels = tried._batch(batches, 0)
-    with Allocated() as allocated:
-        step.losses(batch, labels).metric.backward()
-    small = probe.smaller(recipe.sampler, 128)
-    few, few_labels = tried._batch(tried._batches(small), 0)
-    with Allocated() as part:
-        step.losses(few, few_labels).metric.backward()
-    found: list[int] = []
-    real = probe.drawn_out
-    probe.drawn_out = lambda *a: found.append(real(*a)) or found[-1]  # type: ignore[func-returns-value]
-    try:
-        tried._memory(step, part.peak / len(few_labels), seen)
-    finally:
-        probe.drawn_out = real
-    estimate = found[0] + part.peak / len(few_labels) * size
-    assert 0.4 < estimate / allocated.peak < 2.5, (estimate, allocated.peak)
-
-
-def test_growth_is_drawn_out_by_its_power() -> None:
-    sizes = [128, 256, 512]
-    assert drawn_out(sizes, [100 * n for n in sizes], 10_000) == pytest.approx(1e6, rel=1e-6)
-    assert drawn_out(sizes, [100 * n + 24 * n * n for n in sizes], 10_000) == pytest.approx(
-        24e8 + 1e6, rel=1e-6
-    )
-    assert drawn_out(sizes, [8 * n**3 for n in sizes], 1_000) == pytest.approx(8e9, rel=1e-6)
-    free = free_bytes(torch.device("cpu"))
-    assert free is None or 1e6 < free < 1e15
 
 
 def test_looking_ahead_changes_nothing(make: Make) -> None:
@@ -152,7 +99,7 @@ def test_looking_ahead_changes_nothing(make: Make) -> None:
     run = build_run(Path("nowhere"), recipe)
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     before = torch.get_rng_state()
-    probe.look_ahead(run, make_accelerator(recipe))
+    check.look_ahead(run, make_accelerator(recipe))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, weights[name]) for name, value in run.model.state_dict().items())
     assert all(p.grad is None for p in run.model.parameters())

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from retrieval.run import checkpoint
 
@@ -165,10 +164,7 @@ def _same(one: object, other: object, where: str) -> None:
         assert one == other, where
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_after_the_step_with_a_checkpoint(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE.replace("epochs = 2", "epochs = 2000"))
     command = [
         sys.executable,
@@ -190,7 +186,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
         metrics = tmp_path / "run" / "metrics.jsonl"
         while not metrics.exists() and process.poll() is None:
             time.sleep(0.05)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert "--resume" in stderr

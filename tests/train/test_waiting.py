@@ -129,22 +129,20 @@ def _log(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
 
 
-def test_nan_that_is_seen_later_names_its_step_and_leaves_the_last_good_checkpoint(
-    make: Make, tmp_path: Path, elsewhere: None, monkeypatch: Any
+@pytest.mark.parametrize("late", [False, True])
+def test_nan_names_its_step_and_leaves_the_last_good_checkpoint(
+    make: Make, tmp_path: Path, late: bool, request: pytest.FixtureRequest, monkeypatch: Any
 ) -> None:
+    if late:
+        request.getfixturevalue("elsewhere")
+    with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
+        train(tmp_path / "made", make(generator={"name": "toolbox.mover", "explode_at": 3}))
     monkeypatch.setenv("NAN_AT", "7")
     with pytest.raises(DataError, match=r"at step 7 \(epoch 2\).*loss is nan"):
         train(tmp_path / "run", make())
     kept = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
     assert kept["progress"]["total"] == 5
     assert all(torch.isfinite(v).all() for v in kept["model"].values())
-
-
-def test_what_a_generator_made_is_seen_later_too(
-    make: Make, tmp_path: Path, elsewhere: None
-) -> None:
-    with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
-        train(tmp_path / "run", make(generator={"name": "toolbox.mover", "explode_at": 3}))
 
 
 def test_nan_is_said_where_a_part_fails_because_of_it(

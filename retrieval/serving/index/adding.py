@@ -26,7 +26,7 @@ from retrieval.serving.images import (
     Limits,
     as_list,
     decode,
-    from_array,
+    from_pixels,
     full_size,
     read_image,
     thumbnail,
@@ -263,7 +263,7 @@ def _original(name: str, content: Any) -> Original:
     if isinstance(content, np.ndarray) and content.ndim == 1:
         return content.astype(np.float32)
     try:
-        picture = from_array(content) if isinstance(content, np.ndarray) else content
+        picture = from_pixels(content) if isinstance(content, np.ndarray) else content
         if isinstance(picture, bytes):
             return picture
         if isinstance(picture, Image.Image):

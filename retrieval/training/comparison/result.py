@@ -69,7 +69,7 @@ class Contestant:
         return self.kind in ("net", "learner")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The result of `compare`.
 
@@ -90,6 +90,14 @@ class Comparison:
     base: str
     against: str | None = None
     test_baselines: bool = False
+
+    def __repr__(self) -> str:
+        wide = max(len(each.name) for each in self.contestants)
+        means = ((each.name, self.mean(each, PRIMARY)) for each in self.contestants)
+        rows = [f"{name:{wide}}  {mean.value:.4f} ± {mean.half:.4f}" for name, mean in means]
+        return "\n".join(
+            [f"{'':{wide}}  {PRIMARY} over {self.plan.seeds} seeds", *rows, self.conclusion]
+        )
 
     @property
     def metrics(self) -> list[str]:
