@@ -1,5 +1,4 @@
-"""Draw pairs for verification: balanced, in folds that share no class where there are classes
-enough.
+"""Draw pairs for verification: balanced, in folds that share no class if classes suffice.
 
 The pairs are chosen as those of Labeled Faces in the Wild (Huang et al., TR 07-49, 2007, section
 3): a pair of one class by class and then by item, a pair of two classes likewise, so that a large
@@ -21,9 +20,7 @@ Items = NDArray[np.int64]
 FOLDS = 10
 PER_FOLD = 300
 ENOUGH = 30
-"""Pairs of each kind in each fold: drawn where nothing is said, and the fewest for which folds are
-kept apart.
-"""
+"""The fewest pairs of each kind in each fold for which folds are kept apart."""
 
 
 def draw_pairs(
@@ -50,17 +47,17 @@ def draw_pairs(
     Raises:
         DataError: there are not enough pairs, or `count` and `folds` do not fit.
     """
-    wanted = FOLDS if folds is None else folds
+    fold_count = FOLDS if folds is None else folds
     problems = []
-    if wanted < 2:
+    if fold_count < 2:
         problems.append(
-            f"folds = {wanted} is too few: the threshold of a fold is chosen on the others, so"
+            f"folds = {fold_count} is too few: the threshold of a fold is chosen on the others, so"
             " there must be two at least."
         )
-    elif count is not None and (count < 2 * wanted or count % (2 * wanted)):
+    elif count is not None and (count < 2 * fold_count or count % (2 * fold_count)):
         problems.append(
-            f"{count:,} pairs cannot be drawn, half of them same, in {wanted} equal folds: take a"
-            f" multiple of {2 * wanted}."
+            f"{count:,} pairs cannot be drawn, half of them same, in {fold_count} equal folds: take"
+            f" a multiple of {2 * fold_count}."
         )
     most = [_same_capacity(labels), _different_capacity(labels)]
     words = (
@@ -69,21 +66,23 @@ def draw_pairs(
     )
     problems += [f"{word}." for number, word in zip(most, words, strict=True) if not number]
     if not problems and folds is None and count is None:
-        wanted = min(wanted, *most)
-    each = PER_FOLD if count is None else count // (2 * max(wanted, 1))
-    if not problems and (wanted < 2 or (min(most) < wanted * (each if count is not None else 1))):
+        fold_count = min(fold_count, *most)
+    per_fold = PER_FOLD if count is None else count // (2 * max(fold_count, 1))
+    if not problems and (
+        fold_count < 2 or (min(most) < fold_count * (per_fold if count is not None else 1))
+    ):
         problems.append(
             f"there are no more pairs than {most[0]:,} of one class and {most[1]:,} of two classes;"
-            f" {wanted if wanted > 1 else 2} folds"
-            f" {f'of {each:,} of each kind ' if count is not None else ''}need more. Draw fewer, or"
-            " in fewer folds."
+            f" {fold_count if fold_count > 1 else 2} folds"
+            f" {f'of {per_fold:,} of each kind ' if count is not None else ''}need more. Draw"
+            " fewer, or in fewer folds."
         )
     if problems:
         refuse(f"Pairs of {len(items):,} items", problems)
     random = np.random.default_rng([seed % 2**64, *b"verification"])
-    groups, number = _groups(labels, wanted, each, count is not None, random)
+    groups, number = _groups(labels, fold_count, per_fold, count is not None, random)
     if groups is None:
-        return _undivided(items, labels, wanted, min(each, min(most) // wanted), random)
+        return _undivided(items, labels, fold_count, min(per_fold, min(most) // fold_count), random)
     parts = []
     for group in groups:
         for draw in (_same, _different):
@@ -92,45 +91,38 @@ def draw_pairs(
     return LabelledPairs(
         items[rows[:, 0]],
         items[rows[:, 1]],
-        np.tile(np.repeat([True, False], number), wanted),
-        np.repeat(np.arange(wanted), 2 * number),
-        _names(wanted),
+        np.tile(np.repeat([True, False], number), fold_count),
+        np.repeat(np.arange(fold_count), 2 * number),
+        _names(fold_count),
     )
 
 
 def make_folds(
     same: NDArray[np.bool_], folds: int | None = None, seed: int = 0
 ) -> tuple[Items, tuple[str, ...]]:
-    """Divide pairs into folds at random, pairs of each kind evenly; for a list that comes without
-    folds.
+    """Return a fold for each pair (P,), at random and evenly in both kinds, and the folds' names.
 
-    Args:
-        same: (P,) whether a pair is one of "the same".
-        folds: how many; by default ten, or as many as there are pairs of the rarer kind.
-        seed: of the division.
-
-    Returns:
-        Each pair's fold (P,), and the folds' names.
+    By default there are ten, or as many as there are pairs of the rarer kind.
 
     Raises:
         DataError: there are fewer than two folds, or fewer pairs of a kind than folds.
     """
     least = int(min(same.sum(), (~same).sum()))
-    wanted = min(FOLDS, least) if folds is None else folds
-    if wanted < 2 or wanted > least:
+    fold_count = min(FOLDS, least) if folds is None else folds
+    if fold_count < 2 or fold_count > least:
         refuse(
             f"{int(same.sum()):,} same and {int((~same).sum()):,} different pairs",
             [
-                f"they cannot be divided into {max(wanted, 2) if folds is None else folds} folds:"
-                " there must be two folds at least, and in each a pair of both kinds."
+                f"they cannot be divided into {max(fold_count, 2) if folds is None else folds}"
+                " folds: there must be two folds at least, and in each a pair of both kinds."
             ],
         )
     random = np.random.default_rng([seed % 2**64, *b"folds"])
     fold = np.empty(len(same), np.int64)
     for kind in (True, False):
         rows = random.permutation(np.flatnonzero(same == kind))
-        fold[rows] = np.arange(len(rows)) % wanted
-    return fold, _names(wanted)
+        fold[rows] = np.arange(len(rows)) % fold_count
+    return fold, _names(fold_count)
 
 
 def _names(folds: int) -> tuple[str, ...]:
@@ -138,14 +130,14 @@ def _names(folds: int) -> tuple[str, ...]:
 
 
 def _undivided(
-    items: Items, labels: Items, folds: int, each: int, random: np.random.Generator
+    items: Items, labels: Items, folds: int, per_fold: int, random: np.random.Generator
 ) -> LabelledPairs:
     """Draw from all items; the folds share items, but no pair."""
-    rows = np.concatenate([draw(labels, each * folds, random) for draw in (_same, _different)])
-    rows[: each * folds] = random.permutation(rows[: each * folds])
-    fold = np.tile(np.arange(folds), 2 * each)
+    rows = np.concatenate([draw(labels, per_fold * folds, random) for draw in (_same, _different)])
+    rows[: per_fold * folds] = random.permutation(rows[: per_fold * folds])
+    fold = np.tile(np.arange(folds), 2 * per_fold)
     order = np.argsort(fold, kind="stable")
-    same = np.repeat([True, False], each * folds)
+    same = np.repeat([True, False], per_fold * folds)
     return LabelledPairs(
         items[rows[order, 0]],
         items[rows[order, 1]],
@@ -156,24 +148,22 @@ def _undivided(
 
 
 def _groups(
-    labels: Items, folds: int, each: int, exact: bool, random: np.random.Generator
+    labels: Items, folds: int, per_fold: int, exact: bool, random: np.random.Generator
 ) -> tuple[list[Items] | None, int]:
-    """Return the rows of each fold and how many pairs of each kind to draw in it; None: folds
-    cannot be kept apart.
-    """
-    need = each if exact else min(each, ENOUGH)
+    """Return each fold's rows (None: folds cannot be kept apart), and how many pairs to draw."""
+    need = per_fold if exact else min(per_fold, ENOUGH)
     for dealt in (_by_class(labels, folds, random), _by_item(labels, folds, random)):
         groups = [np.flatnonzero(dealt == k) for k in range(folds)]
-        there = min(min(_same_capacity(labels[g]), _different_capacity(labels[g])) for g in groups)
-        if there >= need:
-            return groups, min(each, there)
+        available = min(
+            min(_same_capacity(labels[g]), _different_capacity(labels[g])) for g in groups
+        )
+        if available >= need:
+            return groups, min(per_fold, available)
     return None, 0
 
 
 def _by_class(labels: Items, folds: int, random: np.random.Generator) -> Items:
-    """Return a fold for each row, whole classes each: those with a pair are dealt out first, then
-    the others.
-    """
+    """Return a fold for each row, of whole classes; classes that have a pair are dealt first."""
     classes, number, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     order = random.permutation(len(classes))
     order = order[np.argsort(-np.minimum(sizes[order], 2), kind="stable")]
@@ -203,9 +193,7 @@ def _different_capacity(labels: Items) -> int:
 
 
 def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
-    """Return `count` pairs of rows (count, 2) of one class, the classes sharing the number as
-    evenly as they can.
-    """
+    """Return pairs of rows (count, 2) of one class, as evenly from all classes as they can be."""
     order = np.argsort(labels, kind="stable")
     sizes = np.unique(labels, return_counts=True)[1]
     starts = np.cumsum(sizes) - sizes
@@ -247,8 +235,7 @@ def _different(labels: Items, count: int, random: np.random.Generator) -> Items:
 
 
 def _proposals(labels: Items, count: int, random: np.random.Generator) -> Iterator[Items]:
-    """Yield pairs of rows of two classes: eight times with classes equally likely, then with items
-    equally likely.
+    """Yield pairs of rows of two classes: eight times classes are equally likely, then items.
 
     The first alone may never come to an end, where most pairs are of two large classes among many
     small ones.
@@ -260,11 +247,11 @@ def _proposals(labels: Items, count: int, random: np.random.Generator) -> Iterat
         a = random.integers(len(sizes), size=count)
         b = (a + random.integers(1, len(sizes), size=count)) % len(sizes)
         yield np.stack([order[starts[c] + random.integers(sizes[c])] for c in (a, b)], axis=1)
-    others = sizes * (len(labels) - sizes)
+    pairs_by_class = sizes * (len(labels) - sizes)
     while True:
-        a = random.choice(len(sizes), count, p=others / others.sum())
-        one = starts[a] + random.integers(sizes[a])
+        a = random.choice(len(sizes), count, p=pairs_by_class / pairs_by_class.sum())
+        first_row = starts[a] + random.integers(sizes[a])
         # any row of the other classes: those before the class, then those after it
-        two = random.integers(len(labels) - sizes[a])
-        two += np.where(two >= starts[a], sizes[a], 0)
-        yield order[np.stack([one, two], axis=1)]
+        second_row = random.integers(len(labels) - sizes[a])
+        second_row += np.where(second_row >= starts[a], sizes[a], 0)
+        yield order[np.stack([first_row, second_row], axis=1)]

@@ -14,10 +14,15 @@ from numpy.typing import NDArray
 
 from retrieval.data.error_lists import refuse
 from retrieval.errors import DataError, did_you_mean
-from retrieval.evaluation.evaluation import Evaluation, class_numbers, evaluate
-from retrieval.evaluation.exclusion import Exclusion, Hidden
-from retrieval.evaluation.open_set import open_set
-from retrieval.evaluation.relevance import Levels, Tags
+from retrieval.evaluation.evaluation import (
+    Evaluation,
+    Levels,
+    Tags,
+    class_numbers,
+    evaluate,
+    relevant_items,
+)
+from retrieval.evaluation.neighbors import Codes, DistanceBlock, Exclusion, Hidden, Search
 from retrieval.evaluation.reordered import Reordered, expanded, reranked
 
 if TYPE_CHECKING:
@@ -74,7 +79,7 @@ class Protocol:
     gallery: Items | None
 
     @property
-    def said(self) -> list[str]:
+    def set_keys(self) -> list[str]:
         """The keys of `[evaluate]` that are set."""
         return [
             key for key in KEYS if getattr(self.run.recipe.evaluate, key) not in (None, [], False)
@@ -86,23 +91,16 @@ class Protocol:
         Raises:
             DataError: a key is set.
         """
-        if self.said:
+        if self.set_keys:
             raise DataError(
-                f"[evaluate] {', '.join(self.said)}: a bundle measures no such figures. "
+                f"[evaluate] {', '.join(self.set_keys)}: a bundle measures no such figures. "
                 "Leave out --bundle, or --set the key to its default."
             )
 
     def measure(
-        self, query: Any, gallery: Any, distance: Any = None, **given: Any
+        self, query: Any, gallery: Any, distance: Any = None, **arguments: Any
     ) -> Iterator[tuple[str, Measured]]:
-        """Yield the rows' figures, each with what is added to its name: "", " re-ranked", "
-        expanded", " augmented".
-
-        Args:
-            query: (Q, C) codes.
-            gallery: (N, C) codes, or None.
-            distance: of a combiner.
-            given: further arguments of `evaluate`.
+        """Yield the rows: what is added to each one's name ("", " re-ranked", …), and its metrics.
 
         Raises:
             DataError: the data lack a column, a combiner is to be re-ranked, or a random gallery
@@ -125,23 +123,23 @@ class Protocol:
                 "[evaluate] rerank, expand and augment go by Euclidean distance, and the [combiner]"
                 " has its own. Leave them out."
             )
-        yield "", self._row(query, gallery, distance, None, given)
+        yield "", self._row(query, gallery, distance, None, arguments)
         for name, change in further.items():
-            yield name, self._row(query, gallery, None, change, given)
+            yield name, self._row(query, gallery, None, change, arguments)
 
     def _row(
-        self, query: Any, gallery: Any, distance: Any, change: Any, given: dict[str, Any]
+        self, query: Any, gallery: Any, distance: Any, change: Any, further: dict[str, Any]
     ) -> Measured:
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
-        found, figures, began = [], [], time.perf_counter()
+        evaluations, rows, began = [], [], time.perf_counter()
         for ours, theirs in self.rounds():
             left = query if ours is None else query[ours]
             right = gallery if ours is None else query[theirs]
             items = self.query if ours is None else self.query[ours]
-            others = self.gallery if ours is None else self.query[theirs]
-            arguments = self.arguments(items, others)
+            gallery_items = self.gallery if ours is None else self.query[theirs]
+            arguments = self.arguments(items, gallery_items)
             exclude: Exclusion | None = arguments.get("exclude")
-            named = None if others is None else labels[others]
+            named = None if gallery_items is None else labels[gallery_items]
             numbers = class_numbers(
                 labels[items], len(left), named, len(left if right is None else right)
             )
@@ -150,7 +148,7 @@ class Protocol:
                 # dropped from the answers alone
                 known = None if exclude is None or exclude.same_label else exclude.hidden(*numbers)
                 left, right, distance = change(left, right, known)
-            found.append(
+            evaluations.append(
                 evaluate(
                     left,
                     labels[items],
@@ -158,41 +156,25 @@ class Protocol:
                     gallery_labels=named,
                     distance=distance,
                     **arguments,
-                    **given,
+                    **further,
                 )
             )
-            figures.append(dict(found[-1].values))
+            rows.append(dict(evaluations[-1].values))
             if rates:
-                figures[-1] |= open_set(
-                    left,
-                    numbers[0],
-                    right,
-                    numbers[1],
-                    fars=rates,
-                    distance=distance,
-                    exclude=exclude,
-                )
-        seconds = time.perf_counter() - began
-        drawn = len(found) > 1
-        return Measured(
-            {
-                name: float(np.mean([one[name] for one in figures])) if drawn else value
-                for name, value in figures[0].items()
-            },
-            found[0],
-            (
-                {name: float(np.std([one[name] for one in figures], ddof=1)) for name in figures[0]}
-                if drawn
-                else {}
-            ),
-            found[0].groups,
-            1000 * seconds / max(1, sum(one.queries for one in found)),
-        )
+                both = left, numbers[0], right, numbers[1]
+                rows[-1] |= open_set(*both, fars=rates, distance=distance, exclude=exclude)
+        milliseconds = 1000 * (time.perf_counter() - began)
+        values, spread = rows[0], {}
+        if len(rows) > 1:
+            columns = {name: [row[name] for row in rows] for name in values}
+            values = {name: float(np.mean(column)) for name, column in columns.items()}
+            spread = {name: float(np.std(column, ddof=1)) for name, column in columns.items()}
+        queries = max(1, sum(evaluation.queries for evaluation in evaluations))
+        first = evaluations[0]
+        return Measured(values, first, spread, first.groups, milliseconds / queries)
 
     def rounds(self) -> Iterator[tuple[Items | None, Items | None]]:
-        """Yield places of queries and gallery within the test items, for each random gallery; None
-        once without any.
-        """
+        """Yield places of queries and gallery within the test items (None: no random galleries)."""
         table = self.run.recipe.evaluate
         if table.gallery_items is None:
             yield None, None
@@ -214,37 +196,35 @@ class Protocol:
             by_class = order[np.argsort(labels[order], kind="stable")]
             ordered = labels[by_class]
             place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
-            taken = np.sort(by_class[place < table.gallery_items])
-            yield np.setdiff1d(np.arange(len(labels)), taken), taken
+            chosen = np.sort(by_class[place < table.gallery_items])
+            yield np.setdiff1d(np.arange(len(labels)), chosen), chosen
 
     def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
-        """Return the further arguments of `evaluate` for some items; none where `[evaluate]` sets
-        nothing.
-        """
+        """Return the arguments of `evaluate` that `[evaluate]` sets, for some items."""
         table = self.run.recipe.evaluate
-        found: dict[str, Any] = {}
+        table_arguments: dict[str, Any] = {}
 
         def both(values: Sequence[Any]) -> tuple[list[Any], list[Any] | None]:
-            return _taken(values, query, gallery)
+            return _sides(values, query, gallery)
 
         if (exclude := self.exclusion(query, gallery)) is not None:
-            found["exclude"] = exclude
+            table_arguments["exclude"] = exclude
         if table.by is not None:
-            found["by"] = both(self.column(table.by, "by"))[0]
+            table_arguments["by"] = both(self.column(table.by, "by"))[0]
         if table.levels:
             columns = [
                 self.run.splits.labels.tolist(),
                 *(self.column(name, "levels") for name in table.levels),
             ]
             levels = [both(column) for column in columns]
-            found["relevance"] = Levels(
+            table_arguments["relevance"] = Levels(
                 [ours for ours, _ in levels],
                 None if gallery is None else [theirs for _, theirs in levels if theirs is not None],
             )
         elif table.tags is not None:
             texts = [_tags(value) for value in self.column(table.tags, "tags")]
-            found["relevance"] = Tags(*both(texts))
-        return found
+            table_arguments["relevance"] = Tags(*both(texts))
+        return table_arguments
 
     def exclusion(self, query: Items, gallery: Items | None) -> Exclusion | None:
         """Return what `[evaluate] exclude` hides of some items; None without it.
@@ -255,7 +235,7 @@ class Protocol:
         table = self.run.recipe.evaluate
         if table.exclude is None:
             return None
-        sides = _taken(self.column(table.exclude, "exclude"), query, gallery)
+        sides = _sides(self.column(table.exclude, "exclude"), query, gallery)
         return Exclusion(*sides, table.exclude_label == "same")
 
     def column(self, name: str, key: str) -> Sequence[Any]:
@@ -267,18 +247,18 @@ class Protocol:
         rows = self.run.dataset.metadata or []
         known = sorted({str(name) for row in rows for name in row})
         if name not in known:
-            there = f"they have: {', '.join(known)}" if known else "they have none"
+            known_names = f"they have: {', '.join(known)}" if known else "they have none"
             refuse(
                 f"[evaluate] {key}",
                 [
                     f"the data have no column '{name}' of metadata"
-                    f" ({there}).{did_you_mean(name, known)}"
+                    f" ({known_names}).{did_you_mean(name, known)}"
                 ],
             )
         return [row.get(name) for row in rows]
 
 
-def _taken(
+def _sides(
     values: Sequence[Any], query: Items, gallery: Items | None
 ) -> tuple[list[Any], list[Any] | None]:
     """Return a column's values of the queries, and of the gallery where there is one."""
@@ -291,3 +271,49 @@ def _tags(value: Any) -> list[str]:
         value if isinstance(value, list | tuple) else [] if value is None else str(value).split(";")
     )
     return [text for part in parts if (text := str(part).strip())]
+
+
+FARS = (0.01, 0.1)
+
+
+def open_set(
+    codes: Codes,
+    query_class: NDArray[np.int64],
+    gallery: Codes | None,
+    item_class: NDArray[np.int64],
+    *,
+    fars: Sequence[float] = FARS,
+    distance: DistanceBlock | None = None,
+    exclude: Exclusion | None = None,
+) -> dict[str, float]:
+    """Return DIR@FAR at rank 1 for each rate.
+
+    Source: Phillips, Grother & Micheals, "Evaluation Methods in Face Recognition", Handbook of Face
+    Recognition, 2011. A query that may see no gallery item of its class is unknown. A threshold t
+    accepts a query whose nearest item is at t or nearer. FAR(t) is the share of unknown queries
+    that are accepted; DIR(t) that of known ones that are accepted and whose nearest item has their
+    class. DIR@FAR f is the largest DIR(t) of thresholds with FAR(t) ≤ f. Distances that are equal
+    share a threshold. Hidden items are no answers, and make no query known.
+
+    Raises:
+        DataError: no query is unknown, or none is known.
+    """
+    hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+    search = Search(codes, gallery, hidden, distance)
+    rows, apart = search.nearest(1)
+    known = relevant_items(search, query_class, item_class) > 0
+    if known.all() or not known.any():
+        what = (
+            "unknown: each has its class in the gallery"
+            if known.any()
+            else "known: none has its class in the gallery"
+        )
+        raise DataError(f"[evaluate] open_set: no query is {what}. It takes queries of both kinds.")
+    right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
+    strangers, ours = np.sort(apart[~known, 0]), np.sort(apart[right, 0])
+    thresholds = np.unique(apart[rows[:, 0] >= 0, 0])  # one that may see nothing is never accepted
+    accepted = np.searchsorted(strangers, thresholds, side="right") / len(strangers)
+    identified = np.searchsorted(ours, thresholds, side="right") / int(known.sum())
+    return {
+        f"dir_at_far_{far:g}": float(identified[accepted <= far].max(initial=0.0)) for far in fars
+    }

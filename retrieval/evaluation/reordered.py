@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
-from retrieval.evaluation.exclusion import Hidden, Search
-from retrieval.evaluation.neighbors import Codes, DistanceBlock
+from retrieval.evaluation.neighbors import Codes, DistanceBlock, Hidden, Search
 
 Floats = NDArray[np.float64]
 MOST = 50_000
@@ -43,23 +42,15 @@ def expanded(
     queries: bool = True,
     hidden: Hidden | None = None,
 ) -> Reordered:
-    """Return queries, or the gallery's items, as weighted means of themselves and their k nearest
-    gallery items.
+    """Return queries, or the gallery's items, as weighted means of themselves and k neighbours.
 
     Weights are 1 for itself and max(cos, 0)^α for a neighbour: α = 0 is average query expansion
     (Chum et al., "Total Recall", ICCV 2007), larger ones weigh nearer neighbours more (Radenović,
-    Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019). Of the
-    gallery it is database augmentation (Turcot & Lowe 2009; Arandjelović & Zisserman 2012). A mean
-    is scaled to the length of its item.
-
-    Args:
-        query: (Q, C) codes.
-        gallery: (N, C) codes; None: the queries are the gallery, and none is a neighbour of itself.
-        k: neighbours.
-        alpha: α.
-        queries: whether queries are changed; else the gallery's items.
-        hidden: which items are hidden from which queries: a query is expanded with none of those.
-            The gallery's items are every query's, and are augmented with all of it.
+    Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019). With
+    `queries` false it is database augmentation (Turcot & Lowe 2009; Arandjelović & Zisserman 2012):
+    the gallery's items are every query's, and are augmented with all of it. A query is expanded
+    with none of the items that are hidden from it, nor itself. A mean is scaled to the length of
+    its item.
     """
     ours = _array(query)
     theirs = ours if gallery is None else _array(gallery)
@@ -69,8 +60,13 @@ def expanded(
         left, right = ours, _mean(theirs, theirs, k, alpha, True)
 
     def distance(a: Tensor, b: Tensor) -> Tensor:
-        one, other = torch.from_numpy(left)[_places(a)], torch.from_numpy(right)[_places(b)]
-        return torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist")
+        changed_queries, changed_items = (
+            torch.from_numpy(left)[_places(a)],
+            torch.from_numpy(right)[_places(b)],
+        )
+        return torch.cdist(
+            changed_queries, changed_items, compute_mode="donot_use_mm_for_euclid_dist"
+        )
 
     return _reordered(len(ours), None if gallery is None else len(theirs), distance)
 
@@ -83,11 +79,11 @@ def _mean(
     unit = codes / np.where(length == 0, 1, length)
     total = unit.copy()
     for place in range(k):
-        there = rows[:, place] >= 0
+        exists = rows[:, place] >= 0
         near = gallery[np.maximum(rows[:, place], 0)]
         size = np.linalg.norm(near, axis=1, keepdims=True)
         near = near / np.where(size == 0, 1, size)
-        weight = np.maximum((unit * near).sum(1), 0) ** alpha * there
+        weight = np.maximum((unit * near).sum(1), 0) ** alpha * exists
         total += weight[:, None] * near
     size = np.linalg.norm(total, axis=1, keepdims=True)
     return np.asarray(total / np.where(size == 0, 1, size) * length)
@@ -99,16 +95,11 @@ def reranked(
     """Return k-reciprocal re-ranking: items are near whose reciprocal neighbours are shared.
 
     Zhong, Zheng, Cao & Li, "Re-ranking Person Re-identification with k-reciprocal Encoding", CVPR
-    2017, equations 3 to 12, on squared Euclidean distances over the largest of each row. What is
-    nearest is found among all queries and the whole gallery; items that are hidden from a query
-    (`Exclusion`) are dropped from its answers after that, as the authors' code does.
-
-    Args:
-        query: (Q, C) codes.
-        gallery: (N, C) codes; None: the queries are the gallery.
-        k1: neighbours that must be reciprocal.
-        k2: neighbours that an encoding is averaged over.
-        weight: λ, of the original distance against the Jaccard distance.
+    2017, equations 3 to 12, on squared Euclidean distances over the largest of each row: k1
+    neighbours must be reciprocal, an encoding is averaged over k2, and `weight` is λ, of the
+    original distance against the Jaccard distance. Neighbours are found among all queries and the
+    whole gallery; items that are hidden from a query are dropped from its answers after that, as
+    the authors' code does.
 
     Raises:
         DataError: there are more than `MOST` items.
@@ -121,9 +112,9 @@ def reranked(
             " be re-ranked."
         )
     k1, k2 = min(k1, len(every) - 1), min(k2, len(every))
-    others, _ = Search(every, None).nearest(k1)
+    neighbours, _ = Search(every, None).nearest(k1)
     near = np.concatenate(
-        [np.arange(len(every))[:, None], others], axis=1
+        [np.arange(len(every))[:, None], neighbours], axis=1
     )  # first each item itself
     codes = torch.from_numpy(every)
     largest = np.array([float(_squared(part, codes).max()) for part in codes[:, None]])

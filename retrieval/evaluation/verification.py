@@ -42,12 +42,7 @@ class Roc:
     tar: Floats
 
     def corners(self, same: int, different: int) -> Roc:
-        """Return the same curve without the points in the middle of a straight line.
-
-        Args:
-            same: how many same pairs it was made of.
-            different: how many different pairs.
-        """
+        """Return the curve without points in the middle of a line, by its numbers of pairs."""
         steps = np.stack(
             [np.rint(np.diff(self.tar) * same), np.rint(np.diff(self.far) * different)]
         )
@@ -78,7 +73,13 @@ class Verification:
 def verification(
     distances: ArrayLike, same: ArrayLike, folds: ArrayLike, *, far: Sequence[float] = FAR_LEVELS
 ) -> Verification:
-    """Return the verification figures of pairs.
+    """Return the verification metrics of pairs.
+
+    AUC is the probability that a same pair is nearer than a different one, ties counting half. The
+    equal error rate is where the curve meets FAR = 1 − TAR. Accuracy is Labeled Faces in the Wild's
+    (Huang et al., TR 07-49, 2007): each fold is judged by the threshold that is best on all *other*
+    folds; the standard error of the mean is σ / √K, with σ the standard deviation of the K
+    accuracies (over K − 1).
 
     Args:
         distances: (P,) smaller is closer.
@@ -86,19 +87,9 @@ def verification(
         folds: (P,) the fold of each pair: whole numbers or text.
         far: false accept rates at which to give the true accept rate.
 
-    Returns:
-        The figures. AUC is the probability that a same pair is nearer than a different one, ties
-            counting half. The equal error rate
-        is where the curve meets FAR = 1 − TAR. Accuracy is Labeled Faces in the Wild's (Huang et
-            al., TR 07-49, 2007): each
-        fold is judged by the threshold that is best on all *other* folds; the standard error of the
-            mean is σ / √K, with σ
-        the standard deviation of the K accuracies (over K − 1).
-
     Raises:
         DataError: shapes that do not fit, distances that are not finite, pairs of one kind only or
-            that are neither true nor false, folds that are missing or of two kinds, or folds on
-            which no threshold can be chosen.
+            that are neither true nor false, or folds on which no threshold can be chosen.
     """
     d = np.asarray(distances, dtype=np.float64)
     s = _kinds(same)

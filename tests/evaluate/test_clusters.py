@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import DataError
-from retrieval.evaluation.clusters import cluster_figures, kmeans, nmi, pair_f1
-from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.evaluation import cluster_figures, evaluate, kmeans, nmi, pair_f1
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
 from sklearn.metrics import normalized_mutual_info_score

@@ -13,9 +13,8 @@ import torch
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.exclusion import Exclusion, Search
-from retrieval.evaluation.open_set import open_set
-from retrieval.evaluation.protocol import Protocol
+from retrieval.evaluation.neighbors import Exclusion, Search
+from retrieval.evaluation.protocol import Protocol, open_set
 from retrieval.evaluation.reordered import expanded, reranked
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN

@@ -11,10 +11,9 @@ import pytest
 import torch
 from array_rows import ArrayRows
 from retrieval import DataError, evaluate, plot
-from retrieval.evaluation.clusters import cluster_figures
-from retrieval.evaluation.exclusion import Exclusion
+from retrieval.evaluation.evaluation import Levels, Tags, cluster_figures
+from retrieval.evaluation.neighbors import Exclusion
 from retrieval.evaluation.pairwise import pairwise
-from retrieval.evaluation.relevance import Levels, Tags
 from retrieval.evaluation.verification import verification
 from retrieval.model.labels import read_labels
 

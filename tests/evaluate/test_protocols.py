@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.exclusion import Exclusion
-from retrieval.evaluation.open_set import open_set
-from retrieval.evaluation.relevance import Levels, Tags
+from retrieval.evaluation.evaluation import Levels, Tags, evaluate
+from retrieval.evaluation.neighbors import Exclusion
+from retrieval.evaluation.protocol import open_set
 from retrieval.evaluation.reordered import expanded, reranked
 from retrieval.model.metrics import NDCGAt, RecallAt
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import DataError, MissingDependency, PluginError
+from retrieval.errors import DataError, PluginError
 from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.evaluation.report import measured, pictures, write
-from retrieval.evaluation.report.page import Section, page
+from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.pictures import SIDE, Thumbnails
+from retrieval.evaluation.report.write import Section, page
 from retrieval.recipe.evaluate import Evaluate
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run, load_run
@@ -213,7 +213,7 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
         )
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"output": tmp_path}, "is a folder"),
-        ({"map": "lle"}, "tsne, umap, pca, none"),
+        ({"map": "lle"}, "tsne, pca, none"),
         ({"thumbnails": -1}, "from 0 to 5,000"),
         ({"sample": 9}, "from 10"),
         ({"queries": 0}, "from 1"),
@@ -368,26 +368,3 @@ def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
     ):
         with pytest.raises(DataError, match=sentence):
             measured.measure(protocol(run_folder, **given), 100, 20)
-
-
-def test_a_map_by_umap(found: measured.Measured, run_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("umap", reason="the extra umap is not installed")
-    plane, what = pictures.places(found, "umap")
-    assert what == "UMAP by the learned distance" and plane.shape == (100, 2)
-    assert plane.min() == 0 and plane.max() == 1
-    assert (pictures.places(found, "umap")[0] == plane).all()
-    labels = found.labels[found.pairs.items]
-    apart = np.linalg.norm(plane[:, None] - plane, axis=2)
-    same = labels[:, None] == labels
-    assert apart[same].mean() < 0.7 * apart[~same].mean(), "items of one class lie together"
-
-
-def test_without_umap_a_sentence_says_what_to_install(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    with pytest.raises(
-        MissingDependency, match=r"'embedding-retrieval\[umap\]'; or take --map tsne"
-    ):
-        write.report([run_folder], tmp_path / "r.html", map="umap", progress=False)
-    assert not (tmp_path / "r.html").exists()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from retrieval.evaluation.verification import FAR_LEVELS, verification
-from retrieval.evaluation.verification_files import draw_roc
+from retrieval.evaluation.verify_run import draw_roc
 
 
 def random_pairs(

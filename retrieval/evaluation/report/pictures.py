@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
-import warnings
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from retrieval.errors import DataError, MissingDependency
+from retrieval.errors import DataError
 from retrieval.evaluation.plot import Picture
 from retrieval.evaluation.report.measured import RECALLS, Measured
 from retrieval.evaluation.verification import roc_curve
@@ -23,29 +21,22 @@ SIDE = 64
 
 
 class Thumbnails:
-    """Thumbnails of items, at most so many; each is made once.
-
-    Args:
-        dataset: where the items are.
-        most: how many in all; what comes after has none.
-    """
+    """Thumbnails of a dataset's items, `most` at most; each is made once."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
         self.dataset, self.left = dataset, most
-        self._made: dict[int, str] = {}
+        self._thumbnails: dict[int, str] = {}
 
     def __call__(self, item: int) -> str:
-        """Return an item as a data URI; empty for a vector, an image that does not open, or one too
-        many.
-        """
-        if item in self._made:
-            return self._made[item]
+        """Return an item as a data URI; empty for a vector, a damaged image, or one too many."""
+        if item in self._thumbnails:
+            return self._thumbnails[item]
         if self.dataset.kind != "image" or self.left <= 0:
             return ""
         self.left -= 1
         try:
-            found = self.dataset[item]
-            image = from_array(found) if isinstance(found, np.ndarray) else found
+            item_data = self.dataset[item]
+            image = from_array(item_data) if isinstance(item_data, np.ndarray) else item_data
             image = to_mode(image, "L" if image.mode == "L" else "RGB").copy()
         except DataError:
             return ""
@@ -53,8 +44,10 @@ class Thumbnails:
         out = io.BytesIO()
         kind = "png" if max(image.size) <= 32 else "jpeg"
         image.save(out, kind, **({} if kind == "png" else {"quality": 75}))
-        self._made[item] = f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
-        return self._made[item]
+        self._thumbnails[item] = (
+            f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
+        )
+        return self._thumbnails[item]
 
 
 def svg(figure: Any) -> bytes:
@@ -89,11 +82,11 @@ def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> byt
     return svg(figure)
 
 
-def distances(found: Measured) -> bytes:
+def distances(measured: Measured) -> bytes:
     """Draw how far apart pairs of one class and of two classes are: histograms, each of area 1."""
     figure = Picture(5.6, 3.0)
     axis = figure.subplots()
-    pairs = found.pairs
+    pairs = measured.pairs
     bins = np.linspace(0.0, float(pairs.distance.max(initial=0.0)) or 1.0, 50).tolist()
     for which, name, hatch in ((pairs.same, "one class", ""), (~pairs.same, "two classes", "//")):
         if which.any():
@@ -106,9 +99,9 @@ def distances(found: Measured) -> bytes:
     return svg(figure)
 
 
-def rates(found: Measured) -> bytes:
+def rates(measured: Measured) -> bytes:
     """Draw FAR and FRR by threshold."""
-    roc = roc_curve(found.pairs.distance, found.pairs.same)
+    roc = roc_curve(measured.pairs.distance, measured.pairs.same)
     some = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
     figure = Picture(5.6, 3.0)
     axis = figure.subplots()
@@ -120,43 +113,9 @@ def rates(found: Measured) -> bytes:
     return svg(figure)
 
 
-def require_umap() -> None:
-    """Refuse a map by UMAP without its package.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    if find_spec("umap") is None:
-        raise MissingDependency(
-            "--map umap needs umap-learn, which is not installed. Install it: "
-            "pip install 'embedding-retrieval[umap]'; or take --map tsne."
-        )
-
-
-def _umap(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return places of items by their distances (S, S).
-
-    Source: McInnes, Healy & Melville, "UMAP", arXiv 1802.03426, 2018.
-    """
-    with warnings.catch_warnings():
-        # UMAP warns that a fixed seed takes one thread, and of what a matrix of distances cannot
-        # do.
-        warnings.simplefilter("ignore")
-        from umap import UMAP
-
-        near = min(15, len(matrix) - 1)
-        umap = UMAP(metric="precomputed", n_neighbors=near, init="random", random_state=0, n_jobs=1)
-        return np.asarray(umap.fit_transform(matrix), dtype=np.float64)
-
-
-def places(found: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
-    """Return where the sample's items lie on a map (S, 2), from 0 to 1, and what the map is.
-
-    Args:
-        found: the run, measured.
-        method: "tsne" or "umap", by the learned distance; or "pca", of the codes.
-    """
-    pairs = found.pairs
+def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
+    """Return where the sample's items lie on a map (S, 2), from 0 to 1, and what the map is."""
+    pairs = measured.pairs
     if method == "tsne" and len(pairs.items) >= 5:
         from sklearn.manifold import TSNE
 
@@ -165,8 +124,6 @@ def places(found: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
             metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1
         )
         plane, name = tsne.fit_transform(pairs.matrix), "t-SNE by the learned distance"
-    elif method == "umap" and len(pairs.items) >= 5:
-        plane, name = _umap(pairs.matrix), "UMAP by the learned distance"
     else:
         centred = pairs.codes.double().numpy() - pairs.codes.double().numpy().mean(0)
         u, s, _ = np.linalg.svd(centred, full_matrices=False)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
 
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
+from retrieval.evaluation.evaluation import metric_title
 from retrieval.evaluation.plot import curves
-from retrieval.evaluation.report.measured import measure
-from retrieval.evaluation.report.page import Section, page
-from retrieval.evaluation.report.pictures import Thumbnails, require_umap, svg
+from retrieval.evaluation.report import pictures
+from retrieval.evaluation.report.measured import (
+    Measured,
+    confusions,
+    hardest,
+    measure,
+    suspects,
+    thresholds,
+)
+from retrieval.evaluation.report.pictures import Thumbnails, svg
+from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
 from retrieval.run.open import Run, load_run
 from retrieval.serving.files.places import StrPath
@@ -17,7 +32,7 @@ from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
 LARGEST_PANEL = 4 << 20
-METHODS = ("tsne", "umap", "pca", "none")
+METHODS = ("tsne", "pca", "none")
 
 
 @shown
@@ -43,7 +58,7 @@ def report(
         queries: test items that are searched for, at most; all are searched.
         sample: test items whose pairs are measured and that are on the map, at most.
         thumbnails: pictures of items, at most, over all runs.
-        map: "tsne", "umap", "pca" or "none".
+        map: "tsne", "pca" or "none".
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
@@ -65,8 +80,6 @@ def report(
             raise DataError(f"{name} is a number from {least:,} to {most:,}, not {value:,}.")
     if map not in METHODS:
         raise DataError(f"A map is one of {', '.join(METHODS)}, not {map!r}.")
-    if map == "umap":
-        require_umap()
     target = Path(output)
     if target.is_dir():
         raise DataError(
@@ -119,24 +132,24 @@ def panels(run: Run) -> dict[str, bytes]:
     Raises:
         PluginError: a plugin failed, or gave something else than drawings.
     """
-    found: dict[str, bytes] = {}
+    drawings: dict[str, bytes] = {}
     if run.recipe.learner is None and run.metrics_file.is_file():
-        found["Curves of training"] = svg(curves(run))
+        drawings["Curves of training"] = svg(curves(run))
     try:
-        given = run.plugins.hook.retrieval_report_panels(run=run)
+        answers = run.plugins.hook.retrieval_report_panels(run=run)
     except RetrievalError:
         raise
     except Exception as error:
         raise PluginError(
             f"A plugin failed in retrieval_report_panels: {type(error).__name__}: {error}."
         ) from error
-    for each in given:
-        if not isinstance(each, Mapping):
+    for answer in answers:
+        if not isinstance(answer, Mapping):
             raise PluginError(
-                f"A plugin's retrieval_report_panels gave {type(each).__name__}, not drawings by"
+                f"A plugin's retrieval_report_panels gave {type(answer).__name__}, not drawings by"
                 " title."
             )
-        for name, picture in each.items():
+        for name, picture in answer.items():
             drawn = isinstance(picture, bytes) and picture.startswith(
                 (b"<svg", b"<?xml", b"\x89PNG")
             )
@@ -145,5 +158,139 @@ def panels(run: Run) -> dict[str, bytes]:
                     f"A plugin's panel '{name}' is no SVG or PNG of at most {LARGEST_PANEL >> 20}"
                     " MB, as bytes."
                 )
-            found[str(name)] = picture
-    return found
+            drawings[str(name)] = picture
+    return drawings
+
+
+LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
+"""Keys of `[evaluate]` that a report does not read."""
+SHEET = 6
+"""Queries in each sheet."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run's part of the page.
+
+    Attributes:
+        name: what the run is called.
+        measured: the run, measured.
+        thumbnails: pictures of its items.
+        map: how the map is made: "tsne" or "pca"; None for no map.
+        panels: further drawings by title.
+    """
+
+    name: str
+    measured: Measured
+    thumbnails: Thumbnails
+    map: str | None
+    panels: Mapping[str, bytes]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The keys of `[evaluate]` that are set and that the page does not show."""
+        settings = self.measured.run.recipe.evaluate
+        return [key for key in LEFT_OUT if getattr(settings, key) not in (None, [], False)]
+
+    @property
+    def tagged(self) -> bool:
+        """Whether items have several labels."""
+        settings = self.measured.run.recipe.evaluate
+        return settings.levels == [] and settings.tags is not None
+
+    def sheets(self) -> list[tuple[str, Any]]:
+        """Return titles and places of queries to show."""
+        metrics, distances = self.measured.figures, self.measured.distances
+        order = np.lexsort((distances[:, 0], -metrics.get("map_at_r", metrics["recall_at_8"])))
+        random = np.random.default_rng(0).permutation(len(order))[:SHEET]
+        best, worst = order[:SHEET], order[::-1][:SHEET]
+        return [("Best queries", best), ("Worst queries", worst), ("Random queries", random)]
+
+    def hits(self, place: int) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield a query's nearest items: the item, "right" or "wrong", and its texts."""
+        measured = self.measured
+        for item, distance, grade in zip(
+            measured.neighbours[place],
+            measured.distances[place],
+            measured.grades[place],
+            strict=True,
+        ):
+            if item >= 0:
+                shared = []
+                if 0 < grade < measured.match:  # the coarsest level has grade 1
+                    shared = [f"same {measured.run.recipe.evaluate.levels[-int(grade)]}"]
+                yield (
+                    item,
+                    "right" if grade >= measured.match else "wrong",
+                    [*shared, f"{distance:.3g}"],
+                )
+
+    def curve(self) -> dict[str, list[float]]:
+        """Return 200 points of the rates by threshold, for the page's slider."""
+        roc = roc_curve(self.measured.pairs.distance, self.measured.pairs.same)
+        some = np.unique(np.linspace(1, len(roc.far) - 1, 200).round().astype(int))
+        curve = {"threshold": roc.threshold, "far": roc.far, "frr": 1 - roc.tar}
+        return {name: values[some].round(6).tolist() for name, values in curve.items()}
+
+    def points(self) -> dict[str, Any]:
+        """Return the map: what it is, its dots, how many classes they are of, and data for the
+        page's script.
+        """
+        assert self.map is not None
+        plane, what = pictures.places(self.measured, self.map)
+        items = self.measured.pairs.items.tolist()
+        names = [self.measured.name(item) for item in items]
+        classes = {label: number for number, label in enumerate(dict.fromkeys(names))}
+        dots = [
+            (f"{100 * x:.2f}", f"{100 * y:.2f}", f"{classes[label] * 137.5 % 360:.0f}")
+            for (x, y), label in zip(plane, names, strict=True)
+        ]
+        keys = self.measured.run.dataset.keys
+        data = {
+            "points": [[label, keys[item]] for item, label in zip(items, names, strict=True)],
+            "thumbnails": [self.thumbnails(item) for item in items],
+        }
+        return {"what": what, "dots": dots, "classes": len(classes), "data": data}
+
+
+def page(sections: Sequence[Section]) -> str:
+    """Return the whole page."""
+    folder = files(__package__)
+    template, style, script = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    environment.filters["data_uri"] = pictures.data_uri
+    environment.filters["operating_point"] = _operating_point
+    environment.globals.update(
+        confusions=confusions,
+        hardest=hardest,
+        pictures=pictures,
+        suspects=suspects,
+        thresholds=thresholds,
+        zip=zip,
+    )
+    names = list(dict.fromkeys(name for section in sections for name in section.measured.intervals))
+    rows = [
+        [section.name, *(_interval(section.measured.intervals.get(figure)) for figure in names)]
+        for section in sections
+    ]
+    return environment.from_string(template).render(
+        runs=sections,
+        head=["run", *map(metric_title, names)],
+        rows=rows,
+        recalls=pictures.recalls(
+            {section.name: section.measured.intervals for section in sections}
+        ),
+        style=style,
+        script=script,
+    )
+
+
+def _interval(interval: tuple[float, float, float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:.3f} [{interval[1]:.3f}, {interval[2]:.3f}]"
+
+
+def _operating_point(point: tuple[str, float, float, float]) -> list[str]:
+    name, threshold, far, frr = point
+    return [name, f"{threshold:.4g}", f"{100 * far:.2f} %", f"{100 * frr:.2f} %"]

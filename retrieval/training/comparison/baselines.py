@@ -14,7 +14,7 @@ INSTALLED = "core.efficientnet_lite0"
 """Backbone whose weights come as a package, for images where the recipes' own has none."""
 
 
-def pretrained_backbone(recipe: Recipe, wanted: str | None) -> tuple[dict[str, Any] | None, str]:
+def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any] | None, str]:
     """Return the backbone of the row of frozen features, or why there is none.
 
     Args:
@@ -25,10 +25,10 @@ def pretrained_backbone(recipe: Recipe, wanted: str | None) -> tuple[dict[str, A
     Raises:
         RecipeError: there is no such backbone.
     """
-    if wanted == "none":
+    if name == "none":
         return None, "left out by --pretrained none"
-    if wanted is not None:
-        return _checked(recipe, {"name": wanted}), ""
+    if name is not None:
+        return _checked(recipe, {"name": name}), ""
     factory = recipe.loaded.find("backbones", recipe.backbone.name)
     if _takes_pretrained(recipe):
         return _checked(recipe, recipe.backbone.table), ""

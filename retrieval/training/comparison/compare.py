@@ -274,9 +274,9 @@ def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
 
     A learner that draws random numbers has a seed of its own, which is 0 unless it is set.
     """
-    made = {**table, "seed": seed}
+    seeded = {**table, "seed": seed}
     if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
         factory = recipe.loaded.find("learners", recipe.learner.name)
         if any(parameter.name == "seed" for parameter in factory.parameters):
-            made["learner"] = {**table["learner"], "seed": seed}
-    return made
+            seeded["learner"] = {**table["learner"], "seed": seed}
+    return seeded

@@ -239,11 +239,11 @@ def _seed(job: Job) -> Figures:
     recipe = check_recipe(job.table)
     called = f"{recipe.name} seed {recipe.seed}"
     # what failed is kept in the run's folder, since a worker has nobody to tell
-    with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as told:
+    with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as tracker:
         run = _trained(recipe, job.folder)
-        told.retrieval_run_start(run)  # one that was trained before goes on with its metrics
+        tracker.retrieval_run_start(run)  # one that was trained before goes on with its metrics
         metrics = evaluate_run(run, metrics=_metrics(recipe)).figures["trained"]
-        told.figures({f"test_{name}": value for name, value in metrics.items()})
+        tracker.figures({f"test_{name}": value for name, value in metrics.items()})
     return {"trained": metrics}
 
 

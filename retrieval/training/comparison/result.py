@@ -36,7 +36,7 @@ class Search:
             ]
         lines = []
         if folds is not None:
-            lines.append(f"{name}: the folds agree on the order of trials (ρ = {folds[0]:.2f}).")
+            lines.append(f"{name}: the folds agree (ρ = {folds[0]:.2f}).")
         for key, value in self.values.items():
             tried = {trial.values[key] for trial in self.trials if trial.score is not None}
             if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
@@ -128,7 +128,11 @@ class Comparison:
     def _pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of names that are tested."""
         names, baselines = self.recipes, [row for row in self.contestants if not row.recipe]
-        pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
+        pairs = [
+            (contestant, reference)
+            for i, contestant in enumerate(names)
+            for reference in names[i + 1 :]
+        ]
         if self.against is not None:
             pairs = [(name, self.against) for name in names if name != self.against]
             if self.against not in names:
@@ -171,10 +175,9 @@ class Comparison:
             " interval is of seeds only and says nothing of other test items (--splits does)."
         )
         notes = [interval, self._tuning()]
-        if any(each.p is not None for each in self.differences):
-            notes.append(
-                f"p values: {statistics.method(self.primary, self.recipes, self.differences)}"
-            )
+        if any(difference.p is not None for difference in self.differences):
+            tests = statistics.method(self.primary, self.recipes, self.differences, plan.blocks)
+            notes.append(f"p values: {tests}")
         fixed = [name for name in self.recipes if np.ptp(self.primary[name]) < statistics.SAME]
         if fixed and self.plan.splits == 1:
             notes.append(f"No seed changes {', '.join(fixed)}: one value, without an interval.")
@@ -185,7 +188,7 @@ class Comparison:
             for number, search in enumerate(row.searches):
                 split = f" on split {number}" if plan.splits > 1 else ""
                 notes += search.notes(row.name + split)
-        return [*notes, *(f"Not the same for all: {each}" for each in self.different)]
+        return [*notes, *(f"Not the same for all: {difference}" for difference in self.different)]
 
     def _tuning(self) -> str:
         plan = self.plan
@@ -217,5 +220,5 @@ class Comparison:
             "seeds": self.plan.seeds,
             "splits": self.plan.splits,
             "contestants": rows,
-            "differences": [asdict(each) for each in self.differences],
+            "differences": [asdict(difference) for difference in self.differences],
         }

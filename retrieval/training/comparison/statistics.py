@@ -58,8 +58,8 @@ class Difference:
     """One contestant less another, in the same blocks.
 
     Attributes:
-        one: the contestant.
-        other: what is subtracted from it.
+        contestant: whose value it is.
+        reference: whose value is subtracted.
         mean: the mean difference and its interval, at the level of Holm's step.
         test: "pooled", "paired" or "one-sample"; "none" where every block gives the same
             difference, so that there is no chance to test.
@@ -70,8 +70,8 @@ class Difference:
             `MOST_BLOCKS` where it takes more than those.
     """
 
-    one: str
-    other: str
+    contestant: str
+    reference: str
     mean: Mean
     test: str
     p: float | None
@@ -84,6 +84,12 @@ class Difference:
         if self.corrected is None:
             return self.mean.value != 0
         return self.corrected < LEVEL
+
+    @property
+    def ranked(self) -> tuple[str, str]:
+        """The name of the better contestant, then of the other."""
+        names = self.contestant, self.reference
+        return names if self.mean.value > 0 else names[::-1]
 
 
 @dataclass(frozen=True)
@@ -125,14 +131,14 @@ def method(
     values: Mapping[str, Sequence[float]],
     recipes: Sequence[str],
     differences: Sequence[Difference],
+    blocks: str,
 ) -> str:
     """Return which tests the p values are of, and why, as the end of a sentence."""
     from scipy import stats
 
-    unit = f"{len(next(iter(values.values())))} blocks"
-    tests = {each.test for each in differences}
+    tests = {difference.test for difference in differences}
     seeded = [values[name] for name in recipes if np.ptp(values[name]) >= SAME]
-    reason = "fewer than three recipes depend on the seed, or there are fewer than three blocks"
+    reason = "it takes three recipes that depend on the seed, and three seeds, to pool variances"
     if len(seeded) > 2 and len(seeded[0]) >= LEAST_POOLED:
         bartlett = probability(float(stats.bartlett(*seeded).pvalue))
         comparable = "comparable" if "pooled" in tests else "not comparable"
@@ -144,7 +150,7 @@ def method(
             f" {freedom} degrees of freedom), since {reason}"
         ]
     else:
-        lines = [f"paired t tests by MAP@R over {unit}, since {reason}"]
+        lines = [f"paired t tests by MAP@R over {blocks}, since {reason}"]
     if "one-sample" in tests:
         lines.append("a one-sample t test where one of the two does not depend on the seed")
     return (
@@ -189,34 +195,38 @@ def compare(
     from scipy import stats
 
     if pairs is None:
-        pairs = [(one, other) for i, one in enumerate(recipes) for other in recipes[i + 1 :]]
+        pairs = [
+            (contestant, reference)
+            for i, contestant in enumerate(recipes)
+            for reference in recipes[i + 1 :]
+        ]
     seeded = {name: values[name] for name in recipes if np.ptp(values[name]) >= SAME}
     shared = pooled_error(seeded)
     blocks = len(next(iter(values.values())))
     tests = []
-    for one, other in pairs:
-        apart = np.subtract(values[one], values[other])
+    for contestant, reference in pairs:
+        apart = np.subtract(values[contestant], values[reference])
         mean, error, pooled, kind = float(apart.mean()), 0.0, 2, "paired"
-        if shared is not None and one in seeded and other in seeded:
+        if shared is not None and contestant in seeded and reference in seeded:
             error, pooled, kind = shared, len(seeded), "pooled"
         elif np.ptp(apart) < SAME:
             mean, kind = 0.0 if abs(mean) < SAME else mean, "none"
         else:
             error = float(stats.sem(apart))
-            if min(np.ptp(values[one]), np.ptp(values[other])) < SAME:
+            if min(np.ptp(values[contestant]), np.ptp(values[reference])) < SAME:
                 kind = "one-sample"
-        difference = Difference(one, other, Mean(mean, 0.0), kind, None)
+        difference = Difference(contestant, reference, Mean(mean, 0.0), kind, None)
         if error:
             p = 2 * stats.t.sf(abs(mean) / error, (pooled - 1) * (blocks - 1))
             difference = replace(difference, p=float(p))
         tests.append(_Test(difference, error, pooled))
-    made = [test for test in tests if test.difference.p is not None]
-    corrected, levels = holm([test.difference.p or 0.0 for test in made])
+    tested = [test for test in tests if test.difference.p is not None]
+    corrected, levels = holm([test.difference.p or 0.0 for test in tested])
     # the undecided ones share a level, so the smallest p is the closest to a decision
     undecided = [step for step, p in enumerate(corrected) if p >= LEVEL]
-    closest = min(undecided, key=lambda step: made[step].difference.p or 0.0, default=None)
+    closest = min(undecided, key=lambda step: tested[step].difference.p or 0.0, default=None)
     done = []
-    steps = iter(range(len(made)))
+    steps = iter(range(len(tested)))
     for test in tests:
         difference = test.difference
         if difference.p is not None:
@@ -254,67 +264,82 @@ def sentences(differences: Sequence[Difference], blocks: str) -> list[str]:
         differences: as `compare` returns them.
         blocks: how many and of what kind, such as "5 seeds".
     """
-    tests = sum(each.p is not None for each in differences)
+    tests = sum(difference.p is not None for difference in differences)
     lines = []
-    for each in differences:
-        apart = number(abs(each.mean.value))
-        if each.corrected is None:
-            lines.append(_untested(each, apart))
-        elif each.decided:
-            one, other = (each.one, each.other) if each.mean.value > 0 else (each.other, each.one)
+    for difference in differences:
+        apart = number(abs(difference.mean.value))
+        if difference.corrected is None:
+            lines.append(_untested(difference, apart))
+        elif difference.decided:
+            better, worse = difference.ranked
             lines.append(
-                f"{one} is better than {other} by {apart} ± {number(each.mean.half)}"
-                f"{_probability(each, tests)}."
+                f"{better} is better than {worse} by {apart} ± {number(difference.mean.half)}"
+                f"{_probability(difference, tests)}."
             )
-    undecided = [each for each in differences if each.corrected is not None and not each.decided]
+    undecided = [
+        difference
+        for difference in differences
+        if difference.corrected is not None and not difference.decided
+    ]
     if undecided:
         lines.append(_undecided(undecided, blocks))
     return lines
 
 
-def _untested(each: Difference, apart: str) -> str:
-    if each.mean.value == 0:
-        return f"{each.one} and {each.other} have the same MAP@R in every run."
-    one, other = (each.one, each.other) if each.mean.value > 0 else (each.other, each.one)
+def _untested(difference: Difference, apart: str) -> str:
+    if difference.mean.value == 0:
+        return (
+            f"{difference.contestant} and {difference.reference} have the same MAP@R in every run."
+        )
+    better, worse = difference.ranked
     return (
-        f"{one} is {apart} above {other} on this split: the difference does not depend on the"
+        f"{better} is {apart} above {worse} on this split: the difference does not depend on the"
         " seed, so seeds cannot say how certain it is of other splits (--splits can)."
     )
 
 
 def _undecided(undecided: Sequence[Difference], blocks: str) -> str:
     pairs = ", ".join(
-        f"{each.one} and {each.other} ({number(abs(each.mean.value))} ± {number(each.mean.half)})"
-        for each in undecided
+        f"{difference.contestant} and {difference.reference}"
+        f" ({number(abs(difference.mean.value))} ± {number(difference.mean.half)})"
+        for difference in undecided
     )
-    closest = next(each for each in undecided if each.needed is not None)
+    closest = next(difference for difference in undecided if difference.needed is not None)
     unit = blocks.split()[-1]
     beyond = closest.needed is None or closest.needed > MOST_BLOCKS
     more = f"more than {MOST_BLOCKS:,}" if beyond else f"about {closest.needed}"
     return (
-        f"Not decided with {blocks}: {pairs}. {closest.one} and {closest.other} would take"
-        f" {more} {unit} (power .8 at the observed difference and variance)."
+        f"Not decided with {blocks}: {pairs}. {closest.contestant} and {closest.reference} would"
+        f" take {more} {unit} (power .8 at the observed difference and variance)."
     )
 
 
-def _probability(each: Difference, tests: int) -> str:
-    assert each.corrected is not None
-    equals = "" if each.corrected < 0.001 else "= "
+def _probability(difference: Difference, tests: int) -> str:
+    assert difference.corrected is not None
+    equals = "" if difference.corrected < 0.001 else "= "
     after = f" after Holm's correction for {tests} tests" if tests > 1 else ""
-    return f", p {equals}{probability(each.corrected)}{after}"
+    return f", p {equals}{probability(difference.corrected)}{after}"
 
 
 def conclusion(differences: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
     """Return what can be said of all recipes together, as a sentence."""
-    among = [each for each in differences if {each.one, each.other} <= set(recipes)]
+    among = [
+        difference
+        for difference in differences
+        if {difference.contestant, difference.reference} <= set(recipes)
+    ]
     if len(recipes) == 1:
         return f"{recipes[0]} with {blocks}: one recipe, and nothing to compare it with."
-    worse = {each.other if each.mean.value > 0 else each.one for each in among if each.decided}
+    worse = {difference.ranked[1] for difference in among if difference.decided}
     rest = [name for name in recipes if name not in worse]
     for name in rest:
-        own = [each for each in among if name in (each.one, each.other)]
-        if all(each.decided for each in own):
-            where = " on this split" if any(each.p is None for each in own) else ""
+        own = [
+            difference
+            for difference in among
+            if name in (difference.contestant, difference.reference)
+        ]
+        if all(difference.decided for difference in own):
+            where = " on this split" if any(difference.p is None for difference in own) else ""
             return f"{name} has the highest MAP@R of all recipes compared{where}."
     if not worse:
         return f"Nothing can be said of which recipe is the best with {blocks}."
@@ -328,10 +353,14 @@ def conclusion(differences: Sequence[Difference], recipes: Sequence[str], blocks
 def conclusion_against(differences: Sequence[Difference], against: str, blocks: str) -> str:
     """Return which contestants are better and worse than one of them, as a sentence."""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "not decided": []}
-    for each in differences:
-        name, sign = (each.other, -1) if each.one == against else (each.one, 1)
-        kind = "better" if sign * each.mean.value > 0 else "worse"
-        groups[kind if each.decided else "not decided"].append(name)
+    for difference in differences:
+        name, sign = (
+            (difference.reference, -1)
+            if difference.contestant == against
+            else (difference.contestant, 1)
+        )
+        kind = "better" if sign * difference.mean.value > 0 else "worse"
+        groups[kind if difference.decided else "not decided"].append(name)
     lines = [f"{kind}: {', '.join(names)}" for kind, names in groups.items() if names]
     return f"Compared with {against}, with {blocks}: {'; '.join(lines)}."
 

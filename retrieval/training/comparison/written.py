@@ -69,15 +69,16 @@ def interval(mean: Mean) -> str:
 def differences(result: Comparison) -> Cells:
     """Return the table of differences, its head first."""
     rows = [["", "less", "MAP@R ± at Holm's level", "p", "p, corrected"]]
-    for each in result.differences:
+    for difference in result.differences:
         p, corrected = (
-            "" if value is None else probability(value) for value in (each.p, each.corrected)
+            "" if value is None else probability(value)
+            for value in (difference.p, difference.corrected)
         )
-        sign = "+" if each.mean.value >= 0 else "−"
-        apart = f"{sign}{number(abs(each.mean.value))}" + (
-            f" ± {number(each.mean.half)}" if each.mean.half else ""
+        sign = "+" if difference.mean.value >= 0 else "−"
+        apart = f"{sign}{number(abs(difference.mean.value))}" + (
+            f" ± {number(difference.mean.half)}" if difference.mean.half else ""
         )
-        rows.append([each.one, each.other, apart, p, corrected])
+        rows.append([difference.contestant, difference.reference, apart, p, corrected])
     return rows if len(rows) > 1 else []
 
 
