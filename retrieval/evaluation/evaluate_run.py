@@ -134,17 +134,10 @@ def resolve_metrics(
             resolved[item] = metric(item)
         else:
             table = {"name": item} if isinstance(item, str) else item
-            name = _figure(table)
+            parameters = ", ".join(f"{k}={toml_value(v)}" for k, v in table.items() if k != "name")
+            name = f"{table.get('name')}({parameters})" if parameters else str(table.get("name"))
             resolved[name] = CheckedMetric(plugins.build("metrics", table), name)
     return resolved
-
-
-def _figure(table: Mapping[str, Any]) -> str:
-    """Return what a metric's figure is called: its name and the parameters that are set."""
-    parameters = ", ".join(
-        f"{key}={toml_value(value)}" for key, value in table.items() if key != "name"
-    )
-    return f"{table.get('name')}({parameters})" if parameters else str(table.get("name"))
 
 
 def refuse_side(side: str) -> None:
@@ -359,9 +352,7 @@ def nearest_in_each(
     subspaces: Sequence[SubspaceEntry],
     exclude: Rows | None = None,
 ) -> Rows:
-    """Return the exact k nearest rows (S, Q, k) of queries (Q, P) in each sub-space of vectors
-    (N, P), without the row (Q,) that each query excludes.
-    """
+    """Return each sub-space's exact k nearest rows (S, Q, k), without those that are excluded."""
     rows = [
         exact_neighbors(query[:, span], vector[:, span], k, exclude=exclude)[0]
         for span in spans_of(subspaces)

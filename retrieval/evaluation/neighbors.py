@@ -1,5 +1,6 @@
-"""Exact k nearest neighbours, block by block: memory grows with the gallery, never with queries ×
-gallery.
+"""Exact k nearest neighbours, and items that a query may not see.
+
+Memory grows with the gallery, never with queries × gallery.
 
 **Distance and order.** Squared Euclidean distances are computed in float64 and rounded to the 24
 significant bits of float32. Gallery row orders those that are equal after rounding, so duplicates
@@ -45,6 +46,8 @@ _SELECTED = 2**16
 _DEEP = 256
 """From a k of one row in so many on, a full search is the faster one."""
 _MARGIN = 8
+_DIFFERENCES = 2**21
+"""Numbers of differences that are measured at a time: 16 MB."""
 _CANCELLED = 2.0**-18
 """Squared distances below this part of |q|² have lost float32's precision in |q|² + |g|² − 2 q·g.
 """
@@ -278,7 +281,10 @@ class Neighbors:
             squared[crowded] = apart.square_()
             floor[crowded] = 0
         columns, values = self._selected(squared, k, left_out)
-        for query, place in _pairs(values < floor.cpu().numpy()[:, None], max(self.width, 1)):
+        queries_again, places = (values < floor.cpu().numpy()[:, None]).nonzero()
+        step = max(1, _DIFFERENCES // max(self.width, 1))
+        for start in range(0, len(places), step):
+            query, place = queries_again[start : start + step], places[start : start + step]
             row, column = (
                 torch.from_numpy(index).to(self.device) for index in (query, columns[query, place])
             )
@@ -335,14 +341,6 @@ def _parts(keys: Ints) -> tuple[Ints, NDArray[np.float64]]:
     return key_rows(keys), bits.view(np.float64)
 
 
-def _pairs(mask: NDArray[np.bool_], width: int) -> Any:
-    """Yield rows and columns where a mask is true, 16 MB of differences of that width at a time."""
-    row, column = mask.nonzero()
-    step = max(1, 2**21 // width)
-    for start in range(0, len(row), step):
-        yield row[start : start + step], column[start : start + step]
-
-
 def _single(codes: Tensor) -> NDArray[np.float32] | None:
     """Return float64 codes in float32; None where that would round one."""
     single = codes.to(torch.float32)
@@ -386,8 +384,7 @@ def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Leaves out the gallery items that share a value with the query, such as its camera: they
-    neither match nor distract.
+    """Leaves out gallery items that share a value with the query, such as its camera.
 
     Items whose value is missing (None, NaN, NA or "") share it with none.
 
@@ -477,9 +474,7 @@ class Hidden:
         )
 
     def visible(self, rows: Ints, items: Ints) -> Bools:
-        """Return which of the items (B, k) that were found for some queries (B,) they may see; −1
-        is none.
-        """
+        """Return which of the items (B, k; −1 is none) some queries (B,) may see."""
         shown = self.gallery[items] != self.query[rows, None]
         if self.same_label:
             shown |= self.item_class[items] != self.query_class[rows, None]

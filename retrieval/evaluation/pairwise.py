@@ -59,8 +59,7 @@ def evaluate_vectors(
     ray: str | None = None,
     progress: Progress = True,
 ) -> Evaluation:
-    """Return the retrieval metrics of a folder that `retrieval embed` wrote, whose items have
-    labels.
+    """Return the retrieval metrics of a folder of labelled items that `retrieval embed` wrote.
 
     Args:
         folder: the queries, and without `gallery` what is searched, too. Every node of a cluster

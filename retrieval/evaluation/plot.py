@@ -59,11 +59,10 @@ def neighbours(
     *,
     labels: Sequence[str] | None = None,
 ) -> Figure:
-    """Draw queries with what an index finds for them, a row for each query, nearest first, with
-    labels and distances.
+    """Draw queries with their nearest items in an index, with labels and distances.
 
-    With the queries' labels, right answers have a blue frame and ✓, wrong ones an orange frame and
-    ✗.
+    Each query is a row. With the queries' labels, right answers have a blue frame and ✓, wrong ones
+    an orange frame and ✗.
 
     Args:
         index: an opened index of images.
@@ -162,8 +161,7 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 
 
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
-    """Draw how a run was trained, from its `metrics.jsonl`: losses above, validation figures below,
-    by epoch.
+    """Draw how a run was trained, by epoch: losses above, validation metrics below.
 
     Grey lines part the recipe's phases; a dotted line marks the epoch with the best validation
     MAP@R, whose weights the run keeps.

@@ -1,5 +1,4 @@
-"""Which of an item's nearest have its label, where every item of a set is searched among the
-others.
+"""Whether an item's nearest have its label, for all items of a set among the others.
 
 Metrics ask of each rank only whether the item there matches. So half squared distances
 h = |q − g|² / 2 come from a product in float32, and only what that leaves in doubt is measured

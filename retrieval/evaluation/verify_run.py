@@ -19,10 +19,15 @@ from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
-from retrieval.evaluation.drawing import draw_pairs, make_folds
 from retrieval.evaluation.evaluate_run import encoded, refuse_side
 from retrieval.evaluation.evaluation import grid
-from retrieval.evaluation.verification import Roc, Verification, verification
+from retrieval.evaluation.verification import (
+    Roc,
+    Verification,
+    draw_pairs,
+    make_folds,
+    verification,
+)
 from retrieval.host.files import whole_file
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
@@ -117,7 +122,7 @@ def verify_run(
             training.
         pairs: a list of pairs (`retrieval.data.pairs.read_pairs`), of any of the data's items;
             None: pairs are drawn.
-        draw: how many pairs to draw (`retrieval.evaluation.drawing.draw_pairs`).
+        draw: how many pairs to draw (`retrieval.evaluation.verification.draw_pairs`).
         folds: how many folds, where pairs are drawn or their list has none.
         seed: of the pairs drawn, or of their folds.
         baseline: also the raw inputs (unit length, Euclidean), and the model before its training;

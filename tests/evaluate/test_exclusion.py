@@ -14,8 +14,7 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.evaluation.neighbors import Exclusion, Search
-from retrieval.evaluation.protocol import Protocol, open_set
-from retrieval.evaluation.reordered import expanded, reranked
+from retrieval.evaluation.protocol import Protocol, expanded, open_set, reranked
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
 from retrieval.recipe.evaluate import Expansion, Rerank

@@ -16,8 +16,7 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import Levels, Tags, evaluate
 from retrieval.evaluation.neighbors import Exclusion
-from retrieval.evaluation.protocol import open_set
-from retrieval.evaluation.reordered import expanded, reranked
+from retrieval.evaluation.protocol import expanded, open_set, reranked
 from retrieval.model.metrics import NDCGAt, RecallAt
 
 GRADED = {"ndcg": NDCGAt(5), "exp": NDCGAt(3, "exponential"), "recall": RecallAt(1)}
@@ -299,7 +298,7 @@ def test_reranking_by_reciprocal_neighbours(parted):
 
 
 def test_too_many_items_to_rerank(monkeypatch):
-    monkeypatch.setattr("retrieval.evaluation.reordered.MOST", 30)
+    monkeypatch.setattr("retrieval.evaluation.protocol.MOST", 30)
     with pytest.raises(
         DataError, match="there are 36 queries and gallery items; 30 can be re-ranked"
     ):

@@ -13,8 +13,7 @@ import pytest
 from retrieval.errors import DataError, PluginError
 from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.evaluation.report import measured, write
-from retrieval.evaluation.report.pictures import SIDE, Thumbnails
-from retrieval.evaluation.report.write import Section, page
+from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
 from retrieval.recipe.evaluate import Evaluate
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run, load_run

@@ -1,6 +1,4 @@
-"""What a report shows of a run, as numbers: neighbours, metrics of each query, distances of pairs,
-mistakes.
-"""
+"""What a report shows of a run, as numbers: neighbours, metrics, distances of pairs, mistakes."""
 
 from __future__ import annotations
 
@@ -131,38 +129,19 @@ def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
     distance = None if model.combiner is None else model.combiner.compute_mat
     protocol = Protocol(run, query, gallery)
     rounds = []
-    for ours, theirs in protocol.rounds():
-        items, gallery_items, left, right = query, gallery, codes, gallery_codes
-        if ours is not None and theirs is not None:
-            items, gallery_items, left, right = (
-                query[ours],
-                query[theirs],
-                codes[ours],
-                codes[theirs],
-            )
+    for items, gallery_items, left, right in protocol.rounds(codes, gallery_codes):
         rounds.append(
             _searched(protocol, items, gallery_items, left, right, distance, queries, random)
         )
     first = rounds[0]
-    classes = np.concatenate([splits.labels[gallery_round.query] for gallery_round in rounds])
-    shared = [
-        name
-        for name in first.figures
-        if all(name in gallery_round.figures for gallery_round in rounds)
-    ]
-    values = {
-        name: np.concatenate([gallery_round.figures[name] for gallery_round in rounds])
-        for name in shared
-    }
-    return Measured(
-        **vars(first),
-        run=run,
-        rounds=len(rounds),
-        intervals={
-            name: interval(gallery_round, classes, random) for name, gallery_round in values.items()
-        },
-        pairs=_pairs(run, query, codes, sample, random),
-    )
+    classes = np.concatenate([splits.labels[searched.query] for searched in rounds])
+    intervals = {}
+    for name in first.figures:
+        if all(name in searched.figures for searched in rounds):
+            values = np.concatenate([searched.figures[name] for searched in rounds])
+            intervals[name] = interval(values, classes, random)
+    pairs = _pairs(run, query, codes, sample, random)
+    return Measured(**vars(first), run=run, rounds=len(rounds), intervals=intervals, pairs=pairs)
 
 
 def _searched(
@@ -290,21 +269,11 @@ def _pairs(
     same = own[first] == own[second]
     if (relevance := given.get("relevance")) is not None:
         same = relevance(np.arange(len(rows)))[first, second] >= relevance.match
-    return Pairs(
-        items[rows],
-        part,
-        matrix,
-        first,
-        second,
-        matrix[first, second],
-        same,
-    )
+    return Pairs(items[rows], part, matrix, first, second, matrix[first, second], same)
 
 
 def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
-    """Return which class is taken for which, most often first: the query's, that of its nearest
-    item, how often, queries of that class.
-    """
+    """Return the query's class, its nearest item's, how often, and how many queries it has."""
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
     wrong = true != nearest
     pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,9 +15,9 @@ from jinja2 import Environment, StrictUndefined
 
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.evaluation import metric_title
-from retrieval.evaluation.plot import curves
-from retrieval.evaluation.report import pictures
+from retrieval.evaluation.plot import Picture, curves
 from retrieval.evaluation.report.measured import (
+    RECALLS,
     Measured,
     confusions,
     hardest,
@@ -23,11 +25,12 @@ from retrieval.evaluation.report.measured import (
     suspects,
     thresholds,
 )
-from retrieval.evaluation.report.pictures import Thumbnails, svg
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
+from retrieval.model.contracts import Dataset
 from retrieval.run.open import Run, load_run
 from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import from_array, to_mode
 from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
@@ -46,11 +49,10 @@ def report(
     map: str = "tsne",
     progress: Progress = True,
 ) -> Path:
-    """Write what runs can and cannot do into one HTML file, which needs no server and loads
-    nothing.
+    """Write what runs can and cannot do into one HTML file, which needs no server.
 
-    What is looked at is bounded, so that a large test set takes little more memory than its codes,
-    and the file stays small.
+    Samples are bounded, so that a large test set takes little more memory than its embeddings and
+    the file stays small.
 
     Args:
         runs: folders of finished runs, at most `MOST_RUNS`.
@@ -91,9 +93,9 @@ def report(
     sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
         for run, name in zip(opened, _names(runs), strict=True):
-            pictures = Thumbnails(run.dataset, thumbnails // len(opened))
+            thumbnails_of_run = Thumbnails(run.dataset, thumbnails // len(opened))
             sections.append(
-                Section(name, measure(run, queries, sample), pictures, method, panels(run))
+                Section(name, measure(run, queries, sample), thumbnails_of_run, method, panels(run))
             )
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -233,11 +235,9 @@ class Section:
         return {name: values[some].round(6).tolist() for name, values in curve.items()}
 
     def points(self) -> dict[str, Any]:
-        """Return the map: what it is, its dots, how many classes they are of, and data for the
-        page's script.
-        """
+        """Return the map: its name, dots, number of classes, and data for the page's script."""
         assert self.map is not None
-        plane, what = pictures.places(self.measured, self.map)
+        plane, what = places(self.measured, self.map)
         items = self.measured.pairs.items.tolist()
         names = [self.measured.name(item) for item in items]
         classes = {label: number for number, label in enumerate(dict.fromkeys(names))}
@@ -260,12 +260,13 @@ def page(sections: Sequence[Section]) -> str:
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
     )
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
-    environment.filters["data_uri"] = pictures.data_uri
+    environment.filters["data_uri"] = data_uri
     environment.filters["operating_point"] = _operating_point
     environment.globals.update(
         confusions=confusions,
         hardest=hardest,
-        pictures=pictures,
+        distances=distances,
+        rates=rates,
         suspects=suspects,
         thresholds=thresholds,
         zip=zip,
@@ -279,9 +280,7 @@ def page(sections: Sequence[Section]) -> str:
         runs=sections,
         head=["run", *map(metric_title, names)],
         rows=rows,
-        recalls=pictures.recalls(
-            {section.name: section.measured.intervals for section in sections}
-        ),
+        recalls=recalls({section.name: section.measured.intervals for section in sections}),
         style=style,
         script=script,
     )
@@ -294,3 +293,122 @@ def _interval(interval: tuple[float, float, float] | None) -> str:
 def _operating_point(point: tuple[str, float, float, float]) -> list[str]:
     name, threshold, far, frr = point
     return [name, f"{threshold:.4g}", f"{100 * far:.2f} %", f"{100 * frr:.2f} %"]
+
+
+SIDE = 64
+"""Pixels of a thumbnail's longer side."""
+
+
+class Thumbnails:
+    """Thumbnails of a dataset's items, `most` at most; each is made once."""
+
+    def __init__(self, dataset: Dataset, most: int) -> None:
+        self.dataset, self.left = dataset, most
+        self._thumbnails: dict[int, str] = {}
+
+    def __call__(self, item: int) -> str:
+        """Return an item as a data URI; empty for a vector, a damaged image, or one too many."""
+        if item in self._thumbnails:
+            return self._thumbnails[item]
+        if self.dataset.kind != "image" or self.left <= 0:
+            return ""
+        self.left -= 1
+        try:
+            item_data = self.dataset[item]
+            image = from_array(item_data) if isinstance(item_data, np.ndarray) else item_data
+            image = to_mode(image, "L" if image.mode == "L" else "RGB").copy()
+        except DataError:
+            return ""
+        image.thumbnail((SIDE, SIDE))
+        out = io.BytesIO()
+        kind = "png" if max(image.size) <= 32 else "jpeg"
+        image.save(out, kind, **({} if kind == "png" else {"quality": 75}))
+        self._thumbnails[item] = (
+            f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
+        )
+        return self._thumbnails[item]
+
+
+def svg(figure: Any) -> bytes:
+    """Return a matplotlib figure as SVG, the same bytes for the same figure."""
+    import matplotlib as mpl
+
+    out = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "retrieval", "svg.fonttype": "path"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def data_uri(picture: bytes) -> str:
+    """Return an SVG or PNG as a data URI."""
+    kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
+    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
+
+
+def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
+    """Draw Recall@K of runs by name, with intervals."""
+    figure = Picture(5.6, 3.2)
+    axis = figure.subplots()
+    for place, (name, intervals) in enumerate(runs.items()):
+        means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
+        around = np.maximum(np.abs(means[:, 1:] - means[:, :1]).T, 0)
+        x = np.arange(len(RECALLS)) + 0.04 * place
+        axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
+    axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
+    axis.set(xlabel="K", ylabel="Recall@K")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    return svg(figure)
+
+
+def distances(measured: Measured) -> bytes:
+    """Draw how far apart pairs of one class and of two classes are: histograms, each of area 1."""
+    figure = Picture(5.6, 3.0)
+    axis = figure.subplots()
+    pairs = measured.pairs
+    bins = np.linspace(0.0, float(pairs.distance.max(initial=0.0)) or 1.0, 50).tolist()
+    for which, name, hatch in ((pairs.same, "one class", ""), (~pairs.same, "two classes", "//")):
+        if which.any():
+            axis.hist(
+                pairs.distance[which], bins, density=True, alpha=0.55, label=name, hatch=hatch
+            )
+    axis.set(xlabel="distance", ylabel="density of pairs")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    return svg(figure)
+
+
+def rates(measured: Measured) -> bytes:
+    """Draw FAR and FRR by threshold."""
+    roc = roc_curve(measured.pairs.distance, measured.pairs.same)
+    some = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
+    figure = Picture(5.6, 3.0)
+    axis = figure.subplots()
+    axis.plot(roc.threshold[some], roc.far[some], label="false accepts (FAR)")
+    axis.plot(roc.threshold[some], 1 - roc.tar[some], "--", label="false rejects (FRR)")
+    axis.set(xlabel="threshold of the distance", ylabel="rate", ylim=(-0.02, 1.02))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    return svg(figure)
+
+
+def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
+    """Return where the sample's items lie on a map (S, 2), from 0 to 1, and what the map is."""
+    pairs = measured.pairs
+    if method == "tsne" and len(pairs.items) >= 5:
+        from sklearn.manifold import TSNE
+
+        perplexity = min(30.0, (len(pairs.items) - 1) / 3)
+        tsne = TSNE(
+            metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1
+        )
+        plane, name = tsne.fit_transform(pairs.matrix), "t-SNE by the learned distance"
+    else:
+        centred = pairs.codes.double().numpy() - pairs.codes.double().numpy().mean(0)
+        u, s, _ = np.linalg.svd(centred, full_matrices=False)
+        plane = np.zeros((len(centred), 2))
+        plane[:, : min(2, len(s))] = (u * s)[:, :2]
+        share = (s[:2] ** 2).sum() / ((s**2).sum() or 1.0)
+        name = f"PCA of the codes, {100 * share:.0f} % of their variance"
+    low, high = plane.min(0), plane.max(0)
+    return (plane - low) / np.where(high > low, high - low, 1.0), name

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -52,14 +53,14 @@ class Contestant:
 
     Attributes:
         name: the recipe's name, or what the baseline is called.
-        kind: "net" and "learner" are recipes, the others baselines.
+        kind: "net" or "learner" of a recipe; "raw", "untrained" or "frozen" of a baseline.
         figures: each metric's value on the test side, of each seed of the first split, then of
             the next one's.
         searches: one for each split, with a search.
     """
 
     name: str
-    kind: Literal["net", "learner", "raw", "untrained", "frozen"]
+    kind: str
     figures: list[dict[str, float]]
     searches: list[Search] = field(default_factory=list)
 
@@ -128,11 +129,7 @@ class Comparison:
     def _pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of names that are tested."""
         names, baselines = self.recipes, [row for row in self.contestants if not row.recipe]
-        pairs = [
-            (contestant, reference)
-            for i, contestant in enumerate(names)
-            for reference in names[i + 1 :]
-        ]
+        pairs = list(combinations(names, 2))
         if self.against is not None:
             pairs = [(name, self.against) for name in names if name != self.against]
             if self.against not in names:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -63,6 +64,8 @@ class Difference:
         mean: the mean difference and its interval, at the level of Holm's step.
         test: "pooled", "paired" or "one-sample"; "none" where every block gives the same
             difference, so that there is no chance to test.
+        error: standard error of the mean; 0 without a test.
+        pooled: how many recipes share the variance; 2 for a pair.
         p: two-sided; None without a test.
         corrected: the same after Holm's correction.
         needed: of the undecided difference with the smallest p, how many blocks would decide it
@@ -74,7 +77,9 @@ class Difference:
     reference: str
     mean: Mean
     test: str
-    p: float | None
+    error: float = 0.0
+    pooled: int = 2
+    p: float | None = None
     corrected: float | None = None
     needed: int | None = None
 
@@ -89,16 +94,7 @@ class Difference:
     def ranked(self) -> tuple[str, str]:
         """The name of the better contestant, then of the other."""
         names = self.contestant, self.reference
-        return names if self.mean.value > 0 else names[::-1]
-
-
-@dataclass(frozen=True)
-class _Test:
-    """A t test before the correction; `pooled` recipes share a variance, 2 stands for one pair."""
-
-    difference: Difference
-    error: float
-    pooled: int
+        return names if self.mean.value >= 0 else names[::-1]
 
 
 def mean_of(values: Sequence[float]) -> Mean:
@@ -140,9 +136,9 @@ def method(
     seeded = [values[name] for name in recipes if np.ptp(values[name]) >= SAME]
     reason = "it takes three recipes that depend on the seed, and three seeds, to pool variances"
     if len(seeded) > 2 and len(seeded[0]) >= LEAST_POOLED:
-        bartlett = probability(float(stats.bartlett(*seeded).pvalue))
+        bartlett = equation(float(stats.bartlett(*seeded).pvalue))
         comparable = "comparable" if "pooled" in tests else "not comparable"
-        reason = f"Bartlett's test finds the recipes' variances {comparable} (p = {bartlett})"
+        reason = f"Bartlett's test finds the recipes' variances {comparable} ({bartlett})"
     if "pooled" in tests:
         freedom = (len(seeded) - 1) * (len(seeded[0]) - 1)
         lines = [
@@ -162,11 +158,8 @@ def method(
 def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
     """Return the standard error of a difference by the blocked ANOVA's residual variance.
 
-    Args:
-        values: by recipe, one of each block; none is constant.
-
-    Returns:
-        None for fewer than three recipes, or variances that are not comparable.
+    It is None for fewer than three recipes or blocks, and variances that are not comparable. No
+    recipe's values are constant.
     """
     from scipy import stats
 
@@ -195,58 +188,56 @@ def compare(
     from scipy import stats
 
     if pairs is None:
-        pairs = [
-            (contestant, reference)
-            for i, contestant in enumerate(recipes)
-            for reference in recipes[i + 1 :]
-        ]
+        pairs = list(combinations(recipes, 2))
     seeded = {name: values[name] for name in recipes if np.ptp(values[name]) >= SAME}
     shared = pooled_error(seeded)
     blocks = len(next(iter(values.values())))
-    tests = []
+    differences = []
     for contestant, reference in pairs:
         apart = np.subtract(values[contestant], values[reference])
-        mean, error, pooled, kind = float(apart.mean()), 0.0, 2, "paired"
+        mean, error, pooled, test = float(apart.mean()), 0.0, 2, "paired"
         if shared is not None and contestant in seeded and reference in seeded:
-            error, pooled, kind = shared, len(seeded), "pooled"
+            error, pooled, test = shared, len(seeded), "pooled"
         elif np.ptp(apart) < SAME:
-            mean, kind = 0.0 if abs(mean) < SAME else mean, "none"
+            mean, test = 0.0 if abs(mean) < SAME else mean, "none"
         else:
             error = float(stats.sem(apart))
             if min(np.ptp(values[contestant]), np.ptp(values[reference])) < SAME:
-                kind = "one-sample"
-        difference = Difference(contestant, reference, Mean(mean, 0.0), kind, None)
+                test = "one-sample"
+        p = None
         if error:
-            p = 2 * stats.t.sf(abs(mean) / error, (pooled - 1) * (blocks - 1))
-            difference = replace(difference, p=float(p))
-        tests.append(_Test(difference, error, pooled))
-    tested = [test for test in tests if test.difference.p is not None]
-    corrected, levels = holm([test.difference.p or 0.0 for test in tested])
+            p = float(2 * stats.t.sf(abs(mean) / error, (pooled - 1) * (blocks - 1)))
+        differences.append(
+            Difference(contestant, reference, Mean(mean, 0.0), test, error, pooled, p)
+        )
+    return _corrected(differences, blocks)
+
+
+def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
+    from scipy import stats
+
+    tested = [place for place, test in enumerate(differences) if test.p is not None]
+    corrected, levels = holm([differences[place].p or 0.0 for place in tested])
     # the undecided ones share a level, so the smallest p is the closest to a decision
-    undecided = [step for step, p in enumerate(corrected) if p >= LEVEL]
-    closest = min(undecided, key=lambda step: tested[step].difference.p or 0.0, default=None)
-    done = []
-    steps = iter(range(len(tested)))
-    for test in tests:
-        difference = test.difference
-        if difference.p is not None:
-            step = next(steps)
-            limit = float(stats.t.ppf(1 - levels[step] / 2, (test.pooled - 1) * (blocks - 1)))
-            difference = replace(
-                difference,
-                mean=Mean(difference.mean.value, limit * test.error),
-                corrected=corrected[step],
-                needed=_blocks_needed(test, blocks, levels[step]) if step == closest else None,
-            )
-        done.append(difference)
-    return done
+    undecided = [place for place, p in zip(tested, corrected, strict=True) if p >= LEVEL]
+    closest = min(undecided, key=lambda place: differences[place].p or 0.0, default=None)
+    for place, p, level in zip(tested, corrected, levels, strict=True):
+        test = differences[place]
+        limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
+        differences[place] = replace(
+            test,
+            mean=Mean(test.mean.value, limit * test.error),
+            corrected=p,
+            needed=_blocks_needed(test, blocks, level) if place == closest else None,
+        )
+    return differences
 
 
-def _blocks_needed(test: _Test, blocks: int, level: float) -> int:
+def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
     """Return the blocks that decide a difference with a probability of `POWER`."""
     from scipy import stats
 
-    effect = abs(test.difference.mean.value) / (test.error * np.sqrt(blocks))
+    effect = abs(test.mean.value) / (test.error * np.sqrt(blocks))
 
     def enough(count: int) -> bool:
         freedom = (test.pooled - 1) * (count - 1)
@@ -256,90 +247,58 @@ def _blocks_needed(test: _Test, blocks: int, level: float) -> int:
     return bisect_left(range(MOST_BLOCKS + 1), True, lo=blocks + 1, key=enough)
 
 
-def sentences(differences: Sequence[Difference], blocks: str) -> list[str]:
-    """Return what can be said of differences: one sentence each for the decided ones and those
-    without a test, one for all undecided ones.
+def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
+    """Return a sentence for each decided or untested difference, and one for all undecided ones.
 
-    Args:
-        differences: as `compare` returns them.
-        blocks: how many and of what kind, such as "5 seeds".
+    `blocks` says how many and of what kind, as "5 seeds".
     """
-    tests = sum(difference.p is not None for difference in differences)
+    count = sum(test.p is not None for test in tests)
+    after = f" after Holm's correction for {count} tests" if count > 1 else ""
     lines = []
-    for difference in differences:
-        apart = number(abs(difference.mean.value))
-        if difference.corrected is None:
-            lines.append(_untested(difference, apart))
-        elif difference.decided:
-            better, worse = difference.ranked
+    for test in tests:
+        (better, worse), apart = test.ranked, number(abs(test.mean.value))
+        if test.corrected is not None:
+            if test.decided:
+                p = equation(test.corrected)
+                half = number(test.mean.half)
+                lines.append(f"{better} is better than {worse} by {apart} ± {half}, {p}{after}.")
+        elif test.mean.value == 0:
+            lines.append(f"{better} and {worse} have the same MAP@R in every run.")
+        else:
             lines.append(
-                f"{better} is better than {worse} by {apart} ± {number(difference.mean.half)}"
-                f"{_probability(difference, tests)}."
+                f"{better} is {apart} above {worse} on this split: the difference does not depend"
+                " on the seed, so seeds cannot say how certain it is of other splits (--splits"
+                " can)."
             )
-    undecided = [
-        difference
-        for difference in differences
-        if difference.corrected is not None and not difference.decided
-    ]
+    undecided = [test for test in tests if test.corrected is not None and not test.decided]
     if undecided:
-        lines.append(_undecided(undecided, blocks))
+        pairs = ", ".join(
+            f"{test.contestant} and {test.reference}"
+            f" ({number(abs(test.mean.value))} ± {number(test.mean.half)})"
+            for test in undecided
+        )
+        closest = next(test for test in undecided if test.needed is not None)
+        beyond = (closest.needed or 0) > MOST_BLOCKS
+        needed = f"more than {MOST_BLOCKS:,}" if beyond else f"about {closest.needed}"
+        lines.append(
+            f"Not decided with {blocks}: {pairs}. {closest.contestant} and {closest.reference}"
+            f" would take {needed} {blocks.split()[-1]} (power .8 at the observed difference and"
+            " variance)."
+        )
     return lines
 
 
-def _untested(difference: Difference, apart: str) -> str:
-    if difference.mean.value == 0:
-        return (
-            f"{difference.contestant} and {difference.reference} have the same MAP@R in every run."
-        )
-    better, worse = difference.ranked
-    return (
-        f"{better} is {apart} above {worse} on this split: the difference does not depend on the"
-        " seed, so seeds cannot say how certain it is of other splits (--splits can)."
-    )
-
-
-def _undecided(undecided: Sequence[Difference], blocks: str) -> str:
-    pairs = ", ".join(
-        f"{difference.contestant} and {difference.reference}"
-        f" ({number(abs(difference.mean.value))} ± {number(difference.mean.half)})"
-        for difference in undecided
-    )
-    closest = next(difference for difference in undecided if difference.needed is not None)
-    unit = blocks.split()[-1]
-    beyond = closest.needed is None or closest.needed > MOST_BLOCKS
-    more = f"more than {MOST_BLOCKS:,}" if beyond else f"about {closest.needed}"
-    return (
-        f"Not decided with {blocks}: {pairs}. {closest.contestant} and {closest.reference} would"
-        f" take {more} {unit} (power .8 at the observed difference and variance)."
-    )
-
-
-def _probability(difference: Difference, tests: int) -> str:
-    assert difference.corrected is not None
-    equals = "" if difference.corrected < 0.001 else "= "
-    after = f" after Holm's correction for {tests} tests" if tests > 1 else ""
-    return f", p {equals}{probability(difference.corrected)}{after}"
-
-
-def conclusion(differences: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
+def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
     """Return what can be said of all recipes together, as a sentence."""
-    among = [
-        difference
-        for difference in differences
-        if {difference.contestant, difference.reference} <= set(recipes)
-    ]
     if len(recipes) == 1:
         return f"{recipes[0]} with {blocks}: one recipe, and nothing to compare it with."
-    worse = {difference.ranked[1] for difference in among if difference.decided}
+    tests = [test for test in tests if {test.contestant, test.reference} <= set(recipes)]
+    worse = {test.ranked[1] for test in tests if test.decided}
     rest = [name for name in recipes if name not in worse]
     for name in rest:
-        own = [
-            difference
-            for difference in among
-            if name in (difference.contestant, difference.reference)
-        ]
-        if all(difference.decided for difference in own):
-            where = " on this split" if any(difference.p is None for difference in own) else ""
+        own = [test for test in tests if name in (test.contestant, test.reference)]
+        if all(test.decided for test in own):
+            where = " on this split" if any(test.p is None for test in own) else ""
             return f"{name} has the highest MAP@R of all recipes compared{where}."
     if not worse:
         return f"Nothing can be said of which recipe is the best with {blocks}."
@@ -350,17 +309,13 @@ def conclusion(differences: Sequence[Difference], recipes: Sequence[str], blocks
     )
 
 
-def conclusion_against(differences: Sequence[Difference], against: str, blocks: str) -> str:
+def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -> str:
     """Return which contestants are better and worse than one of them, as a sentence."""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "not decided": []}
-    for difference in differences:
-        name, sign = (
-            (difference.reference, -1)
-            if difference.contestant == against
-            else (difference.contestant, 1)
-        )
-        kind = "better" if sign * difference.mean.value > 0 else "worse"
-        groups[kind if difference.decided else "not decided"].append(name)
+    for test in tests:
+        name = test.reference if test.contestant == against else test.contestant
+        kind = "better" if test.ranked[0] == name else "worse"
+        groups[kind if test.decided else "not decided"].append(name)
     lines = [f"{kind}: {', '.join(names)}" for kind, names in groups.items() if names]
     return f"Compared with {against}, with {blocks}: {'; '.join(lines)}."
 
@@ -373,3 +328,8 @@ def number(value: float) -> str:
 def probability(value: float) -> str:
     """Return a p value as the tables write it."""
     return "< .001" if value < 0.001 else f"{value:.3f}".removeprefix("0")
+
+
+def equation(value: float) -> str:
+    """Return a p value as sentences write it."""
+    return f"p {probability(value)}" if value < 0.001 else f"p = {probability(value)}"

@@ -88,13 +88,14 @@ def settings(result: Comparison) -> list[str]:
     for row in result.contestants:
         for split, search in enumerate(row.searches):
             name = row.name if len(row.searches) == 1 else f"{row.name}, split {split}"
-            values = (f"{key} = {toml_value(_short(v))}" for key, v in search.values.items())
-            lines.append(f"{name}: {', '.join(values)}")
+            values = {
+                k: float(f"{v:.4g}") if isinstance(v, float) else v
+                for k, v in search.values.items()
+            }
+            lines.append(
+                f"{name}: {', '.join(f'{k} = {toml_value(v)}' for k, v in values.items())}"
+            )
     return lines
-
-
-def _short(value: object) -> object:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def markdown(result: Comparison) -> str:
