@@ -1,4 +1,4 @@
-"""Gallery items that a query does not see: against the definitions in plain Python, and in a run."""
+"""Gallery items that a query does not see: against plain definitions, and in a run."""
 
 from __future__ import annotations
 

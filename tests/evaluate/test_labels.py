@@ -1,4 +1,4 @@
-"""A missing label is no class, and labels of two kinds never match, wherever the face takes labels."""
+"""A missing label is no class, and labels of two kinds never match."""
 
 from __future__ import annotations
 

@@ -314,9 +314,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         item = number // 4
         pixels = random.integers(0, 200, (8, 8), dtype=np.uint8) // 2 + 8 * item
         Image.fromarray(pixels.astype(np.uint8)).save(f"{number}.png")
-        rows.append(
-            f"{number}.png,{item},{'train' if item < 4 else 'test'},v{number % 2},g{item // 2},t{item};t{number % 3}"
-        )
+        side, tags = "train" if item < 4 else "test", f"t{item};t{number % 3}"
+        rows.append(f"{number}.png,{item},{side},v{number % 2},g{item // 2},{tags}")
     Path("items.csv").write_text("\n".join(rows) + "\n")
     Path("r.toml").write_text(
         'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation ='

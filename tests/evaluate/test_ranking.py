@@ -1,4 +1,4 @@
-"""Matches from a product in single precision against full search, on codes of every unusual kind."""
+"""Matches from a product in single precision against full search, on unusual codes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ import numpy as np
 from retrieval import hookimpl
 from retrieval.data.datasets import ArrayDataset
 
-SVG = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><circle cx="4" cy="4" r="3"/></svg>'
+SVG = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9">'
+    b'<circle cx="4" cy="4" r="3"/></svg>'
+)
 
 
 def digits():
@@ -37,11 +40,12 @@ def digits():
     labels = [f"<b>{k}</b>" for k in found.target[rows]]
     labels[-1] = "<b>8</b>"
     keys = [f"</script>{i}" for i in range(len(rows))]
-    further = [
-        {"part": k // 7, "parity": k % 2, "tags": f"{'low' if k < 7 else 'high'};{k % 3}" if i % 7 else ""}
-        for i, k in enumerate(found.target[rows])
-    ]
-    return ArrayDataset((found.images[rows] * 15.9).astype(np.uint8), labels, keys, metadata=further)
+    further = []
+    for i, k in enumerate(found.target[rows]):
+        tags = f"{'low' if k < 7 else 'high'};{k % 3}" if i % 7 else ""
+        further.append({"part": k // 7, "parity": k % 2, "tags": tags})
+    images = (found.images[rows] * 15.9).astype(np.uint8)
+    return ArrayDataset(images, labels, keys, metadata=further)
 
 
 @hookimpl

@@ -214,12 +214,12 @@ def _searched(
 
 def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
     """Return the grades of what was found (Q, k); 0 where nothing was."""
-    found = np.zeros(rows.shape)
+    graded = np.zeros(rows.shape)
     for start in range(0, len(chosen), BLOCK):
         part = slice(start, start + BLOCK)
         grades = relevance(chosen[part])
-        found[part] = np.take_along_axis(grades, np.maximum(rows[part], 0), 1)
-    return np.where(rows >= 0, found, 0.0)
+        graded[part] = np.take_along_axis(grades, np.maximum(rows[part], 0), 1)
+    return np.where(rows >= 0, graded, 0.0)
 
 
 def interval(
@@ -262,12 +262,12 @@ def _pairs(
     matrix = np.maximum((matrix + matrix.T) / 2, 0.0)
     first, second = np.triu_indices(len(rows), 1)
     own = labels[rows]
-    given = Protocol(run, items[rows], None).arguments(items[rows], None)
-    if (exclude := given.get("exclude")) is not None:
+    arguments = Protocol(run, items[rows], None).arguments(items[rows], None)
+    if (exclude := arguments.get("exclude")) is not None:
         shown = exclude.hidden(own, own).visible(first, second[:, None])[:, 0]
         first, second = first[shown], second[shown]
     same = own[first] == own[second]
-    if (relevance := given.get("relevance")) is not None:
+    if (relevance := arguments.get("relevance")) is not None:
         same = relevance(np.arange(len(rows)))[first, second] >= relevance.match
     return Pairs(items[rows], part, matrix, first, second, matrix[first, second], same)
 

@@ -20,7 +20,7 @@ from retrieval.training.comparison.jobs import Figures, Job, drawn_splits
 from retrieval.training.comparison.result import Comparison, Contestant, Search
 from retrieval.training.comparison.search import Do, best, require_optuna, search
 from retrieval.training.comparison.workers import workers as prepared_workers
-from retrieval.training.comparison.written import Latex, differences, figures, write
+from retrieval.training.comparison.written import Latex, differences, metric_table, write
 from retrieval.training.process import Interrupted, ending_as_interrupted
 from retrieval.training.tracking import Tracking, ending, failures
 
@@ -234,7 +234,7 @@ def _tell(tracking: Tracking, result: Comparison) -> None:
             for metric in result.metrics
         }
     )
-    tracking.table("figures", figures(result))
+    tracking.table("metrics", metric_table(result))
     tracking.table("differences", differences(result))
     for row in result.contestants:
         trials = [trial for tried in row.searches for trial in tried.trials]

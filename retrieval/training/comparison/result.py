@@ -54,14 +54,14 @@ class Contestant:
     Attributes:
         name: the recipe's name, or what the baseline is called.
         kind: "net" or "learner" of a recipe; "raw", "untrained" or "frozen" of a baseline.
-        figures: each metric's value on the test side, of each seed of the first split, then of
+        metrics: each metric's value on the test side, of each seed of the first split, then of
             the next one's.
         searches: one for each split, with a search.
     """
 
     name: str
     kind: str
-    figures: list[dict[str, float]]
+    metrics: list[dict[str, float]]
     searches: list[Search] = field(default_factory=list)
 
     @property
@@ -97,8 +97,8 @@ class Comparison:
         """The metrics that all contestants have, MAP@R first."""
         shared = [
             m
-            for m in self.contestants[0].figures[0]
-            if all(m in c.figures[0] for c in self.contestants)
+            for m in self.contestants[0].metrics[0]
+            if all(m in c.metrics[0] for c in self.contestants)
         ]
         return [PRIMARY, *(name for name in shared if name != PRIMARY)]
 
@@ -109,7 +109,7 @@ class Comparison:
 
     def values(self, contestant: Contestant, metric: str) -> list[float]:
         """Return a metric's value of each seed or, with several splits, each split's mean."""
-        table = np.array([row[metric] for row in contestant.figures]).reshape(self.plan.splits, -1)
+        table = np.array([row[metric] for row in contestant.metrics]).reshape(self.plan.splits, -1)
         return [float(value) for value in (table[0] if len(table) == 1 else table.mean(1))]
 
     def mean(self, contestant: Contestant, metric: str) -> Mean:

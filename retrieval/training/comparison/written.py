@@ -52,7 +52,7 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
         write_text(folder / name, text, DataError)
 
 
-def figures(result: Comparison) -> Cells:
+def metric_table(result: Comparison) -> Cells:
     """Return the table of metrics, its head first."""
     blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
     rows = [[f"mean ± 95 %, of {blocks}, uncorrected", *map(metric_title, result.metrics)]]
@@ -106,7 +106,7 @@ def markdown(result: Comparison) -> str:
         lines = ["| " + " | ".join(row) + " |" for row in safe]
         return [lines[0], "| --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:], ""]
 
-    lines = [f"**{result.conclusion}**", "", *table(figures(result))]
+    lines = [f"**{result.conclusion}**", "", *table(metric_table(result))]
     if result.differences:
         lines += [*(f"- {sentence}" for sentence in result.sentences), ""]
         lines += table(differences(result))
@@ -122,7 +122,7 @@ def as_csv(result: Comparison) -> str:
     rows.writerow(["contestant", "kind", "split", "seed", "metric", "value"])
     for row in result.contestants:
         kind = "recipe" if row.recipe else "baseline"
-        for place, values in enumerate(row.figures):
+        for place, values in enumerate(row.metrics):
             split, seed = divmod(place, result.plan.seeds)
             rows.writerows(
                 [row.name, kind, split, seed, metric, values[metric]] for metric in result.metrics
@@ -208,7 +208,7 @@ def page(result: Comparison) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     return environment.from_string(template).render(
         result=result,
-        figures=figures(result),
+        figures=metric_table(result),
         differences=differences(result),
         settings=settings(result),
     )
