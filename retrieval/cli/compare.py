@@ -148,8 +148,7 @@ def compare(recipes: tuple[Path, ...], **options: Any) -> None:
     Writes tables with intervals, and says in plain words what they show. The same command goes on
     where one was stopped.
 
-    Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20 --output
-    comparisons/digits
+    Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20
     """
     _run(recipes, **options)
 
