@@ -368,7 +368,7 @@ def test_whatever_shows_an_image_shows_what_a_model_gets():
     pytest.importorskip("matplotlib")
     from retrieval.data.datasets import ArrayDataset
     from retrieval.evaluation.plot import _pixels
-    from retrieval.evaluation.report.pictures import Thumbnails
+    from retrieval.evaluation.report.write import Thumbnails
 
     class Sixteen(ArrayDataset):
         def __getitem__(self, index: int) -> Image.Image:

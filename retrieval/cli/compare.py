@@ -142,14 +142,12 @@ def _output(name: str) -> Callable[..., Any]:
 @_output("comparison")
 @_options
 def compare(recipes: tuple[Path, ...], **options: Any) -> None:
-    """Compare recipes fairly: the same data, net, batches, epochs and number of tuning trials,
-    several seeds, and baselines.
+    """Compare recipes fairly: the same data, net, batches, epochs, tuning and seeds.
 
     Writes tables with intervals, and says in plain words what they show. The same command goes on
     where one was stopped.
 
-    Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20 --output
-    comparisons/digits
+    Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20
     """
     _run(recipes, **options)
 

@@ -125,9 +125,9 @@ def evaluate(
         searched = {"--metric": bool(metrics), "--clusters": clusters}
         _refuse(protocol, "retrieval", searched)
     else:
-        given = {"--pairs": pairs, "--draw": draw, "--folds": folds, "--seed": seed}
+        options = {"--pairs": pairs, "--draw": draw, "--folds": folds, "--seed": seed}
         _refuse(
-            protocol, "verification", {name: value is not None for name, value in given.items()}
+            protocol, "verification", {name: value is not None for name, value in options.items()}
         )
     if pairs is not None and draw is not None:
         raise click.UsageError(
@@ -140,14 +140,18 @@ def evaluate(
     from retrieval.run.open import load_run
     from retrieval.serving.index.locations import is_embedding
 
-    found: RunEvaluation | RunVerification
+    result: RunEvaluation | RunVerification
     if is_embedding(run):
-        others = {"--clusters": clusters, "--baseline": baseline, "--bundle": bundle is not None}
-        others |= {
+        options_of_runs = {
+            "--clusters": clusters,
+            "--baseline": baseline,
+            "--bundle": bundle is not None,
+        }
+        options_of_runs |= {
             "--protocol verification": protocol == "verification",
             "--split validation": side == "validation",
         }
-        _of_vectors(run, gallery, metrics, ray, as_json, others)
+        _of_vectors(run, gallery, metrics, ray, as_json, options_of_runs)
         return
     if gallery is not None:
         raise click.UsageError(
@@ -160,7 +164,7 @@ def evaluate(
     if protocol == "verification":
         from retrieval.evaluation.verify_run import verify_run
 
-        found = verify_run(
+        result = verify_run(
             load_run(run),
             side=side,
             pairs=pairs,
@@ -173,7 +177,7 @@ def evaluate(
     else:
         from retrieval.evaluation.evaluate_run import evaluate_run
 
-        found = evaluate_run(
+        result = evaluate_run(
             load_run(run),
             side=side,
             metrics=metrics,
@@ -182,9 +186,9 @@ def evaluate(
             bundle=bundle,
         )
     if as_json:
-        say_json(found.as_dict())
+        say_json(result.as_dict())
     else:
-        say(found.table())
+        say(result.table())
 
 
 def _of_vectors(
@@ -193,25 +197,25 @@ def _of_vectors(
     metrics: tuple[str, ...],
     ray: str | None,
     as_json: bool,
-    others: dict[str, bool],
+    options_of_runs: dict[str, bool],
 ) -> None:
     """Print the figures of a folder of embeddings."""
     from retrieval.evaluation.evaluation import DEFAULT_METRICS
     from retrieval.evaluation.pairwise import evaluate_vectors
 
-    if wrong := [name for name, given in others.items() if given]:
+    if wrong := [name for name, is_set in options_of_runs.items() if is_set]:
         raise click.UsageError(
             f"{', '.join(wrong)} belongs to a run, and {folder} is a folder of embeddings."
         )
-    found = evaluate_vectors(folder, gallery=gallery, metrics=metrics or DEFAULT_METRICS, ray=ray)
+    result = evaluate_vectors(folder, gallery=gallery, metrics=metrics or DEFAULT_METRICS, ray=ray)
     if as_json:
-        say_json({name: value for name, value in vars(found).items() if name != "groups"})
+        say_json({name: value for name, value in vars(result).items() if name != "groups"})
     else:
-        say(found.table())
+        say(result.table())
 
 
 def _refuse(protocol: str, other: str, options: dict[str, bool]) -> None:
-    wrong = [name for name, given in options.items() if given]
+    wrong = [name for name, is_set in options.items() if is_set]
     if wrong:
         verb = "belongs" if len(wrong) == 1 else "belong"
         raise click.UsageError(

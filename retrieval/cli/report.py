@@ -39,16 +39,15 @@ from retrieval.cli.common import Choice
 @click.option(
     "--map",
     "method",
-    type=Choice(["tsne", "umap", "pca", "none"]),
+    type=Choice(["tsne", "pca", "none"]),
     default="tsne",
     show_default=True,
-    help="How the map is made; umap needs the extra umap.",
+    help="How the map is made.",
 )
 def report(
     runs: tuple[Path, ...], output: Path, queries: int, sample: int, thumbnails: int, method: str
 ) -> None:
-    """Write one HTML file of runs: figures with intervals, what is found and what is not, a map,
-    and where the threshold lies.
+    """Write one HTML file of runs: metrics with intervals, hits and mistakes, a map, thresholds.
 
     It needs no server and loads nothing; it can be sent, read on a phone, and printed.
 
@@ -59,7 +58,5 @@ def report(
     quiet_threads()
     from retrieval.evaluation.report.write import report as write
 
-    say(
-        "Wrote"
-        f" {write(runs, output, queries=queries, sample=sample, thumbnails=thumbnails, map=method)}."
-    )
+    file = write(runs, output, queries=queries, sample=sample, thumbnails=thumbnails, map=method)
+    say(f"Wrote {file}.")

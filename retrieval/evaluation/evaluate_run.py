@@ -1,10 +1,7 @@
-"""Evaluate a run on its held-out items: the trained model, the raw inputs beside it, and a bundle
-as a server uses it.
-"""
+"""Evaluate a run on its held-out items: the trained model, raw inputs, a bundle as served."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -92,15 +89,11 @@ class RunEvaluation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `evaluation-SIDE.json` holds: what nothing was asked of is left out."""
-        found = asdict(self)
+        table = asdict(self)
         for name in ("candidates", "spread", "groups", "milliseconds"):
-            if not found[name]:
-                del found[name]
-        return found
-
-    def to_json(self) -> str:
-        """Return the same as JSON."""
-        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+            if not table[name]:
+                del table[name]
+        return table
 
     def table(self) -> str:
         """Return a table: one row per metric, one column per contestant."""
@@ -111,11 +104,11 @@ class RunEvaluation:
         for row, groups in self.groups.items():
             lines += ["", f"{row}, by group:", *grid(groups)]
         for row, spread in self.spread.items():
-            said = ", ".join(f"{name} {value:.4f}" for name, value in spread.items())
-            lines.append(f"{row}, standard deviation over random galleries: {said}")
+            text = ", ".join(f"{name} {value:.4f}" for name, value in spread.items())
+            lines.append(f"{row}, standard deviation over random galleries: {text}")
         if self.milliseconds:
-            said = ", ".join(f"{row} {value:.3g}" for row, value in self.milliseconds.items())
-            lines.append(f"milliseconds a query, search alone: {said}")
+            text = ", ".join(f"{row} {value:.3g}" for row, value in self.milliseconds.items())
+            lines.append(f"milliseconds a query, search alone: {text}")
         if self.candidates is not None:
             kept = ", ".join(
                 f"{value:.3f} at {count}" for count, value in self.candidates.overlap_at_10.items()
@@ -127,34 +120,26 @@ class RunEvaluation:
 
 
 def resolve_metrics(
-    wanted: Sequence[str | Mapping[str, Any]], plugins: Plugins, always: Sequence[str] = ()
+    names: Sequence[str | Mapping[str, Any]], plugins: Plugins, always: Sequence[str] = ()
 ) -> dict[str, Metric]:
-    """Return metrics by the names of their figures.
+    """Return metrics by the names of their values; the `always` ones are short names.
 
-    Args:
-        wanted: short names of built-in metrics, `PLUGIN.NAME`, or tables `{name = …, parameters}`;
-            a table's figure is called `NAME(parameter=value, …)`, as in `core.recall_at(k=5)`.
-        plugins: where to find them.
-        always: further short names.
+    A metric is a built-in's short name, `PLUGIN.NAME`, or a table `{name = …, parameters}`, whose
+    value is called `NAME(parameter=value, …)`.
 
     Raises:
         RetrievalError: there is no such metric, or its parameters do not fit.
     """
-    found: dict[str, Metric] = {}
-    for each in [*wanted, *always]:
-        if isinstance(each, str) and "." not in each:
-            found[each] = metric(each)
+    resolved: dict[str, Metric] = {}
+    for item in [*names, *always]:
+        if isinstance(item, str) and "." not in item:
+            resolved[item] = metric(item)
         else:
-            table = {"name": each} if isinstance(each, str) else each
-            name = _figure(table)
-            found[name] = CheckedMetric(plugins.build("metrics", table), name)
-    return found
-
-
-def _figure(table: Mapping[str, Any]) -> str:
-    """Return what a metric's figure is called: its name and the parameters that are set."""
-    said = ", ".join(f"{key}={toml_value(value)}" for key, value in table.items() if key != "name")
-    return f"{table.get('name')}({said})" if said else str(table.get("name"))
+            table = {"name": item} if isinstance(item, str) else item
+            parameters = ", ".join(f"{k}={toml_value(v)}" for k, v in table.items() if k != "name")
+            name = f"{table.get('name')}({parameters})" if parameters else str(table.get("name"))
+            resolved[name] = CheckedMetric(plugins.build("metrics", table), name)
+    return resolved
 
 
 def refuse_side(side: str) -> None:
@@ -221,8 +206,8 @@ def evaluate_run(
     distance = None if model.combiner is None else model.combiner.compute_mat
     rows: dict[str, Measured] = {}
 
-    def measure(name: str, ours: Any, others: Any, distance: Any = None) -> Evaluation:
-        measured = protocol.measure(ours, others, distance, metrics=chosen, clusters=clusters)
+    def measure(name: str, ours: Any, theirs: Any, distance: Any = None) -> Evaluation:
+        measured = protocol.measure(ours, theirs, distance, metrics=chosen, clusters=clusters)
         rows.update((name + change, row) for change, row in measured)
         return rows[name].first
 
@@ -235,10 +220,10 @@ def evaluate_run(
             for items in (query, gallery)
         ]
         measure("raw vectors" if run.dataset.kind == "features" else "raw pixels", *raw)
-    figures = {name: row.values for name, row in rows.items()}
+    columns = {name: row.values for name, row in rows.items()}
     candidates = None
     if bundle is not None:
-        figures["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
+        columns["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
         model.to("cpu")
     results = RunEvaluation(
@@ -247,11 +232,15 @@ def evaluate_run(
         trained.queries,
         trained.gallery,
         trained.singletons,
-        figures,
+        columns,
         candidates,
-        {row: one.spread for row, one in rows.items() if one.spread},
-        {row: one.groups for row, one in rows.items() if one.groups},
-        {row: one.milliseconds for row, one in rows.items() if run.recipe.evaluate.latency},
+        {row: measured.spread for row, measured in rows.items() if measured.spread},
+        {row: measured.groups for row, measured in rows.items() if measured.groups},
+        {
+            row: measured.milliseconds
+            for row, measured in rows.items()
+            if run.recipe.evaluate.latency
+        },
     )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict())
     return results
@@ -270,37 +259,35 @@ def _served(
     bundle = Bundle.open(path)
     labels = run.splits.labels
     ours = encoded(bundle, run, query)
-    others = ours if gallery is None else encoded(bundle, run, gallery)
-    theirs = labels[query if gallery is None else gallery]
+    theirs = ours if gallery is None else encoded(bundle, run, gallery)
+    item_class = labels[query if gallery is None else gallery]
     exclude = np.arange(len(query)) if gallery is None else None
     rescorer = bundle.manifest.rescorer
     deepest = max(
         (m.depth for m in metrics.values() if isinstance(m.depth, int)), default=OVERLAP_AT
     )
-    k = min(len(theirs) - (exclude is not None), max(deepest, OVERLAP_AT))
+    k = min(len(item_class) - (exclude is not None), max(deepest, OVERLAP_AT))
     step = None
     if rescorer is None:
-        rows = served_neighbors(ours["query"], others["vector"], k, bundle.manifest, exclude)
+        rows = served_neighbors(ours["query"], theirs["vector"], k, bundle.manifest, exclude)
     else:
-        rows, overlaps = _rescored(bundle, ours, others, exclude, k, rescorer.candidates)
+        rows, overlaps = _rescored(bundle, ours, theirs, exclude, k, rescorer.candidates)
         step = CandidateStep(overlaps, rescorer.candidates)
-    relevant = np.bincount(theirs, minlength=int(labels.max()) + 1)[labels[query]] - int(
+    relevant = np.bincount(item_class, minlength=int(labels.max()) + 1)[labels[query]] - int(
         gallery is None
     )
-    asked = relevant > 0
-    matches = (theirs[rows] == labels[query][:, None]) & (rows >= 0)
-    figures = {
-        name: float(m(matches[asked], relevant[asked]).mean())
+    answerable = relevant > 0
+    matches = (item_class[rows] == labels[query][:, None]) & (rows >= 0)
+    values = {
+        name: float(m(matches[answerable], relevant[answerable]).mean())
         for name, m in metrics.items()
         if isinstance(m.depth, int)
     }
-    return figures, step
+    return values, step
 
 
 def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
-    """Return a bundle's "vector", "query" and "code" (None without a rescorer) of items of a run,
-    (N, P) and (N, C).
-    """
+    """Return a bundle's "vector", "query" and "code" (None without a rescorer) of a run's items."""
     parts = [
         bundle.encode(chunk.numpy())
         for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
@@ -320,34 +307,33 @@ def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
 def _rescored(
     bundle: Bundle,
     ours: dict[str, Any],
-    others: dict[str, Any],
+    theirs: dict[str, Any],
     exclude: Rows | None,
     k: int,
     candidates: int,
 ) -> tuple[Rows, dict[str, float]]:
-    """Return rows (Q, k) after rescoring the candidates, and the overlap of their first ten with
-    the exhaustive ten.
+    """Return rows (Q, k) after rescoring, and the overlap of their first ten with the exact ten.
 
     The exhaustive ranking costs as many distances as there are items: it is made for
     `OVERLAP_QUERIES` of the queries.
     """
-    size, asked = len(others["vector"]), len(ours["query"])
+    size, count = len(theirs["vector"]), len(ours["query"])
     counts = sorted({min(c, size) for c in (50, 200, 500, candidates)})
     deepest = min(counts[-1], size - (exclude is not None))
     proposed = nearest_in_each(
-        ours["query"], others["vector"], deepest, bundle.manifest.subspaces, exclude
+        ours["query"], theirs["vector"], deepest, bundle.manifest.subspaces, exclude
     )
-    rows = np.full((asked, k), -1, dtype=np.int64)
+    rows = np.full((count, k), -1, dtype=np.int64)
     kept = dict.fromkeys(counts, 0.0)
-    sampled = np.linspace(0, asked - 1, min(asked, OVERLAP_QUERIES)).round().astype(np.int64)
-    for i in range(asked):
+    sampled = np.linspace(0, count - 1, min(count, OVERLAP_QUERIES)).round().astype(np.int64)
+    for i in range(count):
         code, some = ours["code"][i : i + 1], np.unique(proposed[:, i, :candidates])
-        ordered = some[np.argsort(bundle.rescore(code, others["code"][some])[0], kind="stable")][:k]
+        ordered = some[np.argsort(bundle.rescore(code, theirs["code"][some])[0], kind="stable")][:k]
         rows[i, : len(ordered)] = ordered
     for i in sampled:
         distances = np.concatenate(
             [
-                bundle.rescore(ours["code"][i : i + 1], others["code"][start : start + 4096])[0]
+                bundle.rescore(ours["code"][i : i + 1], theirs["code"][start : start + 4096])[0]
                 for start in range(0, size, 4096)
             ]
         )
@@ -368,21 +354,12 @@ def nearest_in_each(
     subspaces: Sequence[SubspaceEntry],
     exclude: Rows | None = None,
 ) -> Rows:
-    """Return each sub-space's exact k nearest rows (S, Q, k); without sub-spaces the whole vector
-    is the one.
-
-    Args:
-        query: (Q, P) vectors that are asked with.
-        vector: (N, P) vectors that are stored.
-        k: how many; at most N, less one with `exclude`.
-        subspaces: ranges of columns.
-        exclude: (Q,) the row to leave out for each query.
-    """
-    found = [
+    """Return each sub-space's exact k nearest rows (S, Q, k), without those that are excluded."""
+    rows = [
         exact_neighbors(query[:, span], vector[:, span], k, exclude=exclude)[0]
         for span in spans_of(subspaces)
     ]
-    return np.stack(found)
+    return np.stack(rows)
 
 
 def served_neighbors(
@@ -390,23 +367,17 @@ def served_neighbors(
 ) -> Rows:
     """Return rows (Q, k), nearest first, as a server that is asked for k answers orders them.
 
-    With merge "score" an answer's place depends on how many are asked for, so that a figure among
-    the first ten is here that of a list of k.
-
-    Args:
-        query: see `nearest_in_each`, as the next ones.
-        vector: likewise.
-        k: likewise.
-        manifest: a bundle's, without a rescorer.
-        exclude: likewise.
+    With merge "score" an answer's place depends on how many are asked for, so that a metric among
+    the first ten is here that of a list of k. The bundle has no rescorer; for the other arguments
+    see `nearest_in_each`.
     """
     proposed = nearest_in_each(query, vector, k, manifest.subspaces, exclude)
     if len(proposed) == 1 and manifest.merge == "min":
         only: Rows = proposed[0]
         return only
-    found = np.empty(proposed.shape[1:], dtype=np.int64)
-    for number, asked in enumerate(query):
+    ordered = np.empty(proposed.shape[1:], dtype=np.int64)
+    for number, query_vector in enumerate(query):
         rows = np.unique(proposed[:, number])
-        distances = merged(asked, vector[rows], k, manifest.subspaces, manifest.merge)
-        found[number] = rows[np.argsort(distances, kind="stable")[:k]]
-    return found
+        distances = merged(query_vector, vector[rows], k, manifest.subspaces, manifest.merge)
+        ordered[number] = rows[np.argsort(distances, kind="stable")[:k]]
+    return ordered

@@ -1,29 +1,39 @@
-"""Codes and labels to retrieval figures, in blocks of queries.
+"""Retrieval metrics of embeddings and labels, graded relevance, and metrics of clusters.
 
 A query whose label no (other) gallery item has, such as the only item of its class, cannot be
 answered rightly or wrongly. It is left out of every mean and counted in `Evaluation.singletons`; it
 stays in the gallery as a distractor.
+
+Clusters are those of Song et al., "Deep metric learning via lifted structured feature embedding"
+(2016), section 6: k-means on the embeddings, always Euclidean, with as many clusters as there are
+classes. NMI is 2 I(Ω; C) / (H(Ω) + H(C)), the arithmetic mean of the entropies; F1 is of pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from retrieval.errors import DataError
-from retrieval.evaluation.clusters import cluster_figures
-from retrieval.evaluation.exclusion import Exclusion, Search
-from retrieval.evaluation.neighbors import Codes, DistanceBlock, as_tensor
+from retrieval.evaluation.neighbors import (
+    Codes,
+    DistanceBlock,
+    Exclusion,
+    Search,
+    as_tensor,
+    group_numbers,
+)
 from retrieval.evaluation.ranking import Ranking
-from retrieval.evaluation.relevance import Relevance, depth_of, graded_values
 from retrieval.model.labels import read_labels, read_values
 from retrieval.model.metrics import metric
 from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.runtime import load_faiss
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
@@ -109,11 +119,11 @@ def evaluate(
         exclude: which gallery items are left out for each query, such as those of its camera; None:
             the query itself only.
         relevance: grades of relevance, in the place of equal labels; see
-            `retrieval.evaluation.relevance`.
+            `retrieval.evaluation.evaluation`.
         by: (Q,) a value for each query, such as its vendor: also give the figures of each value's
             queries.
         clusters: also give NMI and F1 of k-means clusters of the queries' codes (see
-            `retrieval.evaluation.clusters`).
+            `retrieval.evaluation.evaluation`).
         seed: of k-means.
         block: queries at a time; it changes memory and speed, never a figure.
         device: see `exact_neighbors`.
@@ -152,19 +162,21 @@ def evaluate(
     if relevance is not None:
         with Meter("searching", len(codes), "queries") as meter:
             values, relevant = graded_values(search, relevance, chosen, meter.update)
-        asked = np.flatnonzero(relevant > 0)
+        answerable = np.flatnonzero(relevant > 0)
     else:
-        values, asked = _matched(search, query_class, item_class, chosen)
-    figures = means(values, asked)
+        values, answerable = _matched(search, query_class, item_class, chosen)
+    values_by_name = means(values, answerable)
     groups: dict[str, dict[str, float]] = {}
     if by is not None:
         texts = np.array([str(value) for value in by])
         for value in sorted(set(texts.tolist())):
-            some = asked[texts[asked] == value]
+            some = answerable[texts[answerable] == value]
             groups[value] = {**means(values, some), "queries": float(len(some))}
     if clusters:
-        figures |= cluster_figures(codes, query_class, seed=seed)
-    return Evaluation(figures, len(asked), len(searched), len(query_class) - len(asked), groups)
+        values_by_name |= cluster_figures(codes, query_class, seed=seed)
+    return Evaluation(
+        values_by_name, len(answerable), len(searched), len(query_class) - len(answerable), groups
+    )
 
 
 def _matched(
@@ -175,52 +187,46 @@ def _matched(
 ) -> tuple[dict[str, NDArray[np.float64]], Ints]:
     """Return each metric's values of the queries (Q,), and which queries have one, ascending."""
     relevant = relevant_items(search, query_class, item_class)
-    asked = np.flatnonzero(relevant > 0)
+    answerable = np.flatnonzero(relevant > 0)
     values = {name: np.full(len(query_class), np.nan) for name in chosen}
-    if len(asked) and chosen:
+    if len(answerable) and chosen:
         # Queries of similar R share a block, which is searched no deeper than its largest R.
-        ordered = asked[np.argsort(relevant[asked], kind="stable")]
+        ordered = answerable[np.argsort(relevant[answerable], kind="stable")]
         distinct, place = np.unique(relevant[ordered], return_inverse=True)
         size = len(item_class)
         depths = np.array([depth_of(chosen, int(count), size) for count in distinct])[place]
-        with Meter("searching", len(asked), "queries") as meter:
+        with Meter("searching", len(answerable), "queries") as meter:
             for rows, matches in matching(search, query_class, item_class, ordered, depths):
                 for name, measure in chosen.items():
                     values[name][rows] = measure(matches, relevant[rows])
                 meter.update(len(rows))
-    return values, asked
+    return values, answerable
 
 
 def matching(
-    search: Search, query_class: Ints, item_class: Ints, asked: Ints, depths: Ints
+    search: Search, query_class: Ints, item_class: Ints, answerable: Ints, depths: Ints
 ) -> Iterator[tuple[Ints, NDArray[np.bool_]]]:
     """Yield queries (B,) and matches (B, k): whether the item at a rank has the query's label.
 
+    `answerable` (A,) are rows of queries in the order of `depths` (A,), how many ranks each wants;
     k is at least the depth of each query of the block.
-
-    Args:
-        search: the queries and what is searched.
-        query_class: (Q,) class numbers.
-        item_class: (N,) class numbers.
-        asked: (A,) rows of the queries, in order of depth.
-        depths: (A,) how many ranks each wants, ascending.
     """
     ranked = Ranking.serves(len(item_class), depths) if _only_distance(search) else 0
-    left = [np.arange(ranked, len(asked))]
+    left = [np.arange(ranked, len(answerable))]
     if ranked:
         codes = as_tensor(search.queries, "gallery").cpu()
         if codes.dtype != torch.float64:
             codes = codes.float()  # exactly, of half precision
         place = np.empty(len(query_class), np.int64)
-        place[asked] = np.arange(len(asked))
+        place[answerable] = np.arange(len(answerable))
         for rows, matches, failed in Ranking(
-            codes.numpy(), item_class, asked[:ranked], depths[:ranked]
+            codes.numpy(), item_class, answerable[:ranked], depths[:ranked]
         ):
             yield rows[~failed], matches[~failed]
             left.append(place[rows[failed]])
     rest = np.sort(np.concatenate(left))
     if len(rest):
-        for rows, items, _ in search.blocks(asked[rest], depths[rest]):
+        for rows, items, _ in search.blocks(answerable[rest], depths[rest]):
             yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
 
 
@@ -238,11 +244,11 @@ def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
     return np.asarray(counts - left_out)
 
 
-def means(values: Mapping[str, NDArray[np.float64]], asked: Ints) -> dict[str, float]:
+def means(values: Mapping[str, NDArray[np.float64]], answerable: Ints) -> dict[str, float]:
     """Return the means over some queries, ascending: a mean's rounding depends on the order."""
     return {
-        name: float(each[asked].mean()) if len(asked) else float("nan")
-        for name, each in values.items()
+        name: float(column[answerable].mean()) if len(answerable) else float("nan")
+        for name, column in values.items()
     }
 
 
@@ -254,15 +260,17 @@ def metric_title(metric: str) -> str:
     return _TITLES.get(metric, metric)
 
 
-def grid(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+def grid(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the lines of a table: a row a metric, a column a contestant."""
-    names = list(dict.fromkeys(name for column in figures.values() for name in column))
+    names = list(dict.fromkeys(name for column in columns_by_title.values() for name in column))
     width = max(map(len, names))
-    columns = {title: max(len(title), 8) for title in figures}
+    columns = {title: max(len(title), 8) for title in columns_by_title}
     lines = [" ".join([" " * width, *(f"{title:>{w}}" for title, w in columns.items())])]
     for name in names:
         cells = [
-            f"{figures[title][name]:>{w}.4f}" if name in figures[title] else " " * w
+            f"{columns_by_title[title][name]:>{w}.4f}"
+            if name in columns_by_title[title]
+            else " " * w
             for title, w in columns.items()
         ]
         lines.append(" ".join([f"{name:<{width}}", *cells]).rstrip())
@@ -275,12 +283,10 @@ def class_numbers(
     gallery_labels: Sequence[Any] | NDArray[Any] | None,
     items: int,
 ) -> tuple[Ints, Ints]:
-    """Return class numbers from 0 of the queries and of the gallery, equal exactly where the labels
-    are.
+    """Return class numbers of queries and gallery, equal exactly where the labels are.
 
     Raises:
-        DataError: there are no items, not one label for each, or labels that cannot be compared
-            exactly.
+        DataError: no items, not one label for each, or labels that cannot be compared exactly.
     """
     if not queries or not items:
         raise DataError(
@@ -311,3 +317,251 @@ def _one_each(labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: s
             f"There are {count:,} {of} and {len(array):,} {what}: one label per item is needed."
         )
     return array
+
+
+Grades = NDArray[np.float32]
+_GRADES = 2**24
+"""At most so many grades at a time: 64 MB."""
+
+
+class Relevance(Protocol):
+    """Grades of gallery items for queries; the smallest grade that is a match, and both sizes."""
+
+    match: float
+    sizes: tuple[int, int]
+
+    def __call__(self, rows: Ints) -> Grades:
+        """Return grades (B, N) of queries (B,) and all gallery items, 0 for irrelevant ones."""
+
+
+class Levels:
+    """Classes of several levels, such as species, genus and family, finest first.
+
+    The finest level that two items share is their grade: of L levels the finest gives L, which is
+    the match, and the coarsest 1. `query` and `gallery` (None: the queries) hold a value per item
+    of each.
+    """
+
+    def __init__(
+        self, query: Sequence[Sequence[Any]], gallery: Sequence[Sequence[Any]] | None = None
+    ) -> None:
+        theirs = query if gallery is None else gallery
+        if len(query) != len(theirs) or not query:
+            raise DataError(
+                f"The queries have {len(query)} levels, and the gallery {len(theirs)}: "
+                "they must have the same, one at least."
+            )
+        self._levels = [group_numbers(a, b) for a, b in zip(query, theirs, strict=True)]
+        self.match = float(len(query))
+        self.sizes = len(query[0]), len(theirs[0])
+
+    def __call__(self, rows: Ints) -> Grades:
+        """Return grades (B, N); see `Relevance`."""
+        grades = np.zeros((len(rows), self.sizes[1]), np.float32)
+        for place in reversed(
+            range(len(self._levels))
+        ):  # coarse first: a finer level overwrites it
+            ours, theirs = self._levels[place]
+            grades[ours[rows, None] == theirs] = len(self._levels) - place
+        return grades
+
+
+class Tags:
+    """Items of several labels: the grade is how many of them two items share, and one is a match.
+
+    Raises:
+        DataError: an item's labels are no list of text.
+    """
+
+    match = 1.0
+
+    def __init__(
+        self, query: Sequence[Sequence[str]], gallery: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        from scipy.sparse import csr_array
+
+        known: dict[str, int] = {}
+        sides = [_checked_tags(query, "query")]
+        sides.append(sides[0] if gallery is None else _checked_tags(gallery, "gallery"))
+        ours, theirs = (
+            [[known.setdefault(tag, len(known)) for tag in dict.fromkeys(tags)] for tags in side]
+            for side in sides
+        )
+
+        def matrix(side: list[list[int]]) -> Any:
+            columns = np.array([tag for tags in side for tag in tags], np.int64)
+            ends = np.cumsum([0, *map(len, side)])
+            ones = np.ones(len(columns), np.float32)
+            return csr_array((ones, columns, ends), shape=(len(side), max(len(known), 1)))
+
+        self._query, self._gallery = matrix(ours), matrix(theirs).T.tocsr()
+        self.sizes = len(ours), len(theirs)
+
+    def __call__(self, rows: Ints) -> Grades:
+        """Return grades (B, N); see `Relevance`."""
+        return np.asarray((self._query[rows] @ self._gallery).toarray(), dtype=np.float32)
+
+
+def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequence[str]]:
+    """Return each item's labels.
+
+    A text is a sequence too, whose characters would be the labels, and NaN is no text.
+    """
+    for row, tags in enumerate(items):
+        if (
+            isinstance(tags, str)
+            or not isinstance(tags, Iterable)
+            or not all(isinstance(tag, str) for tag in tags)
+        ):
+            raise DataError(
+                f"The {what} labels in row {row} are {tags!r}: give each item a list of text, empty"
+                " where it has none."
+            )
+    return items
+
+
+def graded_values(
+    search: Search,
+    relevance: Relevance,
+    metrics: Mapping[str, Metric],
+    progress: Callable[[int], object],
+    answerable: Ints | None = None,
+) -> tuple[dict[str, NDArray[np.float64]], Ints]:
+    """Return each metric's values (Q,), NaN where nothing is relevant, and relevant counts (Q,).
+
+    With no metric nothing is searched. Of queries that are not `answerable` (None: all are) the
+    values are NaN and the counts 0. `progress` receives how many queries were done.
+    """
+    total = len(search.queries)
+    size = total if search.gallery is None else len(search.gallery)
+    if relevance.sizes != (total, size):
+        raise DataError(
+            f"There are {total:,} queries and {size:,} gallery items, and grades of "
+            f"{relevance.sizes[0]:,} and {relevance.sizes[1]:,}."
+        )
+    values = {name: np.full(total, np.nan) for name in metrics}
+    relevant = np.zeros(total, np.int64)
+    step = search.block or max(1, min(1024, _GRADES // size))
+    every = np.arange(total) if answerable is None else answerable
+    for start in range(0, len(every), step):
+        rows = every[start : start + step]
+        grades, count = _visible_grades(search, relevance, rows), len(rows)
+        relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
+        kept = np.flatnonzero(relevant[rows] > 0)
+        if len(kept) and metrics:
+            rows, grades = rows[kept], grades[kept]
+            for name, of_rows in _graded(
+                search, relevance, metrics, rows, grades, relevant[rows]
+            ).items():
+                values[name][rows] = of_rows
+        progress(count)
+    return values, relevant
+
+
+def _visible_grades(search: Search, relevance: Relevance, rows: Ints) -> Grades:
+    """Return grades (B, N); −1 for what a query may not see."""
+    grades = relevance(rows)
+    if search.gallery is None:
+        grades[np.arange(len(rows)), rows] = -1
+    if search.hidden is not None:
+        every = np.broadcast_to(np.arange(grades.shape[1]), grades.shape)
+        grades[~search.hidden.visible(rows, every)] = -1
+    return grades
+
+
+def _graded(
+    search: Search,
+    relevance: Relevance,
+    metrics: Mapping[str, Metric],
+    rows: Ints,
+    grades: Grades,
+    relevant: Ints,
+) -> dict[str, NDArray[np.float64]]:
+    """Return the metrics' values of some queries (B,), of their grades (B, N)."""
+    depth = min(grades.shape[1], depth_of(metrics, int(relevant.max()), grades.shape[1]))
+    items = np.concatenate([near for _, near, _ in search.blocks(rows, np.full(len(rows), depth))])
+    gains = np.where(items >= 0, np.take_along_axis(grades, np.maximum(items, 0), 1), -1)
+    matches = gains >= relevance.match
+    gains = np.maximum(gains, 0).astype(np.float64)
+    ideal = -np.sort(-np.maximum(grades, 0), axis=1)[:, :depth].astype(np.float64)
+    values = {}
+    for name, measure in metrics.items():
+        graded = getattr(measure, "graded", None)
+        values[name] = measure(matches, relevant) if graded is None else graded(gains, ideal)
+    return values
+
+
+def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
+    """Return how many neighbours the metrics look at, of `relevant` ones and `size` items."""
+    depths = {"relevant": relevant, "all": size}
+    deepest = (
+        measure.depth if isinstance(measure.depth, int) else depths[measure.depth]
+        for measure in chosen.values()
+    )
+    return max(deepest, default=1)
+
+
+ROUNDS = 100
+"""Of Lloyd's algorithm in k-means."""
+
+
+def cluster_figures(
+    codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0
+) -> dict[str, float]:
+    """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,).
+
+    Raises:
+        DataError: there are no codes, not one label a code, or a label is missing.
+    """
+    if len(codes) != len(labels) or not len(codes):
+        raise DataError(
+            f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: one label a"
+            " code, at least one, is needed."
+        )
+    classes = np.unique(read_labels(labels), return_inverse=True)[1]
+    clusters = kmeans(codes, int(classes.max()) + 1, seed=seed)
+    return {"nmi": nmi(clusters, classes), "f1": pair_f1(clusters, classes)}
+
+
+def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArray[np.int64]:
+    """Return the cluster number (N,) of each code (N, C) among `count` k-means clusters."""
+    faiss = load_faiss()
+    array = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
+    table = array - array.mean(0, dtype=np.float64)  # an offset would cost digits
+    # A power of two changes no digit and keeps squares within float32.
+    table *= 2.0 ** -np.frexp(np.abs(table).max(initial=0))[1]
+    table = np.ascontiguousarray(table, np.float32)
+    count = min(count, len(table))
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)  # sums by threads would depend on how many there are
+    try:
+        clusters = faiss.Kmeans(
+            table.shape[1],
+            count,
+            niter=ROUNDS,
+            seed=seed,
+            init_method=faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS,
+            min_points_per_centroid=1,
+            max_points_per_centroid=len(table),
+        )
+        clusters.train(table)
+        return np.asarray(clusters.assign(table)[1], np.int64)
+    finally:
+        faiss.omp_set_num_threads(threads)
+
+
+def nmi(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
+    """Return 2 I(Ω; C) / (H(Ω) + H(C)); 1 where both have but one part."""
+    from sklearn.metrics import normalized_mutual_info_score
+
+    return float(normalized_mutual_info_score(classes, clusters, average_method="arithmetic"))
+
+
+def pair_f1(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
+    """Return the F1 of pairs; 1 where neither partition puts any two items together."""
+    from sklearn.metrics import pair_confusion_matrix
+
+    (_, only_clusters), (only_classes, both) = pair_confusion_matrix(classes, clusters).tolist()
+    # 2 P R / (P + R) with P = both / (both + only_clusters) and R = both / (both + only_classes)
+    pairs = 2 * both + only_clusters + only_classes
+    return 2 * both / pairs if pairs else 1.0

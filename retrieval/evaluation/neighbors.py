@@ -1,5 +1,6 @@
-"""Exact k nearest neighbours, block by block: memory grows with the gallery, never with queries ×
-gallery.
+"""Exact k nearest neighbours, and items that a query may not see.
+
+Memory grows with the gallery, never with queries × gallery.
 
 **Distance and order.** Squared Euclidean distances are computed in float64 and rounded to the 24
 significant bits of float32. Gallery row orders those that are equal after rounding, so duplicates
@@ -14,7 +15,8 @@ product in float64: for large k, a GPU, other embeddings, and distances of a com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,11 +26,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
+from retrieval.model.labels import is_missing
 from retrieval.serving.store.search import nearest
 
 Codes = NDArray[Any] | Tensor
 DistanceBlock = Callable[[Tensor, Tensor], Tensor]
-Rows = NDArray[np.int64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 MOST_ITEMS = 2**29
 _COLUMN = MOST_ITEMS - 1
@@ -42,6 +46,8 @@ _SELECTED = 2**16
 _DEEP = 256
 """From a k of one row in so many on, a full search is the faster one."""
 _MARGIN = 8
+_DIFFERENCES = 2**21
+"""Numbers of differences that are measured at a time: 16 MB."""
 _CANCELLED = 2.0**-18
 """Squared distances below this part of |q|² have lost float32's precision in |q|² + |g|² − 2 q·g.
 """
@@ -56,7 +62,7 @@ def exact_neighbors(
     block: int | None = None,
     distance: DistanceBlock | None = None,
     device: str = "auto",
-) -> tuple[Rows, NDArray[np.float32]]:
+) -> tuple[Ints, NDArray[np.float32]]:
     """Return the exact k nearest gallery items of each query; equal distances by gallery row.
 
     Args:
@@ -90,13 +96,7 @@ def exact_neighbors(
 
 
 class Neighbors:
-    """A gallery ready to be searched, one block of queries a call.
-
-    Args:
-        gallery: (N, C) codes.
-        distance: see `exact_neighbors`, as for the rest.
-        block: see `exact_neighbors`.
-        device: see `exact_neighbors`.
+    """A gallery ready to be searched, one block of queries a call; see `exact_neighbors`.
 
     Raises:
         DataError: the gallery is empty, not a matrix, or not finite.
@@ -144,7 +144,7 @@ class Neighbors:
 
     def __call__(
         self, queries: Codes, k: int, exclude: NDArray[np.integer[Any]] | None = None
-    ) -> tuple[Rows, NDArray[np.float32]]:
+    ) -> tuple[Ints, NDArray[np.float32]]:
         """Return indices and distances (B, k) for queries (B, C); see `exact_neighbors`."""
         if k < 1:
             raise DataError(f"k is {k}: at least one neighbour must be asked for.")
@@ -200,8 +200,8 @@ class Neighbors:
         return values
 
     def _euclidean(
-        self, queries: Tensor, k: int, left_out: Rows | None
-    ) -> tuple[Rows, NDArray[np.float64]]:
+        self, queries: Tensor, k: int, left_out: Ints | None
+    ) -> tuple[Ints, NDArray[np.float64]]:
         """Return columns and distances (B, k)."""
         scaled = self._scaled(queries)
         if float(scaled.abs().max() if scaled.numel() else 0) > 2.0**60:
@@ -213,7 +213,7 @@ class Neighbors:
         if single is None:
             columns, squared = self._full(scaled, k, left_out)
         else:
-            columns, squared, crowded = self._few(single, k, left_out)
+            columns, squared, crowded = self._shallow_search(single, k, left_out)
             rest = np.flatnonzero(crowded)
             self._crowded = 2 * len(rest) > len(single)  # as in a collapsed embedding
             step = max(1, _BLOCK_BYTES // (8 * self.size))
@@ -226,13 +226,13 @@ class Neighbors:
 
     def _shallow(self, k: int) -> bool:
         """Return whether `nearest` searches for so many neighbours."""
-        few = (
+        shallow = (
             self.distance is None
             and self.device.type == "cpu"
             and self.width
             and k * _DEEP <= self.size
         )
-        return bool(few) and self._singles is not None
+        return bool(shallow) and self._singles is not None
 
     def _scaled(self, codes: Tensor) -> Tensor:
         return codes.to(torch.float64) * 2.0**-self._exponent
@@ -243,14 +243,14 @@ class Neighbors:
 
     @cached_property
     def _doubles(self) -> tuple[Tensor, Tensor]:
-        """The scaled gallery (N, C), and what multiplies queries (C + 2, N): its norms, and ones."""
+        """The scaled gallery (N, C), and its factors (C + 2, N) with norms and ones."""
         codes = self._scaled(self._codes)
         norms = codes.square().sum(1)
         return codes, torch.cat([codes, norms[:, None], torch.ones_like(norms)[:, None]], dim=1).T
 
-    def _few(
-        self, queries: NDArray[np.float32], k: int, left_out: Rows | None
-    ) -> tuple[Rows, NDArray[np.float64], NDArray[np.bool_]]:
+    def _shallow_search(
+        self, queries: NDArray[np.float32], k: int, left_out: Ints | None
+    ) -> tuple[Ints, NDArray[np.float64], NDArray[np.bool_]]:
         """Return columns and squared distances (B, k), and whose k-th may tie with more (B,)."""
         assert self._singles is not None
         wide = min(self.size, k + 1 + _MARGIN + k // 16)
@@ -264,8 +264,8 @@ class Neighbors:
         return columns, squared, (squared[:, -1] >= beyond) & (wide < self.size)
 
     def _full(
-        self, queries: Tensor, k: int, left_out: Rows | None
-    ) -> tuple[Rows, NDArray[np.float64]]:
+        self, queries: Tensor, k: int, left_out: Ints | None
+    ) -> tuple[Ints, NDArray[np.float64]]:
         """Measure all pairs; return columns and squared distances (B, k)."""
         codes, factors = self._doubles
         norms = queries.square().sum(1)
@@ -281,9 +281,12 @@ class Neighbors:
             squared[crowded] = apart.square_()
             floor[crowded] = 0
         columns, values = self._selected(squared, k, left_out)
-        for query, place in _pairs(values < floor.cpu().numpy()[:, None], max(self.width, 1)):
+        queries_again, places = (values < floor.cpu().numpy()[:, None]).nonzero()
+        step = max(1, _DIFFERENCES // max(self.width, 1))
+        for start in range(0, len(places), step):
+            query, place = queries_again[start : start + step], places[start : start + step]
             row, column = (
-                torch.from_numpy(each).to(self.device) for each in (query, columns[query, place])
+                torch.from_numpy(index).to(self.device) for index in (query, columns[query, place])
             )
             values[query, place] = (queries[row] - codes[column]).square_().sum(1).cpu().numpy()
         keys = rounded_keys(values, columns)
@@ -291,9 +294,9 @@ class Neighbors:
         return _parts(keys)
 
     def _selected(
-        self, values: Tensor, k: int, left_out: Rows | None
-    ) -> tuple[Rows, NDArray[np.float64]]:
-        """Return columns and rounded values (B, k) of the k smallest of each row, smallest first."""
+        self, values: Tensor, k: int, left_out: Ints | None
+    ) -> tuple[Ints, NDArray[np.float64]]:
+        """Return columns and rounded values (B, k) of each row's k smallest, in order."""
         if left_out is not None:
             chosen = np.flatnonzero(left_out >= 0)
             values[torch.from_numpy(chosen), torch.from_numpy(left_out[chosen])] = torch.inf
@@ -302,24 +305,21 @@ class Neighbors:
             keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
             return _parts(keys.cpu().numpy())
         table, numbers = values.numpy(), np.arange(self.size)
-        found = np.empty((len(table), k), np.int64)
+        keys = np.empty((len(table), k), np.int64)
         step = max(1, _SELECTED // self.size)
         for start in range(0, len(table), step):
             part = rounded_keys(table[start : start + step], numbers)
             if k < self.size:
                 part.partition(k - 1, axis=1)
-            found[start : start + step] = part[:, :k]
-        found.sort(axis=1)
-        return _parts(found)
+            keys[start : start + step] = part[:, :k]
+        keys.sort(axis=1)
+        return _parts(keys)
 
 
 def rounded_keys(values: Any, columns: Any) -> Any:
-    """Return int64 that compare by value rounded to 24 bits (halves away from zero), then by
-    column.
+    """Return int64 that compare by value rounded to 24 bits (halves up), then by column.
 
-    Args:
-        values: (B, n) float64, an array or a tensor; no NaN.
-        columns: int64, broadcast against them.
+    The values are float64 without NaN, an array or a tensor; the columns int64 of the same shape.
     """
     keys = (values + 0.0).view(torch.int64 if isinstance(values, Tensor) else np.int64)  # −0 is 0
     keys += MOST_ITEMS // 2
@@ -329,24 +329,16 @@ def rounded_keys(values: Any, columns: Any) -> Any:
     return keys
 
 
-def key_rows(keys: Rows) -> Rows:
+def key_rows(keys: Ints) -> Ints:
     """Return the columns of `rounded_keys`."""
     return keys & _COLUMN
 
 
-def _parts(keys: Rows) -> tuple[Rows, NDArray[np.float64]]:
+def _parts(keys: Ints) -> tuple[Ints, NDArray[np.float64]]:
     """Return the columns and rounded values that `rounded_keys` put together."""
     bits = keys & ~_COLUMN
     bits ^= (bits >> 63) & _MAGNITUDE
     return key_rows(keys), bits.view(np.float64)
-
-
-def _pairs(mask: NDArray[np.bool_], width: int) -> Any:
-    """Yield rows and columns where a mask is true, 16 MB of differences of that width at a time."""
-    row, column = mask.nonzero()
-    step = max(1, 2**21 // width)
-    for start in range(0, len(row), step):
-        yield row[start : start + step], column[start : start + step]
 
 
 def _single(codes: Tensor) -> NDArray[np.float32] | None:
@@ -388,3 +380,172 @@ def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
     if isinstance(codes, Tensor):
         return codes[torch.from_numpy(rows).to(codes.device)]
     return np.asarray(codes)[rows]
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Leaves out gallery items that share a value with the query, such as its camera.
+
+    Items whose value is missing (None, NaN, NA or "") share it with none.
+
+    Attributes:
+        query: (Q,) the queries' values.
+        gallery: (N,) the gallery's; None where the queries are the gallery.
+        same_label: whether only items that also have the query's label are left out: the protocol
+            of Market-1501 (Zheng et al., "Scalable Person Re-identification: A Benchmark", ICCV
+            2015), where other persons of the camera stay as distractors.
+    """
+
+    query: Sequence[Any] | NDArray[Any]
+    gallery: Sequence[Any] | NDArray[Any] | None = None
+    same_label: bool = False
+
+    def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
+        """Return which items are hidden from whom.
+
+        Raises:
+            DataError: there is not one value for each query and each item.
+        """
+        itself = self.gallery is None
+        ours, theirs = list(self.query), list(self.query if self.gallery is None else self.gallery)
+        for values, count, what in (
+            (ours, len(query_class), "queries"),
+            (theirs, len(item_class), "gallery items"),
+        ):
+            if len(values) != count:
+                raise DataError(
+                    f"There are {count:,} {what} and {len(values):,} values to exclude by."
+                )
+        groups = group_numbers(ours, theirs)
+        return Hidden(groups[0], groups[1], query_class, item_class, self.same_label, itself)
+
+
+def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Ints]:
+    """Return numbers that are equal where values are; a missing value and "" equal nothing."""
+    known: dict[Any, int] = {}
+
+    def numbered(values: Sequence[Any], missing: int) -> Ints:
+        return np.array(
+            [
+                missing if is_missing(v) or v == "" else known.setdefault(v, len(known))
+                for v in values
+            ],
+            np.int64,
+        )
+
+    return numbered(ours, -1), numbered(theirs, -2)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Which items are hidden from which queries: those of one group, −1 and −2 being in none.
+
+    With `same_label` only those of the query's class; with `itself` the queries are the gallery,
+    and each is hidden from itself.
+    """
+
+    query: Ints
+    gallery: Ints
+    query_class: Ints
+    item_class: Ints
+    same_label: bool
+    itself: bool
+
+    def matching(self) -> Ints:
+        """Return how many items of its class are hidden from each query (Q,), itself included."""
+        width = int(max(self.query_class.max(initial=-1), self.item_class.max(initial=-1))) + 1
+        pairs, counts = np.unique(self.gallery * width + self.item_class, return_counts=True)
+        own_pairs = self.query * width + self.query_class
+        place = np.minimum(np.searchsorted(pairs, own_pairs), max(len(pairs) - 1, 0))
+        counts_hidden = np.where(pairs[place] == own_pairs, counts[place], 0)
+        counts_hidden[self.query < 0] = int(self.itself)
+        return counts_hidden.astype(np.int64)
+
+    def every(self) -> Ints:
+        """Return how many items are hidden from each query (Q,), itself included."""
+        if self.same_label:
+            return self.matching()
+        # one count at least: where no query has a value, the first one is looked up and not used
+        counts = np.bincount(
+            self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=0)) + 1
+        )
+        return np.where(self.query < 0, int(self.itself), counts[np.maximum(self.query, 0)]).astype(
+            np.int64
+        )
+
+    def visible(self, rows: Ints, items: Ints) -> Bools:
+        """Return which of the items (B, k; −1 is none) some queries (B,) may see."""
+        shown = self.gallery[items] != self.query[rows, None]
+        if self.same_label:
+            shown |= self.item_class[items] != self.query_class[rows, None]
+        return np.asarray(shown & (items >= 0))
+
+
+@dataclass(frozen=True)
+class Search:
+    """Exact search for the nearest gallery items that a query may see.
+
+    Without a gallery the queries are it, each left out of its own answer. `hidden` None hides
+    nothing else; for the other arguments see `exact_neighbors`.
+    """
+
+    queries: Codes
+    gallery: Codes | None
+    hidden: Hidden | None = None
+    distance: DistanceBlock | None = None
+    block: int | None = None
+    device: str = "auto"
+
+    @cached_property
+    def _neighbors(self) -> Neighbors:
+        searched = self.queries if self.gallery is None else self.gallery
+        return Neighbors(searched, distance=self.distance, block=self.block, device=self.device)
+
+    def blocks(
+        self, query_rows: Ints, depths: Ints
+    ) -> Iterator[tuple[Ints, Ints, NDArray[np.float32]]]:
+        """Yield queries (B,), the rows of their nearest items (B, k), and distances (B, k).
+
+        Each of `query_rows` wants as many items as `depths` says; k is the largest of a block.
+        Where a query may see fewer, row −1 and distance infinity fill the answer.
+        """
+        search, hidden = self._neighbors, self.hidden
+        # Hidden items take ranks of the search: so many more are asked for.
+        reach = (
+            depths
+            if hidden is None
+            else np.minimum(depths + hidden.every()[query_rows], search.size)
+        )
+        done = 0
+        while done < len(query_rows):
+            part = slice(done, done + search.block(int(reach[done : done + 1024].max())))
+            rows = query_rows[part]
+            own = rows if self.gallery is None else None
+            items, distances = search(rows_of(self.queries, rows), int(reach[part].max()), own)
+            if hidden is not None:
+                seen = hidden.visible(rows, items)
+                first = np.argsort(~seen, axis=1, kind="stable")[:, : int(depths[part].max())]
+                seen = np.take_along_axis(seen, first, 1)
+                items = np.take_along_axis(items, first, 1)
+                distances = np.take_along_axis(distances, first, 1)
+                items[~seen], distances[~seen] = -1, np.inf
+            yield rows, items, distances
+            done += len(rows)
+
+    def nearest(self, k: int, query_rows: Ints | None = None) -> tuple[Ints, NDArray[np.float32]]:
+        """Return rows and distances (A, k) of the nearest items of some queries, or of all."""
+        query_rows = np.arange(len(self.queries)) if query_rows is None else query_rows
+        items = np.full((len(query_rows), k), -1, np.int64)
+        distances = np.full((len(query_rows), k), np.inf, np.float32)
+        # queries with few hidden items first: a block is searched as deep as its deepest query
+        hidden = (
+            np.zeros(len(query_rows), np.int64)
+            if self.hidden is None
+            else self.hidden.every()[query_rows]
+        )
+        order, done = np.argsort(hidden, kind="stable"), 0
+        for rows, near, far in self.blocks(query_rows[order], np.full(len(query_rows), k)):
+            part = order[done : done + len(rows)]
+            items[part, : near.shape[1]], distances[part, : near.shape[1]] = near, far
+            done += len(rows)
+        return items, distances

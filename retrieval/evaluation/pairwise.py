@@ -14,16 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import DEFAULT_METRICS, Evaluation, class_numbers, means
+from retrieval.evaluation.evaluation import (
+    DEFAULT_METRICS,
+    Evaluation,
+    class_numbers,
+    depth_of,
+    means,
+)
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
-from retrieval.evaluation.relevance import depth_of
 from retrieval.host.cores import cores
 from retrieval.model.metrics import metric
 from retrieval.serving.embedding.runners import Cluster, Runner, in_threads
@@ -46,20 +51,6 @@ _GALLERY_BYTES = 64 * 2**20
 _NO_NEIGHBOR = np.iinfo(np.int64).max
 
 
-class Rows(Protocol):
-    """Vectors (N, P) that are read block by block."""
-
-    @property
-    def width(self) -> int:
-        """How many numbers a row has."""
-
-    def __len__(self) -> int:
-        """Return how many rows there are."""
-
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Return some rows (stop − start, P)."""
-
-
 def evaluate_vectors(
     folder: StrPath,
     *,
@@ -68,8 +59,7 @@ def evaluate_vectors(
     ray: str | None = None,
     progress: Progress = True,
 ) -> Evaluation:
-    """Return the retrieval metrics of a folder that `retrieval embed` wrote, whose items have
-    labels.
+    """Return the retrieval metrics of a folder of labelled items that `retrieval embed` wrote.
 
     Args:
         folder: the queries, and without `gallery` what is searched, too. Every node of a cluster
@@ -105,10 +95,10 @@ def evaluate_vectors(
 
 @shown
 def pairwise(
-    codes: Rows,
+    codes: VectorRows,
     labels: Sequence[Any] | NDArray[Any],
     *,
-    gallery: Rows | None = None,
+    gallery: VectorRows | None = None,
     gallery_labels: Sequence[Any] | NDArray[Any] | None = None,
     metrics: Sequence[str] = DEFAULT_METRICS,
     runner: Runner | None = None,
@@ -117,17 +107,8 @@ def pairwise(
 ) -> Evaluation:
     """Return what `evaluate` does, without holding the gallery or a matrix of all pairs.
 
-    Args:
-        codes: the queries'. Without `gallery` they are the gallery too, each query left out of its
-            own answer.
-        labels: (Q,) one label per query.
-        gallery: codes to search in.
-        gallery_labels: (N,) their labels.
-        metrics: see `evaluate`.
-        runner: what does the blocks; None is this machine's cores.
-        block: rows of a block of the gallery, and of queries; by default as many as take 64 MB, and
-            8,192.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+    `runner` does the blocks (None: this machine's cores), which are of `block` rows of the gallery
+    and of queries (None: 64 MB, and 8,192). For the other arguments see `evaluate`.
 
     Raises:
         DataError: codes and labels that do not fit together, or codes that are not finite.
@@ -155,21 +136,28 @@ def pairwise(
             if not waiting[queries]:
                 keys = nearest.pop(queries)
                 rows = np.arange(*queries)
-                there = keys != _NO_NEIGHBOR
-                items = np.where(there, key_rows(keys), 0)
-                matches = (item_class[items] == query_class[rows, None]) & there
+                filled = keys != _NO_NEIGHBOR
+                items = np.where(filled, key_rows(keys), 0)
+                matches = (item_class[items] == query_class[rows, None]) & filled
                 some = relevant[rows] > 0
                 for name, measure in chosen.items():
                     values[name][rows[some]] = measure(matches[some], relevant[rows[some]])
             meter.update()
-    asked = np.flatnonzero(relevant > 0)
+    answerable = np.flatnonzero(relevant > 0)
     return Evaluation(
-        means(values, asked), len(asked), len(searched), len(query_class) - len(asked)
+        means(values, answerable),
+        len(answerable),
+        len(searched),
+        len(query_class) - len(answerable),
     )
 
 
 def _blocks(
-    count: int, gallery: Rows, relevant: Ints, metrics: Mapping[str, Metric], block: int | None
+    count: int,
+    gallery: VectorRows,
+    relevant: Ints,
+    metrics: Mapping[str, Metric],
+    block: int | None,
 ) -> Iterator[Block]:
     """Yield all blocks, those of the same queries one after another."""
     size = block or max(1, _GALLERY_BYTES // (8 * max(gallery.width, 1)))
@@ -184,7 +172,9 @@ def _blocks(
             yield queries, (start, min(start + size, len(gallery))), k
 
 
-def _searcher(codes: Rows, gallery: Rows, itself: bool) -> Callable[[Block], tuple[Block, Ints]]:
+def _searcher(
+    codes: VectorRows, gallery: VectorRows, itself: bool
+) -> Callable[[Block], tuple[Block, Ints]]:
     """Return what searches blocks. Each thread keeps the block of the gallery that it had last."""
     torch.set_num_threads(1)  # how many there are may decide the last bit of a product
     kept = threading.local()

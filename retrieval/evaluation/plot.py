@@ -59,11 +59,10 @@ def neighbours(
     *,
     labels: Sequence[str] | None = None,
 ) -> Figure:
-    """Draw queries with what an index finds for them, a row for each query, nearest first, with
-    labels and distances.
+    """Draw queries with their nearest items in an index, with labels and distances.
 
-    With the queries' labels, right answers have a blue frame and ✓, wrong ones an orange frame and
-    ✗.
+    Each query is a row. With the queries' labels, right answers have a blue frame and ✓, wrong ones
+    an orange frame and ✗.
 
     Args:
         index: an opened index of images.
@@ -102,11 +101,11 @@ def neighbours(
         )
     if index.bundle.manifest.input.preprocessing is None:
         raise DataError(f"{index.path} holds vectors, not images: there is nothing to draw.")
-    found = index.search(list(images), k=k)
-    columns = 1 + max(len(hits) for hits in found)
+    answers = index.search(list(images), k=k)
+    columns = 1 + max(len(hits) for hits in answers)
     figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
     grid = figure.subplots(len(images), columns, squeeze=False)
-    for row, (cells, query, hits) in enumerate(zip(grid, images, found, strict=True)):
+    for row, (cells, query, hits) in enumerate(zip(grid, images, answers, strict=True)):
         label = None if names is None else str(names[row])
         _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
         for cell, hit in zip(cells[1:], hits, strict=False):
@@ -162,8 +161,7 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 
 
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
-    """Draw how a run was trained, from its `metrics.jsonl`: losses above, validation figures below,
-    by epoch.
+    """Draw how a run was trained, by epoch: losses above, validation metrics below.
 
     Grey lines part the recipe's phases; a dotted line marks the epoch with the best validation
     MAP@R, whose weights the run keeps.
@@ -176,9 +174,9 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
             epochs to draw.
     """
     records = _records(Path(run if isinstance(run, str | os.PathLike) else run.path))
-    figures = dict.fromkeys(key for record in records for key in record)  # in order, each once
-    losses = [key for key in figures if key == "loss" or key.endswith("_loss")]
-    validated = [key for key in figures if key.startswith("validation_")]
+    names = dict.fromkeys(key for record in records for key in record)  # in order, each once
+    losses = [key for key in names if key == "loss" or key.endswith("_loss")]
+    validated = [key for key in names if key.startswith("validation_")]
     figure = Picture(6.4, 4.8 if validated else 2.8)
     panels = figure.subplots(2 if validated else 1, sharex=True, squeeze=False)[:, 0]
     for panel, keys, name in zip(panels, (losses, validated), ("loss", "validation"), strict=False):

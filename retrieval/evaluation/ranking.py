@@ -1,5 +1,4 @@
-"""Which of an item's nearest have its label, where every item of a set is searched among the
-others.
+"""Whether an item's nearest have its label, for all items of a set among the others.
 
 Metrics ask of each rank only whether the item there matches. So half squared distances
 h = |q − g|² / 2 come from a product in float32, and only what that leaves in doubt is measured
@@ -88,7 +87,7 @@ class Ranking:
         depths: (A,) how many ranks each wants, ascending.
     """
 
-    def __init__(self, codes: NDArray[Any], classes: Ints, asked: Ints, depths: Ints) -> None:
+    def __init__(self, codes: NDArray[Any], classes: Ints, query_rows: Ints, depths: Ints) -> None:
         if codes.dtype == np.float64:  # by a power of two: no square overflows
             codes = np.ldexp(codes, -math.frexp(float(np.abs(codes).max(initial=0)))[1])
         size, self._codes = len(codes), codes
@@ -98,13 +97,13 @@ class Ranking:
         # The sample is the first panel. Items that nothing is asked of come next: they share no
         # panel with queries that look far.
         sample = np.random.default_rng(0).choice(size, self._sampled, replace=False)
-        wanted = np.zeros(size, np.int64)
-        wanted[asked] = depths
+        depth_of_item = np.zeros(size, np.int64)
+        depth_of_item[query_rows] = depths
         first = np.full(size, True)
         first[sample] = False
         rest = np.flatnonzero(first)
-        self._order = np.concatenate([sample, rest[np.argsort(wanted[rest], kind="stable")]])
-        self._depths = wanted[self._order]
+        self._order = np.concatenate([sample, rest[np.argsort(depth_of_item[rest], kind="stable")]])
+        self._depths = depth_of_item[self._order]
         kind = np.min_scalar_type(int(classes.max(initial=0)))  # few bytes are sooner looked up
         self._classes = classes[self._order].astype(kind)
         factors, norms = _factored(codes, self._order)
@@ -142,9 +141,9 @@ class Ranking:
             self._share(number)
             if panel.depth:
                 part = slice(panel.start, panel.start + len(panel.factors))
-                asked = self._depths[part] > 0
+                query_rows = self._depths[part] > 0
                 matches, failed = self._ranked(panel)
-                yield self._order[part][asked], matches[asked], failed[asked]
+                yield self._order[part][query_rows], matches[query_rows], failed[query_rows]
             panel.queries.clear()
             panel.keys.clear()
 
@@ -182,7 +181,7 @@ class Ranking:
         panel.reach[~crowded] = reach[~crowded]
 
     def _keep(self, panel: _Panel, halves: Floats, start: int, *, across: bool = False) -> None:
-        """Keep what is within reach of a panel's queries: a block's rows or, `across`, its columns."""
+        """Keep what a panel's queries reach: they are a block's rows or, `across`, its columns."""
         mask = self._mask[: halves.size].reshape(halves.shape)
         np.less_equal(halves, panel.reach if across else panel.reach[:, None], out=mask)
         place = np.flatnonzero(mask)
@@ -250,7 +249,7 @@ def _sample_size(size: int) -> int:
 
 
 def _sample_rank(size: int, depth: int) -> int:
-    """Return a rank in the sample that lies beyond rank `depth`, but for six queries in a thousand."""
+    """Return a rank in the sample that lies beyond `depth`, but for 6 queries in a thousand."""
     expected = depth * _sample_size(size) / size
     return math.ceil(((_SIGMAS + math.sqrt(_SIGMAS**2 + 4 * expected)) / 2) ** 2)
 

@@ -1,12 +1,11 @@
-"""Verify pairs with a run's model: are these two the same?
-
-The trained model, what needs no training, and a bundle.
-"""
+"""Verify pairs with a run's model, untrained baselines and a bundle: are these two the same?"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import contextlib
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,19 @@ from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
-from retrieval.evaluation.drawing import draw_pairs, make_folds
 from retrieval.evaluation.evaluate_run import encoded, refuse_side
 from retrieval.evaluation.evaluation import grid
-from retrieval.evaluation.verification import Verification, verification
-from retrieval.evaluation.verification_files import write
+from retrieval.evaluation.verification import (
+    Roc,
+    Verification,
+    draw_pairs,
+    make_folds,
+    verification,
+)
+from retrieval.host.files import whole_file
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
+from retrieval.run.folder import write_json
 from retrieval.run.open import ItemCodes, Run, load_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
@@ -44,63 +49,27 @@ _SHARED = {
 }
 
 
-@dataclass(frozen=True)
-class PairsUsed:
-    """The pairs of a verification.
-
-    Attributes:
-        same: pairs of one class.
-        different: pairs of two classes.
-        items: distinct items in them.
-        folds: how many folds.
-        folds_share: what two folds have in common: "nothing", "classes" or "items" (and classes).
-        drawn_from: the side that they were drawn from; None where they were read.
-        file: the list that they were read from.
-        folds_drawn: whether their folds were drawn; None where the list states them, or pairs were
-            drawn.
-        seed: of what was drawn.
-    """
-
-    same: int
-    different: int
-    items: int
-    folds: int
-    folds_share: str
-    drawn_from: str | None = None
-    file: str | None = None
-    folds_drawn: bool | None = None
-    seed: int | None = None
-
-
-@dataclass(frozen=True)
-class FoldFigures:
-    """A contestant's accuracy in each fold by its name, and the threshold that the other folds
-    chose.
-    """
-
-    accuracy: dict[str, float]
-    threshold: dict[str, float]
-
-
 @dataclass(frozen=True, repr=False)
 class RunVerification:
-    """What `verify_run` found.
+    """The result of `verify_run`.
 
     Attributes:
         run: the run's folder.
         split: "test" or "validation".
-        pairs: how many, and where they come from.
-        figures: by contestant ("trained", what needs no training, "bundle"), each figure.
-        folds: by contestant, its figures in each fold.
-        notes: what a reader of the figures must know.
+        pairs: how many are "same" and "different", of how many "items" in how many "folds", what
+            two folds share ("folds_share": "nothing", "classes" or "items"), and where they come
+            from: "drawn_from" or "file", "folds_drawn", "seed".
+        figures: by contestant ("trained", what needs no training, "bundle"), each metric.
+        folds: by contestant, "accuracy" by fold, and "threshold", which the other folds chose.
+        notes: what a reader of the metrics must know.
         files: names of the files in the run's folder: "roc.csv", "roc.svg", "pairs.csv".
     """
 
     run: str
     split: str
-    pairs: PairsUsed
+    pairs: dict[str, Any]
     figures: dict[str, dict[str, float]]
-    folds: dict[str, FoldFigures]
+    folds: dict[str, dict[str, dict[str, float]]]
     notes: list[str]
     files: dict[str, str]
 
@@ -109,25 +78,20 @@ class RunVerification:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `verification-SIDE.json` holds."""
-        found = {"protocol": "verification"} | asdict(self)
-        found["pairs"] = {
-            name: value for name, value in found["pairs"].items() if value is not None
-        }
-        return found
-
-    def to_json(self) -> str:
-        """Return the same as JSON."""
-        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+        return {"protocol": "verification"} | asdict(self)
 
     def table(self) -> str:
         """Return a table: one row per figure, one column per contestant."""
         pairs = self.pairs
-        origin = f"from {pairs.file}" if pairs.file else f"drawn from the {self.split} items"
+        origin = (
+            f"from {pairs['file']}" if "file" in pairs else f"drawn from the {self.split} items"
+        )
         lines = [
             *grid(self.figures),
             (
-                f"{pairs.same:,} same and {pairs.different:,} different pairs of {pairs.items:,}"
-                f" items, {origin}, in {pairs.folds} folds {_SHARED[pairs.folds_share]}"
+                f"{pairs['same']:,} same and {pairs['different']:,} different pairs of"
+                f" {pairs['items']:,} items, {origin}, in {pairs['folds']} folds"
+                f" {_SHARED[pairs['folds_share']]}"
             ),
             *self.notes,
             f"ROC curve: {Path(self.run, self.files['roc.svg'])}",
@@ -148,8 +112,7 @@ def verify_run(
     bundle: StrPath | None = None,
     progress: Progress = True,
 ) -> RunVerification:
-    """Verify pairs with a run's model, and write the figures, the ROC curve and the pairs into its
-    folder.
+    """Verify pairs with a run's model, and write metrics, ROC curve and pairs into its folder.
 
     `verification-SIDE.json` holds what is returned, `verification-SIDE-roc.csv` and `.svg` the
     curves, and `verification-SIDE-pairs.csv` the pairs with their folds and the trained model's
@@ -161,7 +124,7 @@ def verify_run(
             training.
         pairs: a list of pairs (`retrieval.data.pairs.read_pairs`), of any of the data's items;
             None: pairs are drawn.
-        draw: how many pairs to draw (`retrieval.evaluation.drawing.draw_pairs`).
+        draw: how many pairs to draw (`retrieval.evaluation.verification.draw_pairs`).
         folds: how many folds, where pairs are drawn or their list has none.
         seed: of the pairs drawn, or of their folds.
         baseline: also the raw inputs (unit length, Euclidean), and the model before its training;
@@ -205,15 +168,16 @@ def verify_run(
     if device.type != "cpu":
         run.model.to("cpu")
     assert chosen.fold is not None
-    found = {row: verification(each, chosen.same, chosen.fold) for row, each in distances.items()}
-    results = _results(run, side, chosen, origin, len(items), found)
-    write(run, side, chosen, found, distances["trained"], results.as_dict())
+    verified = {
+        row: verification(column, chosen.same, chosen.fold) for row, column in distances.items()
+    }
+    results = _results(run, side, chosen, origin, len(items), verified)
+    write(run, side, chosen, verified, distances["trained"], results.as_dict())
     return results
 
 
 def pair_distances(model: Model, codes: Tensor, first: Rows, second: Rows) -> Floats:
-    """Return the model's own distances (P,) between rows `first` and `second` of codes (N, C), some
-    pairs at a time.
+    """Return the model's own distances (P,) between rows `first` and `second` of codes (N, C).
 
     The combiner's, the first item as query; without a combiner Euclidean, in double precision.
     """
@@ -292,8 +256,8 @@ def _bundle(run: Run, path: StrPath, items: Rows, first: Rows, second: Rows) -> 
         products = _in_parts(lambda a, b: (a * b).sum(1), both, first, second + len(items))
         return of_products(products)
     spans = spans_of(opened.manifest.subspaces)
-    each = [_euclidean(both[:, span], first, second + len(items)) for span in spans]
-    nearest: Floats = np.minimum.reduce(each)
+    by_span = [_euclidean(both[:, span], first, second + len(items)) for span in spans]
+    nearest: Floats = np.minimum.reduce(by_span)
     return nearest
 
 
@@ -333,7 +297,7 @@ def _results(
     pairs: LabelledPairs,
     origin: dict[str, Any],
     items: int,
-    found: dict[str, Verification],
+    verified: dict[str, Verification],
 ) -> RunVerification:
     labels, fold = run.splits.labels, pairs.fold
     assert fold is not None
@@ -356,26 +320,26 @@ def _results(
             " model, so these are not figures of held-out items; folds without such pairs:"
             f" {', '.join(clean) or 'none'}."
         )
-    used = PairsUsed(
-        int(pairs.same.sum()),
-        int((~pairs.same).sum()),
-        items,
-        len(pairs.folds),
-        _shared(pairs, labels),
+    used = {
+        "same": int(pairs.same.sum()),
+        "different": int((~pairs.same).sum()),
+        "items": items,
+        "folds": len(pairs.folds),
+        "folds_share": _shared(pairs, labels),
         **origin,
-    )
+    }
     by_fold = {
-        row: FoldFigures(
-            dict(zip(pairs.folds, each.accuracy.tolist(), strict=True)),
-            dict(zip(pairs.folds, each.threshold.tolist(), strict=True)),
-        )
-        for row, each in found.items()
+        row: {
+            "accuracy": dict(zip(pairs.folds, outcome.accuracy.tolist(), strict=True)),
+            "threshold": dict(zip(pairs.folds, outcome.threshold.tolist(), strict=True)),
+        }
+        for row, outcome in verified.items()
     }
     return RunVerification(
         run=str(run.path),
         split=side,
         pairs=used,
-        figures={row: each.values for row, each in found.items()},
+        figures={row: outcome.values for row, outcome in verified.items()},
         folds=by_fold,
         notes=notes,
         files={name: f"verification-{side}-{name}" for name in ("roc.csv", "roc.svg", "pairs.csv")},
@@ -393,3 +357,88 @@ def _shared(pairs: LabelledPairs, labels: NDArray[np.int64]) -> str:
     if apart(labels[pairs.first], labels[pairs.second]):
         return "nothing"
     return "classes" if apart(pairs.first, pairs.second) else "items"
+
+
+def write(
+    run: Run,
+    side: str,
+    pairs: LabelledPairs,
+    measured: Mapping[str, Verification],
+    trained: NDArray[np.float64],
+    results: Mapping[str, Any],
+) -> None:
+    """Write the curves, the pairs and the metrics of a verification: all files or none."""
+    counts = int(pairs.same.sum()), int((~pairs.same).sum())
+    curves = {row: verified.roc.corners(*counts) for row, verified in measured.items()}
+    points = _csv(
+        ("contestant", "threshold", "far", "tar"),
+        (
+            (row, *map(repr, map(float, point)))
+            for row, roc in curves.items()
+            for point in zip(roc.threshold, roc.far, roc.tar, strict=True)
+        ),
+    )
+    used = _csv(("first", "second", "same", "fold", "distance"), _pair_rows(run, pairs, trained))
+    picture = draw_roc({row: (curves[row], measured[row].values["auc"]) for row in measured})
+    contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
+    try:
+        # no file takes its place before all of them are written
+        with contextlib.ExitStack() as stack:
+            for name, content in contents.items():
+                path = run.path / results["files"][name]
+                stack.enter_context(whole_file(path)).write_bytes(content)
+    except OSError as error:
+        raise DataError(
+            f"{run.path} cannot be written into: {error.strerror or error}. Free some space or make"
+            " it writable."
+        ) from error
+    write_json(run.path / f"verification-{side}.json", results)
+
+
+def _pair_rows(
+    run: Run, pairs: LabelledPairs, distances: NDArray[np.float64]
+) -> Iterator[list[str]]:
+    keys, fold = run.dataset.keys, pairs.fold
+    assert fold is not None
+    for a, b, same, k, d in zip(
+        pairs.first, pairs.second, pairs.same, fold, distances, strict=True
+    ):
+        yield [keys[a], keys[b], str(int(same)), pairs.folds[k], repr(float(d))]
+
+
+def _csv(header: tuple[str, ...], rows: Any) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:
+    """Return ROC curves and their AUC by contestant as SVG, the same bytes for the same curves."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "retrieval", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(5.2, 5.0), layout="constrained")
+        FigureCanvasSVG(figure)
+        axis = figure.subplots()
+        styles = ("-", "--", ":", "-.")  # told apart without colours, too
+        for i, (name, (roc, auc)) in enumerate(curves.items()):
+            axis.plot(
+                roc.far, roc.tar, linestyle=styles[i % len(styles)], label=f"{name} (AUC {auc:.4f})"
+            )
+        # crosses each curve at its equal error rate
+        axis.plot([0, 1], [1, 0], color="0.8", linewidth=0.8, zorder=0)
+        axis.set(
+            xlabel="false accept rate (FAR)",
+            ylabel="true accept rate (TAR)",
+            xlim=(-0.01, 1.01),
+            ylim=(-0.01, 1.01),
+        )
+        axis.set_aspect("equal")
+        axis.legend(loc="lower right", frameon=False)
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()

@@ -1,4 +1,4 @@
-"""Gallery items that a query does not see: against the definitions in plain Python, and in a run."""
+"""Gallery items that a query does not see: against plain definitions, and in a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import torch
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.exclusion import Exclusion, Search
-from retrieval.evaluation.open_set import open_set
-from retrieval.evaluation.protocol import Protocol
-from retrieval.evaluation.reordered import expanded, reranked
+from retrieval.evaluation.neighbors import Exclusion, Search
+from retrieval.evaluation.protocol import Protocol, expanded, open_set, reranked
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
 from retrieval.recipe.tables import Expansion, Rerank

@@ -1,4 +1,4 @@
-"""A missing label is no class, and labels of two kinds never match, wherever the face takes labels."""
+"""A missing label is no class, and labels of two kinds never match."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from array_rows import ArrayRows
 from retrieval import evaluate, plot
 from retrieval.errors import DataError
-from retrieval.evaluation.clusters import cluster_figures
-from retrieval.evaluation.exclusion import Exclusion
+from retrieval.evaluation.evaluation import Levels, Tags, cluster_figures
+from retrieval.evaluation.neighbors import Exclusion
 from retrieval.evaluation.pairwise import pairwise
-from retrieval.evaluation.relevance import Levels, Tags
 from retrieval.evaluation.verification import verification
 from retrieval.model.labels import read_labels
 

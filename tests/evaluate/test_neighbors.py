@@ -281,7 +281,8 @@ def test_memory_does_not_hold_queries_times_gallery():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for classes, distance in [(3000, None), (10, None), (3000, torch.cdist)]:
             labels = np.arange(12000) % classes
-            evaluate(codes, labels, metrics=["recall_at_1", "map_at_r"], distance=distance, block=256)
+            metrics = ["recall_at_1", "map_at_r"]
+            evaluate(codes, labels, metrics=metrics, distance=distance, block=256)
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
     done = subprocess.run(

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.exclusion import Exclusion
-from retrieval.evaluation.open_set import open_set
-from retrieval.evaluation.relevance import Levels, Tags
-from retrieval.evaluation.reordered import expanded, reranked
+from retrieval.evaluation.evaluation import Levels, Tags, evaluate
+from retrieval.evaluation.neighbors import Exclusion
+from retrieval.evaluation.protocol import expanded, open_set, reranked
 from retrieval.model.metrics import NDCGAt, RecallAt
 
 GRADED = {"ndcg": NDCGAt(5), "exp": NDCGAt(3, "exponential"), "recall": RecallAt(1)}
@@ -300,7 +298,7 @@ def test_reranking_by_reciprocal_neighbours(parted):
 
 
 def test_too_many_items_to_rerank(monkeypatch):
-    monkeypatch.setattr("retrieval.evaluation.reordered.MOST", 30)
+    monkeypatch.setattr("retrieval.evaluation.protocol.MOST", 30)
     with pytest.raises(
         DataError, match="there are 36 queries and gallery items; 30 can be re-ranked"
     ):
@@ -316,9 +314,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         item = number // 4
         pixels = random.integers(0, 200, (8, 8), dtype=np.uint8) // 2 + 8 * item
         Image.fromarray(pixels.astype(np.uint8)).save(f"{number}.png")
-        rows.append(
-            f"{number}.png,{item},{'train' if item < 4 else 'test'},v{number % 2},g{item // 2},t{item};t{number % 3}"
-        )
+        side, tags = "train" if item < 4 else "test", f"t{item};t{number % 3}"
+        rows.append(f"{number}.png,{item},{side},v{number % 2},g{item // 2},{tags}")
     Path("items.csv").write_text("\n".join(rows) + "\n")
     Path("r.toml").write_text(
         'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation ='

@@ -1,4 +1,4 @@
-"""Matches from a product in single precision against full search, on codes of every unusual kind."""
+"""Matches from a product in single precision against full search, on unusual codes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 from retrieval.evaluation import ranking
 from retrieval.evaluation.evaluation import matching
-from retrieval.evaluation.exclusion import Search
-from retrieval.evaluation.neighbors import exact_neighbors
+from retrieval.evaluation.neighbors import Search, exact_neighbors
 from retrieval.evaluation.ranking import Ranking
 from sklearn.datasets import load_digits
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import DataError, MissingDependency, PluginError
+from retrieval.errors import DataError, PluginError
 from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.evaluation.report import measured, pictures, write
-from retrieval.evaluation.report.page import Section, page
-from retrieval.evaluation.report.pictures import SIDE, Thumbnails
+from retrieval.evaluation.report import measured, write
+from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
 from retrieval.recipe.read import check_recipe
 from retrieval.recipe.tables import Evaluate
 from retrieval.run.open import Run, load_run
@@ -26,7 +25,10 @@ import numpy as np
 from retrieval import hookimpl
 from retrieval.data.datasets import ArrayDataset
 
-SVG = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><circle cx="4" cy="4" r="3"/></svg>'
+SVG = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9">'
+    b'<circle cx="4" cy="4" r="3"/></svg>'
+)
 
 
 def digits():
@@ -38,11 +40,12 @@ def digits():
     labels = [f"<b>{k}</b>" for k in found.target[rows]]
     labels[-1] = "<b>8</b>"
     keys = [f"</script>{i}" for i in range(len(rows))]
-    further = [
-        {"part": k // 7, "parity": k % 2, "tags": f"{'low' if k < 7 else 'high'};{k % 3}" if i % 7 else ""}
-        for i, k in enumerate(found.target[rows])
-    ]
-    return ArrayDataset((found.images[rows] * 15.9).astype(np.uint8), labels, keys, metadata=further)
+    further = []
+    for i, k in enumerate(found.target[rows]):
+        tags = f"{'low' if k < 7 else 'high'};{k % 3}" if i % 7 else ""
+        further.append({"part": k // 7, "parity": k % 2, "tags": tags})
+    images = (found.images[rows] * 15.9).astype(np.uint8)
+    return ArrayDataset(images, labels, keys, metadata=further)
 
 
 @hookimpl
@@ -213,7 +216,7 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
         )
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"output": tmp_path}, "is a folder"),
-        ({"map": "lle"}, "tsne, umap, pca, none"),
+        ({"map": "lle"}, "tsne, pca, none"),
         ({"thumbnails": -1}, "from 0 to 5,000"),
         ({"sample": 9}, "from 10"),
         ({"queries": 0}, "from 1"),
@@ -368,26 +371,3 @@ def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
     ):
         with pytest.raises(DataError, match=sentence):
             measured.measure(protocol(run_folder, **given), 100, 20)
-
-
-def test_a_map_by_umap(found: measured.Measured, run_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("umap", reason="the extra umap is not installed")
-    plane, what = pictures.places(found, "umap")
-    assert what == "UMAP by the learned distance" and plane.shape == (100, 2)
-    assert plane.min() == 0 and plane.max() == 1
-    assert (pictures.places(found, "umap")[0] == plane).all()
-    labels = found.labels[found.pairs.items]
-    apart = np.linalg.norm(plane[:, None] - plane, axis=2)
-    same = labels[:, None] == labels
-    assert apart[same].mean() < 0.7 * apart[~same].mean(), "items of one class lie together"
-
-
-def test_without_umap_a_sentence_says_what_to_install(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    with pytest.raises(
-        MissingDependency, match=r"'embedding-retrieval\[umap\]'; or take --map tsne"
-    ):
-        write.report([run_folder], tmp_path / "r.html", map="umap", progress=False)
-    assert not (tmp_path / "r.html").exists()

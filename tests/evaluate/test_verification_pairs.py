@@ -10,10 +10,13 @@ import pytest
 from numpy.typing import NDArray
 from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
-from retrieval.evaluation.drawing import _different, _same, draw_pairs, make_folds
+from retrieval.evaluation.verification import _different, _same, draw_pairs, make_folds
 
 KEYS = [f"{name}/{name}_{n:04d}.png" for name in ("Ann_Lee", "Bo", "Cy") for n in (1, 2, 3)]
-LFW = "2\t2\nBo\t1\t2\nCy\t2\t3\nBo\t1\tCy\t1\nBo\t3\tCy\t2\nAnn_Lee\t1\t3\nAnn_Lee\t1\t2\nAnn_Lee\t1\tCy\t1\nAnn_Lee\t2\tBo\t1\n"
+LFW = (
+    "2\t2\nBo\t1\t2\nCy\t2\t3\nBo\t1\tCy\t1\nBo\t3\tCy\t2\nAnn_Lee\t1\t3\nAnn_Lee\t1\t2\n"
+    "Ann_Lee\t1\tCy\t1\nAnn_Lee\t2\tBo\t1\n"
+)
 
 
 def read(folder: Path, text: str, keys: list[str] = KEYS) -> LabelledPairs:

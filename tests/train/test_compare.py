@@ -103,7 +103,7 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
     assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
     measured = evaluate_run(tmp_path / "whole" / "runs" / "proxy" / "seed-1", progress=False)
-    assert measured.figures["trained"]["map_at_r"] == figures[3]["figures"][1]["map_at_r"]
+    assert measured.figures["trained"]["map_at_r"] == figures[3]["metrics"][1]["map_at_r"]
     (searched,) = figures[2]["searches"]
     best = int(np.argmax([trial["score"] for trial in searched["trials"]]))
     assert searched["values"] == searched["trials"][best]["values"]
@@ -222,7 +222,7 @@ def test_a_learner_that_draws_random_numbers_has_each_seed(
         write("its own", **own, learner={**oahu, "seed": 7}),
         write("closed form", **own, learner={"name": "aml.gmml", "regularization": 0.1}),
     ]
-    found = {each.name: each.figures for each in go(paths, tmp_path / "c", search=0).contestants}
+    found = {each.name: each.metrics for each in go(paths, tmp_path / "c", search=0).contestants}
     assert found["drawn"][0] != found["drawn"][1]
     assert found["its own"][0] == found["its own"][1], "the recipe says which seed"
     assert found["closed form"][0] == found["closed form"][1], "nothing there is drawn"
@@ -233,7 +233,7 @@ def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> No
     alone = go(paths, tmp_path / "alone", search=0)
     together = go(paths, tmp_path / "together", search=0, workers=2)
     for one, other in zip(alone.contestants, together.contestants, strict=True):
-        for mine, theirs in zip(one.figures, other.figures, strict=True):
+        for mine, theirs in zip(one.metrics, other.metrics, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-6)
     assert "Nothing was tuned" in together.notes[1]
 
@@ -304,7 +304,7 @@ def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
     assert len(steps.read_text().split()) <= wholly - sum(reached.values()), "no step is done twice"
     assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
     for one, other in zip(whole.contestants, again.contestants, strict=True):
-        for mine, theirs in zip(one.figures, other.figures, strict=True):
+        for mine, theirs in zip(one.metrics, other.metrics, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-6)
 
 
@@ -402,7 +402,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(
         held.append(set(tomllib.loads(recipe)["split"]["test"]))
     assert held[0] != held[1] and all(len(classes) == 4 for classes in held)
     for row in found.contestants:
-        assert len(row.figures) == 2
+        assert len(row.metrics) == 2
         assert len(row.searches) == (2 if row.recipe else 0)
     assert len(found.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
     given = (None, None, Split(by="given"))

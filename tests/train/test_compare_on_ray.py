@@ -98,7 +98,7 @@ def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(
     )
     assert sum(is_complete(run) for run in out.glob("runs/*/*")) == 4
     for one, other in zip(alone.contestants, there.contestants, strict=True):
-        for mine, theirs in zip(one.figures, other.figures, strict=True):
+        for mine, theirs in zip(one.metrics, other.metrics, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-6)
     with pytest.raises(DataError, match="give one of them"):
         go(out, ray=address, workers=2)

@@ -68,7 +68,7 @@ def test_two_recipes_have_a_paired_test_and_three_a_pooled_one() -> None:
     assert pair.test == "paired" and pair.p == pytest.approx(stats.ttest_rel(A, B).pvalue)
     values = {"a": A, "b": B, "c": C}
     differences = compare(values, list(values))
-    assert [(d.one, d.other, d.test) for d in differences] == [
+    assert [(d.contestant, d.reference, d.test) for d in differences] == [
         ("a", "b", "pooled"),
         ("a", "c", "pooled"),
         ("b", "c", "pooled"),
@@ -131,7 +131,7 @@ def test_recipes_that_no_seed_changes_are_not_left_out() -> None:
         "same": [0.69] * 5,
     }
     differences = compare(values, list(values))
-    assert {(d.one, d.other): d.test for d in differences} == {
+    assert {(d.contestant, d.reference): d.test for d in differences} == {
         ("lanml", "gmml"): "none",
         ("lanml", "warm"): "one-sample",
         ("lanml", "same"): "none",
@@ -168,14 +168,16 @@ def test_sentences_say_what_is_known_and_what_is_not() -> None:
 def test_one_against_all_has_a_test_each_and_baselines_only_when_asked_for() -> None:
     values = {"a": A, "b": B, "c": C}
     against = result(values, against="a")
-    assert [(d.one, d.other) for d in against.differences] == [("b", "a"), ("c", "a")]
+    assert [(d.contestant, d.reference) for d in against.differences] == [("b", "a"), ("c", "a")]
     assert against.conclusion == "Compared with a, with 5 seeds: worse: b; not decided: c."
-    assert [d.other for d in result(values, against="raw pixels").differences] == ["raw pixels"] * 3
+    assert [d.reference for d in result(values, against="raw pixels").differences] == [
+        "raw pixels"
+    ] * 3
     assert len(result(values, test_baselines=True).differences) == 3 + 3
     mixed = result(values, kinds={"b": "learner"}, against="untrained")
     rows = [{"recall_at_1": 0.1, "map_at_r": 0.2 + 0.01 * seed} for seed in range(5)]
     mixed.contestants.insert(1, Contestant("untrained", "untrained", rows))
-    assert [(d.one, d.other) for d in mixed.differences] == [
+    assert [(d.contestant, d.reference) for d in mixed.differences] == [
         ("a", "untrained"),
         ("b", "raw pixels"),
         ("c", "untrained"),

@@ -56,7 +56,7 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(
     assert 0 < figures["trained"]["nmi"] <= 1
     assert figures["raw pixels"]["recall_at_1"] > 0.9
     assert json.loads((tmp_path / "run" / "evaluation-test.json").read_text()) == json.loads(
-        results.to_json()
+        json.dumps(results.as_dict())
     )
     text = results.table()
     assert "raw pixels" in text
@@ -83,7 +83,7 @@ def test_a_metric_with_parameters_reaches_log_table_and_json(make: Make, tmp_pat
     logged = json.loads(line)
     assert logged[f"validation_{name}"] == logged["validation_recall_at_5"]
     results = evaluate_run(run)
-    figures = json.loads(results.to_json())["figures"]["trained"]
+    figures = results.figures["trained"]
     assert list(figures) == ["recall_at_5", name] and figures[name] == figures["recall_at_5"]
     assert f"\n{name} " in results.table()
     asked = evaluate_run(run, metrics=[{"name": "core.precision_at", "k": 3}, "precision_at_3"])

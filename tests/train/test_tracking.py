@@ -19,7 +19,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import load_run
 from retrieval.training import tracking as module
 from retrieval.training.comparison.compare import compare
-from retrieval.training.comparison.written import differences, figures
+from retrieval.training.comparison.written import differences, metric_table
 from retrieval.training.tracking import FILE, failures, tracking
 from retrieval.training.trainer import train
 
@@ -381,13 +381,13 @@ def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_p
     ]
     assert begins == {"digits": None, **dict.fromkeys(trainings, "digits")}
     tables = {line["title"]: line["rows"] for line in lines_of if line["hook"] == "table"}
-    assert tables == {"figures": figures(found), "differences": differences(found)}
+    assert tables == {"metrics": metric_table(found), "differences": differences(found)}
     final = [
         line["figures"] for line in lines_of if line["hook"] == "figures" and line["epoch"] is None
     ]
     tested = [each["test_map_at_r"] for each in final if "test_map_at_r" in each]
     assert tested == [
-        one["map_at_r"] for each in found.contestants if each.recipe for one in each.figures
+        one["map_at_r"] for each in found.contestants if each.recipe for one in each.metrics
     ]
     assert final[-1]["contrastive/map_at_r"] == pytest.approx(sum(tested[2:]) / 2)
     assert (

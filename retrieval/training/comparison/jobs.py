@@ -238,50 +238,35 @@ def _seed(job: Job) -> Figures:
     recipe = check_recipe(job.table)
     called = f"{recipe.name} seed {recipe.seed}"
     # what failed is kept in the run's folder, since a worker has nobody to tell
-    with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as told:
+    with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as tracker:
         run = _trained(recipe, job.folder)
-        told.retrieval_run_start(run)  # one that was trained before goes on with its metrics
+        tracker.retrieval_run_start(run)  # one that was trained before goes on with its metrics
         metrics = evaluate_run(run, metrics=_metrics(recipe)).figures["trained"]
-        told.figures({f"test_{name}": value for name, value in metrics.items()})
+        tracker.figures({f"test_{name}": value for name, value in metrics.items()})
     return {"trained": metrics}
 
 
-def _untrained(job: Job) -> Figures:
-    """Measure a net as it begins, and with seed 0 the raw items, which no seed changes."""
+def _measured(job: Job) -> Figures:
+    """Measure a net as it begins, with seed 0 also the raw items; or a backbone's features."""
     recipe = check_recipe(job.table)
-    return _measured(
-        recipe,
-        job.folder,
-        with_head=recipe.learner is None,
-        raw=recipe.seed == 0,
-        called="untrained",
-    )
-
-
-def _frozen(job: Job) -> Figures:
-    """Measure the features of a backbone with the weights that it comes with."""
-    return _measured(
-        check_recipe(job.table), job.folder, with_head=False, raw=False, called="frozen"
-    )
-
-
-def _measured(recipe: Recipe, folder: Path, *, with_head: bool, raw: bool, called: str) -> Figures:
+    untrained = job.kind == "untrained"
     checkpoint.seed_everything(recipe.seed)
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = (
         build_model(recipe, dataset)
-        if with_head
+        if untrained and recipe.learner is None
         else Model(build_backbone(recipe, dataset), nn.Identity())
     )
-    shutil.rmtree(folder, ignore_errors=True)
-    create_folder(folder, recipe)
-    run = Run(folder, recipe, dataset, splits, model.eval())
+    shutil.rmtree(job.folder, ignore_errors=True)
+    create_folder(job.folder, recipe)
+    run = Run(job.folder, recipe, dataset, splits, model.eval())
+    raw = untrained and recipe.seed == 0
     rows = evaluate_run(run, metrics=_metrics(recipe), baseline=raw).figures
-    return {called if name == "trained" else name: values for name, values in rows.items()}
+    return {job.kind if name == "trained" else name: values for name, values in rows.items()}
 
 
-_KINDS = {"fold": _fold, "seed": _seed, "untrained": _untrained, "frozen": _frozen}
+_KINDS = {"fold": _fold, "seed": _seed, "untrained": _measured, "frozen": _measured}
 
 
 def perform_elsewhere(job: Job) -> tuple[Figures, str, int]:

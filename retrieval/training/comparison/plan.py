@@ -108,20 +108,19 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
         return [[]]
     last = [key.rpartition(".")[2] for key in grid]
     short = [name if last.count(name) == 1 else key for name, key in zip(last, grid, strict=True)]
-    made = []
+    overrides = []
     for values in itertools.product(*grid.values()):
-        shown_values = [str(value) for value in values]
-        name = ", ".join(f"{key}={text}" for key, text in zip(short, shown_values, strict=True))
+        name = ", ".join(f"{key}={value}" for key, value in zip(short, values, strict=True))
         # a recipe's name is a folder's, too
         name = prefix + "".join("_" if c in '/\\<>:"|?*' else c for c in name)
         changes = [f"{key}={toml_value(value)}" for key, value in zip(grid, values, strict=True)]
-        made.append([*changes, f"name={toml_value(name)}"])
-    return made
+        overrides.append([*changes, f"name={toml_value(name)}"])
+    return overrides
 
 
 def _refused(problems: Sequence[str]) -> DataError:
-    one = len(problems) == 1
-    return DataError(problems[0] if one else listed("The comparison", problems))
+    single = len(problems) == 1
+    return DataError(problems[0] if single else listed("The comparison", problems))
 
 
 def same(recipe: Recipe) -> dict[str, Any]:

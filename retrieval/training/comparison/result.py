@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Search:
             ]
         lines = []
         if folds is not None:
-            lines.append(f"{name}: the folds agree on the order of trials (ρ = {folds[0]:.2f}).")
+            lines.append(f"{name}: the folds agree (ρ = {folds[0]:.2f}).")
         for key, value in self.values.items():
             tried = {trial.values[key] for trial in self.trials if trial.score is not None}
             if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
@@ -52,15 +53,15 @@ class Contestant:
 
     Attributes:
         name: the recipe's name, or what the baseline is called.
-        kind: "net" and "learner" are recipes, the others baselines.
-        figures: each metric's value on the test side, of each seed of the first split, then of
+        kind: "net" or "learner" of a recipe; "raw", "untrained" or "frozen" of a baseline.
+        metrics: each metric's value on the test side, of each seed of the first split, then of
             the next one's.
         searches: one for each split, with a search.
     """
 
     name: str
-    kind: Literal["net", "learner", "raw", "untrained", "frozen"]
-    figures: list[dict[str, float]]
+    kind: str
+    metrics: list[dict[str, float]]
     searches: list[Search] = field(default_factory=list)
 
     @property
@@ -104,8 +105,8 @@ class Comparison:
         """The metrics that all contestants have, MAP@R first."""
         shared = [
             m
-            for m in self.contestants[0].figures[0]
-            if all(m in c.figures[0] for c in self.contestants)
+            for m in self.contestants[0].metrics[0]
+            if all(m in c.metrics[0] for c in self.contestants)
         ]
         return [PRIMARY, *(name for name in shared if name != PRIMARY)]
 
@@ -116,7 +117,7 @@ class Comparison:
 
     def values(self, contestant: Contestant, metric: str) -> list[float]:
         """Return a metric's value of each seed or, with several splits, each split's mean."""
-        table = np.array([row[metric] for row in contestant.figures]).reshape(self.plan.splits, -1)
+        table = np.array([row[metric] for row in contestant.metrics]).reshape(self.plan.splits, -1)
         return [float(value) for value in (table[0] if len(table) == 1 else table.mean(1))]
 
     def mean(self, contestant: Contestant, metric: str) -> Mean:
@@ -136,7 +137,7 @@ class Comparison:
     def _pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of names that are tested."""
         names, baselines = self.recipes, [row for row in self.contestants if not row.recipe]
-        pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
+        pairs = list(combinations(names, 2))
         if self.against is not None:
             pairs = [(name, self.against) for name in names if name != self.against]
             if self.against not in names:
@@ -179,10 +180,9 @@ class Comparison:
             " interval is of seeds only and says nothing of other test items (--splits does)."
         )
         notes = [interval, self._tuning()]
-        if any(each.p is not None for each in self.differences):
-            notes.append(
-                f"p values: {statistics.method(self.primary, self.recipes, self.differences)}"
-            )
+        if any(difference.p is not None for difference in self.differences):
+            tests = statistics.method(self.primary, self.recipes, self.differences, plan.blocks)
+            notes.append(f"p values: {tests}")
         fixed = [name for name in self.recipes if np.ptp(self.primary[name]) < statistics.SAME]
         if fixed and self.plan.splits == 1:
             notes.append(f"No seed changes {', '.join(fixed)}: one value, without an interval.")
@@ -193,7 +193,7 @@ class Comparison:
             for number, search in enumerate(row.searches):
                 split = f" on split {number}" if plan.splits > 1 else ""
                 notes += search.notes(row.name + split)
-        return [*notes, *(f"Not the same for all: {each}" for each in self.different)]
+        return [*notes, *(f"Not the same for all: {difference}" for difference in self.different)]
 
     def _tuning(self) -> str:
         plan = self.plan
@@ -225,5 +225,5 @@ class Comparison:
             "seeds": self.plan.seeds,
             "splits": self.plan.splits,
             "contestants": rows,
-            "differences": [asdict(each) for each in self.differences],
+            "differences": [asdict(difference) for difference in self.differences],
         }

@@ -80,13 +80,13 @@ class Proposals:
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
         if own:
             self._study.enqueue_trial(dict(own))
-        self._asked: Any = None
+        self._trial: Any = None
         self._values: dict[str, Any] = {}
 
     def next(self, known: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the values of the next trial: `known`, if it was begun in an earlier run."""
-        self._asked = self._study.ask(self._spaces)
-        self._values = dict(self._asked.params) if known is None else known
+        self._trial = self._study.ask(self._spaces)
+        self._values = dict(self._trial.params) if known is None else known
         return self._values
 
     def tell(self, score: float | None) -> None:
@@ -94,12 +94,12 @@ class Proposals:
         from optuna.trial import TrialState, create_trial
 
         state = TrialState.FAIL if score is None else TrialState.COMPLETE
-        if self._values == self._asked.params:
-            self._study.tell(self._asked, score, state)
+        if self._values == self._trial.params:
+            self._study.tell(self._trial, score, state)
             return
         # Another version of Optuna proposed what is known: its values count, not what this one
         # would have tried.
-        self._study.tell(self._asked, state=TrialState.FAIL)
+        self._study.tell(self._trial, state=TrialState.FAIL)
         self._study.add_trial(
             create_trial(state=state, params=self._values, distributions=self._spaces, value=score)
         )
@@ -157,8 +157,8 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
         proposals.tell(done[-1].score)
     if all(trial.score is None for trial in done):
         raise DataError(
-            f"{recipe.name}: in each of the {plan.trials} trials the loss became NaN or infinite. Narrow"
-            " [search], above all the learning rate."
+            f"{recipe.name}: in each of the {plan.trials} trials the loss became NaN or infinite."
+            " Narrow [search], above all the learning rate."
         )
     return done
 

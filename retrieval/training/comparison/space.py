@@ -33,9 +33,9 @@ def table_of(recipe: Tables) -> dict[str, Any]:
 
 def changed(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's table with some values in their places, as `--set` puts them there."""
-    made = copy.deepcopy(dict(table))
-    apply_overrides(made, [f"{key}={toml_value(value)}" for key, value in values.items()])
-    return made
+    copied = copy.deepcopy(dict(table))
+    apply_overrides(copied, [f"{key}={toml_value(value)}" for key, value in values.items()])
+    return copied
 
 
 def tried(values: Range) -> list[Any]:

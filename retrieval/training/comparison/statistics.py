@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -58,11 +59,13 @@ class Difference:
     """One contestant less another, in the same blocks.
 
     Attributes:
-        one: the contestant.
-        other: what is subtracted from it.
+        contestant: whose value it is.
+        reference: whose value is subtracted.
         mean: the mean difference and its interval, at the level of Holm's step.
         test: "pooled", "paired" or "one-sample"; "none" where every block gives the same
             difference, so that there is no chance to test.
+        error: standard error of the mean; 0 without a test.
+        pooled: how many recipes share the variance; 2 for a pair.
         p: two-sided; None without a test.
         corrected: the same after Holm's correction.
         needed: of the undecided difference with the smallest p, how many blocks would decide it
@@ -70,11 +73,13 @@ class Difference:
             `MOST_BLOCKS` where it takes more than those.
     """
 
-    one: str
-    other: str
+    contestant: str
+    reference: str
     mean: Mean
     test: str
-    p: float | None
+    error: float = 0.0
+    pooled: int = 2
+    p: float | None = None
     corrected: float | None = None
     needed: int | None = None
 
@@ -85,14 +90,11 @@ class Difference:
             return self.mean.value != 0
         return self.corrected < LEVEL
 
-
-@dataclass(frozen=True)
-class _Test:
-    """A t test before the correction; `pooled` recipes share a variance, 2 stands for one pair."""
-
-    difference: Difference
-    error: float
-    pooled: int
+    @property
+    def ranked(self) -> tuple[str, str]:
+        """The name of the better contestant, then of the other."""
+        names = self.contestant, self.reference
+        return names if self.mean.value >= 0 else names[::-1]
 
 
 def mean_of(values: Sequence[float]) -> Mean:
@@ -125,18 +127,18 @@ def method(
     values: Mapping[str, Sequence[float]],
     recipes: Sequence[str],
     differences: Sequence[Difference],
+    blocks: str,
 ) -> str:
     """Return which tests the p values are of, and why, as the end of a sentence."""
     from scipy import stats
 
-    unit = f"{len(next(iter(values.values())))} blocks"
-    tests = {each.test for each in differences}
+    tests = {difference.test for difference in differences}
     seeded = [values[name] for name in recipes if np.ptp(values[name]) >= SAME]
-    reason = "fewer than three recipes depend on the seed, or there are fewer than three blocks"
+    reason = "it takes three recipes that depend on the seed, and three seeds, to pool variances"
     if len(seeded) > 2 and len(seeded[0]) >= LEAST_POOLED:
-        bartlett = probability(float(stats.bartlett(*seeded).pvalue))
+        bartlett = equation(float(stats.bartlett(*seeded).pvalue))
         comparable = "comparable" if "pooled" in tests else "not comparable"
-        reason = f"Bartlett's test finds the recipes' variances {comparable} (p = {bartlett})"
+        reason = f"Bartlett's test finds the recipes' variances {comparable} ({bartlett})"
     if "pooled" in tests:
         freedom = (len(seeded) - 1) * (len(seeded[0]) - 1)
         lines = [
@@ -144,7 +146,7 @@ def method(
             f" {freedom} degrees of freedom), since {reason}"
         ]
     else:
-        lines = [f"paired t tests by MAP@R over {unit}, since {reason}"]
+        lines = [f"paired t tests by MAP@R over {blocks}, since {reason}"]
     if "one-sample" in tests:
         lines.append("a one-sample t test where one of the two does not depend on the seed")
     return (
@@ -156,11 +158,8 @@ def method(
 def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
     """Return the standard error of a difference by the blocked ANOVA's residual variance.
 
-    Args:
-        values: by recipe, one of each block; none is constant.
-
-    Returns:
-        None for fewer than three recipes, or variances that are not comparable.
+    It is None for fewer than three recipes or blocks, and variances that are not comparable. No
+    recipe's values are constant.
     """
     from scipy import stats
 
@@ -189,54 +188,56 @@ def compare(
     from scipy import stats
 
     if pairs is None:
-        pairs = [(one, other) for i, one in enumerate(recipes) for other in recipes[i + 1 :]]
+        pairs = list(combinations(recipes, 2))
     seeded = {name: values[name] for name in recipes if np.ptp(values[name]) >= SAME}
     shared = pooled_error(seeded)
     blocks = len(next(iter(values.values())))
-    tests = []
-    for one, other in pairs:
-        apart = np.subtract(values[one], values[other])
-        mean, error, pooled, kind = float(apart.mean()), 0.0, 2, "paired"
-        if shared is not None and one in seeded and other in seeded:
-            error, pooled, kind = shared, len(seeded), "pooled"
+    differences = []
+    for contestant, reference in pairs:
+        apart = np.subtract(values[contestant], values[reference])
+        mean, error, pooled, test = float(apart.mean()), 0.0, 2, "paired"
+        if shared is not None and contestant in seeded and reference in seeded:
+            error, pooled, test = shared, len(seeded), "pooled"
         elif np.ptp(apart) < SAME:
-            mean, kind = 0.0 if abs(mean) < SAME else mean, "none"
+            mean, test = 0.0 if abs(mean) < SAME else mean, "none"
         else:
             error = float(stats.sem(apart))
-            if min(np.ptp(values[one]), np.ptp(values[other])) < SAME:
-                kind = "one-sample"
-        difference = Difference(one, other, Mean(mean, 0.0), kind, None)
+            if min(np.ptp(values[contestant]), np.ptp(values[reference])) < SAME:
+                test = "one-sample"
+        p = None
         if error:
-            p = 2 * stats.t.sf(abs(mean) / error, (pooled - 1) * (blocks - 1))
-            difference = replace(difference, p=float(p))
-        tests.append(_Test(difference, error, pooled))
-    made = [test for test in tests if test.difference.p is not None]
-    corrected, levels = holm([test.difference.p or 0.0 for test in made])
+            p = float(2 * stats.t.sf(abs(mean) / error, (pooled - 1) * (blocks - 1)))
+        differences.append(
+            Difference(contestant, reference, Mean(mean, 0.0), test, error, pooled, p)
+        )
+    return _corrected(differences, blocks)
+
+
+def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
+    from scipy import stats
+
+    tested = [place for place, test in enumerate(differences) if test.p is not None]
+    corrected, levels = holm([differences[place].p or 0.0 for place in tested])
     # the undecided ones share a level, so the smallest p is the closest to a decision
-    undecided = [step for step, p in enumerate(corrected) if p >= LEVEL]
-    closest = min(undecided, key=lambda step: made[step].difference.p or 0.0, default=None)
-    done = []
-    steps = iter(range(len(made)))
-    for test in tests:
-        difference = test.difference
-        if difference.p is not None:
-            step = next(steps)
-            limit = float(stats.t.ppf(1 - levels[step] / 2, (test.pooled - 1) * (blocks - 1)))
-            difference = replace(
-                difference,
-                mean=Mean(difference.mean.value, limit * test.error),
-                corrected=corrected[step],
-                needed=_blocks_needed(test, blocks, levels[step]) if step == closest else None,
-            )
-        done.append(difference)
-    return done
+    undecided = [place for place, p in zip(tested, corrected, strict=True) if p >= LEVEL]
+    closest = min(undecided, key=lambda place: differences[place].p or 0.0, default=None)
+    for place, p, level in zip(tested, corrected, levels, strict=True):
+        test = differences[place]
+        limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
+        differences[place] = replace(
+            test,
+            mean=Mean(test.mean.value, limit * test.error),
+            corrected=p,
+            needed=_blocks_needed(test, blocks, level) if place == closest else None,
+        )
+    return differences
 
 
-def _blocks_needed(test: _Test, blocks: int, level: float) -> int:
+def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
     """Return the blocks that decide a difference with a probability of `POWER`."""
     from scipy import stats
 
-    effect = abs(test.difference.mean.value) / (test.error * np.sqrt(blocks))
+    effect = abs(test.mean.value) / (test.error * np.sqrt(blocks))
 
     def enough(count: int) -> bool:
         freedom = (test.pooled - 1) * (count - 1)
@@ -246,75 +247,58 @@ def _blocks_needed(test: _Test, blocks: int, level: float) -> int:
     return bisect_left(range(MOST_BLOCKS + 1), True, lo=blocks + 1, key=enough)
 
 
-def sentences(differences: Sequence[Difference], blocks: str) -> list[str]:
-    """Return what can be said of differences: one sentence each for the decided ones and those
-    without a test, one for all undecided ones.
+def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
+    """Return a sentence for each decided or untested difference, and one for all undecided ones.
 
-    Args:
-        differences: as `compare` returns them.
-        blocks: how many and of what kind, such as "5 seeds".
+    `blocks` says how many and of what kind, as "5 seeds".
     """
-    tests = sum(each.p is not None for each in differences)
+    count = sum(test.p is not None for test in tests)
+    after = f" after Holm's correction for {count} tests" if count > 1 else ""
     lines = []
-    for each in differences:
-        apart = number(abs(each.mean.value))
-        if each.corrected is None:
-            lines.append(_untested(each, apart))
-        elif each.decided:
-            one, other = (each.one, each.other) if each.mean.value > 0 else (each.other, each.one)
+    for test in tests:
+        (better, worse), apart = test.ranked, number(abs(test.mean.value))
+        if test.corrected is not None:
+            if test.decided:
+                p = equation(test.corrected)
+                half = number(test.mean.half)
+                lines.append(f"{better} is better than {worse} by {apart} ± {half}, {p}{after}.")
+        elif test.mean.value == 0:
+            lines.append(f"{better} and {worse} have the same MAP@R in every run.")
+        else:
             lines.append(
-                f"{one} is better than {other} by {apart} ± {number(each.mean.half)}"
-                f"{_probability(each, tests)}."
+                f"{better} is {apart} above {worse} on this split: the difference does not depend"
+                " on the seed, so seeds cannot say how certain it is of other splits (--splits"
+                " can)."
             )
-    undecided = [each for each in differences if each.corrected is not None and not each.decided]
+    undecided = [test for test in tests if test.corrected is not None and not test.decided]
     if undecided:
-        lines.append(_undecided(undecided, blocks))
+        pairs = ", ".join(
+            f"{test.contestant} and {test.reference}"
+            f" ({number(abs(test.mean.value))} ± {number(test.mean.half)})"
+            for test in undecided
+        )
+        closest = next(test for test in undecided if test.needed is not None)
+        beyond = (closest.needed or 0) > MOST_BLOCKS
+        needed = f"more than {MOST_BLOCKS:,}" if beyond else f"about {closest.needed}"
+        lines.append(
+            f"Not decided with {blocks}: {pairs}. {closest.contestant} and {closest.reference}"
+            f" would take {needed} {blocks.split()[-1]} (power .8 at the observed difference and"
+            " variance)."
+        )
     return lines
 
 
-def _untested(each: Difference, apart: str) -> str:
-    if each.mean.value == 0:
-        return f"{each.one} and {each.other} have the same MAP@R in every run."
-    one, other = (each.one, each.other) if each.mean.value > 0 else (each.other, each.one)
-    return (
-        f"{one} is {apart} above {other} on this split: the difference does not depend on the"
-        " seed, so seeds cannot say how certain it is of other splits (--splits can)."
-    )
-
-
-def _undecided(undecided: Sequence[Difference], blocks: str) -> str:
-    pairs = ", ".join(
-        f"{each.one} and {each.other} ({number(abs(each.mean.value))} ± {number(each.mean.half)})"
-        for each in undecided
-    )
-    closest = next(each for each in undecided if each.needed is not None)
-    unit = blocks.split()[-1]
-    beyond = closest.needed is None or closest.needed > MOST_BLOCKS
-    more = f"more than {MOST_BLOCKS:,}" if beyond else f"about {closest.needed}"
-    return (
-        f"Not decided with {blocks}: {pairs}. {closest.one} and {closest.other} would take"
-        f" {more} {unit} (power .8 at the observed difference and variance)."
-    )
-
-
-def _probability(each: Difference, tests: int) -> str:
-    assert each.corrected is not None
-    equals = "" if each.corrected < 0.001 else "= "
-    after = f" after Holm's correction for {tests} tests" if tests > 1 else ""
-    return f", p {equals}{probability(each.corrected)}{after}"
-
-
-def conclusion(differences: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
+def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
     """Return what can be said of all recipes together, as a sentence."""
-    among = [each for each in differences if {each.one, each.other} <= set(recipes)]
     if len(recipes) == 1:
         return f"{recipes[0]} with {blocks}: one recipe, and nothing to compare it with."
-    worse = {each.other if each.mean.value > 0 else each.one for each in among if each.decided}
+    tests = [test for test in tests if {test.contestant, test.reference} <= set(recipes)]
+    worse = {test.ranked[1] for test in tests if test.decided}
     rest = [name for name in recipes if name not in worse]
     for name in rest:
-        own = [each for each in among if name in (each.one, each.other)]
-        if all(each.decided for each in own):
-            where = " on this split" if any(each.p is None for each in own) else ""
+        own = [test for test in tests if name in (test.contestant, test.reference)]
+        if all(test.decided for test in own):
+            where = " on this split" if any(test.p is None for test in own) else ""
             return f"{name} has the highest MAP@R of all recipes compared{where}."
     if not worse:
         return f"Nothing can be said of which recipe is the best with {blocks}."
@@ -325,13 +309,13 @@ def conclusion(differences: Sequence[Difference], recipes: Sequence[str], blocks
     )
 
 
-def conclusion_against(differences: Sequence[Difference], against: str, blocks: str) -> str:
+def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -> str:
     """Return which contestants are better and worse than one of them, as a sentence."""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "not decided": []}
-    for each in differences:
-        name, sign = (each.other, -1) if each.one == against else (each.one, 1)
-        kind = "better" if sign * each.mean.value > 0 else "worse"
-        groups[kind if each.decided else "not decided"].append(name)
+    for test in tests:
+        name = test.reference if test.contestant == against else test.contestant
+        kind = "better" if test.ranked[0] == name else "worse"
+        groups[kind if test.decided else "not decided"].append(name)
     lines = [f"{kind}: {', '.join(names)}" for kind, names in groups.items() if names]
     return f"Compared with {against}, with {blocks}: {'; '.join(lines)}."
 
@@ -344,3 +328,8 @@ def number(value: float) -> str:
 def probability(value: float) -> str:
     """Return a p value as the tables write it."""
     return "< .001" if value < 0.001 else f"{value:.3f}".removeprefix("0")
+
+
+def equation(value: float) -> str:
+    """Return a p value as sentences write it."""
+    return f"p {probability(value)}" if value < 0.001 else f"p = {probability(value)}"

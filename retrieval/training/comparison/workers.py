@@ -68,15 +68,14 @@ class Worker:
 class Parallel(Worker):
     """Does tasks side by side, and their jobs elsewhere."""
 
-    def submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
-        """Begin a job elsewhere."""
+    def _submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
         raise NotImplementedError
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Ask the workers to stop: one that trains writes its checkpoint first."""
         raise NotImplementedError
 
-    def error(self, error: Exception) -> Exception:
+    def _error(self, error: Exception) -> Exception:
         """Return the error for a job whose worker was lost."""
         raise NotImplementedError
 
@@ -85,7 +84,7 @@ class Parallel(Worker):
         pending: list[Figures | Future[tuple[Figures, str, int]]] = []
         for job in jobs:
             before = known(job)
-            pending.append(self.submit(job) if before is None else before)
+            pending.append(self._submit(job) if before is None else before)
         return [
             self.counted(self._result(item) if isinstance(item, Future) else item)
             for item in pending
@@ -95,17 +94,17 @@ class Parallel(Worker):
         try:
             answer = future.result()
         except Exception as error:
-            raise self.error(error) from None
+            raise self._error(error) from None
         return outcome(answer)
 
     def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
-        """Do tasks side by side; see `Worker.all`."""
+        """See `Worker.all`."""
         with ThreadPoolExecutor(len(tasks)) as threads:
             try:
                 waiting = [threads.submit(task, self) for task in tasks]
                 return [future.result() for future in waiting]
             except BaseException:
-                self.stop()
+                self._stop()
                 raise
 
 
@@ -121,12 +120,10 @@ class Processes(Parallel):
             initargs=(max(1, cores() // count),),
         )
 
-    def submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
-        """Begin a job in a worker process."""
+    def _submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
         return self.pool.submit(perform_elsewhere, job)
 
-    def stop(self) -> None:
-        """Ask the worker processes to stop."""
+    def _stop(self) -> None:
         running = list((self.pool._processes or {}).values())
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in running:
@@ -134,8 +131,7 @@ class Processes(Parallel):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)
 
-    def error(self, error: Exception) -> Exception:
-        """Return the error for a job whose process ended."""
+    def _error(self, error: Exception) -> Exception:
         if not isinstance(error, BrokenProcessPool):
             return error
         return DataError(
@@ -150,8 +146,8 @@ class OnRay(Parallel):
     def __init__(self, cluster: Cluster, folder: Path, meter: Meter) -> None:
         super().__init__(meter)
         self.ray, plan = cluster.ray, folder / "plan.json"
-        self.stopped = False
-        self.running: dict[Future[Any], Any] = {}
+        self._stopped = False
+        self._running: dict[Future[Any], Any] = {}
         self.arguments = installed_version(), plan, _checksum(plan), cluster.cpus
         self.remote = self.ray.remote(_perform_on_node).options(
             num_cpus=cluster.cpus,
@@ -160,21 +156,20 @@ class OnRay(Parallel):
             retry_exceptions=False,
         )
 
-    def submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
-        """Begin a job on a node."""
+    def _submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
         with self.counting:
-            if self.stopped:
+            if self._stopped:
                 raise Interrupted("The comparison was asked to stop.")
             ref = self.remote.remote(job, *self.arguments)
             future: Future[Any] = ref.future()
-            self.running[future] = ref
+            self._running[future] = ref
             return future
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Ask the trainings to stop, and end those that do not."""
         with self.counting:
-            self.stopped = True
-            refs = [ref for future, ref in self.running.items() if not future.done()]
+            self._stopped = True
+            refs = [ref for future, ref in self._running.items() if not future.done()]
         for ref in refs:
             with contextlib.suppress(Exception):
                 self.ray.cancel(ref)
@@ -184,9 +179,8 @@ class OnRay(Parallel):
                 with contextlib.suppress(Exception):
                     self.ray.cancel(ref, force=True)
 
-    def error(self, error: Exception) -> Exception:
-        """Return the error for a task that was stopped or lost."""
-        if self.stopped or isinstance(error, self.ray.exceptions.TaskCancelledError):
+    def _error(self, error: Exception) -> Exception:
+        if self._stopped or isinstance(error, self.ray.exceptions.TaskCancelledError):
             return Interrupted("The comparison was asked to stop.")
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".")

@@ -52,7 +52,7 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
         write_text(folder / name, text, DataError)
 
 
-def figures(result: Comparison) -> Cells:
+def metric_table(result: Comparison) -> Cells:
     """Return the table of metrics, its head first."""
     blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
     rows = [[f"mean ± 95 %, of {blocks}, uncorrected", *map(metric_title, result.metrics)]]
@@ -69,15 +69,16 @@ def interval(mean: Mean) -> str:
 def differences(result: Comparison) -> Cells:
     """Return the table of differences, its head first."""
     rows = [["", "less", "MAP@R ± at Holm's level", "p", "p, corrected"]]
-    for each in result.differences:
+    for difference in result.differences:
         p, corrected = (
-            "" if value is None else probability(value) for value in (each.p, each.corrected)
+            "" if value is None else probability(value)
+            for value in (difference.p, difference.corrected)
         )
-        sign = "+" if each.mean.value >= 0 else "−"
-        apart = f"{sign}{number(abs(each.mean.value))}" + (
-            f" ± {number(each.mean.half)}" if each.mean.half else ""
+        sign = "+" if difference.mean.value >= 0 else "−"
+        apart = f"{sign}{number(abs(difference.mean.value))}" + (
+            f" ± {number(difference.mean.half)}" if difference.mean.half else ""
         )
-        rows.append([each.one, each.other, apart, p, corrected])
+        rows.append([difference.contestant, difference.reference, apart, p, corrected])
     return rows if len(rows) > 1 else []
 
 
@@ -87,13 +88,14 @@ def settings(result: Comparison) -> list[str]:
     for row in result.contestants:
         for split, search in enumerate(row.searches):
             name = row.name if len(row.searches) == 1 else f"{row.name}, split {split}"
-            values = (f"{key} = {toml_value(_short(v))}" for key, v in search.values.items())
-            lines.append(f"{name}: {', '.join(values)}")
+            values = {
+                k: float(f"{v:.4g}") if isinstance(v, float) else v
+                for k, v in search.values.items()
+            }
+            lines.append(
+                f"{name}: {', '.join(f'{k} = {toml_value(v)}' for k, v in values.items())}"
+            )
     return lines
-
-
-def _short(value: object) -> object:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def markdown(result: Comparison) -> str:
@@ -104,7 +106,7 @@ def markdown(result: Comparison) -> str:
         lines = ["| " + " | ".join(row) + " |" for row in safe]
         return [lines[0], "| --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:], ""]
 
-    lines = [f"**{result.conclusion}**", "", *table(figures(result))]
+    lines = [f"**{result.conclusion}**", "", *table(metric_table(result))]
     if result.differences:
         lines += [*(f"- {sentence}" for sentence in result.sentences), ""]
         lines += table(differences(result))
@@ -120,7 +122,7 @@ def as_csv(result: Comparison) -> str:
     rows.writerow(["contestant", "kind", "split", "seed", "metric", "value"])
     for row in result.contestants:
         kind = "recipe" if row.recipe else "baseline"
-        for place, values in enumerate(row.figures):
+        for place, values in enumerate(row.metrics):
             split, seed = divmod(place, result.plan.seeds)
             rows.writerows(
                 [row.name, kind, split, seed, metric, values[metric]] for metric in result.metrics
@@ -206,7 +208,7 @@ def page(result: Comparison) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     return environment.from_string(template).render(
         result=result,
-        figures=figures(result),
+        figures=metric_table(result),
         differences=differences(result),
         settings=settings(result),
     )
