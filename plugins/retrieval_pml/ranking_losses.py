@@ -101,7 +101,7 @@ class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
         pairs = Pairs(labels, labels)
         pairs.own = None  # a query counts among its own positives
         positives = pairs.counts()[0]
-        parts = blocks(len(labels), len(labels), each=positives)
+        parts = blocks(len(labels), len(labels), repeats=positives)
         loss, _ = by_rows(mat, pairs, self._plain, parts=parts)
         return self.weigh(loss, positives > 1, labels, indices_tuple)
 
@@ -138,7 +138,7 @@ class PNPLoss(PreciseLoss, OfBatch, losses.PNPLoss):
         """Return the losses by name; see `OfBatch`."""
         pairs = Pairs(labels, labels)
         pairs.own = None  # a query counts among its own positives
-        parts = blocks(len(mat), mat.shape[1], each=pairs.counts()[0])
+        parts = blocks(len(mat), mat.shape[1], repeats=pairs.counts()[0])
         loss = by_rows(mat, pairs, self._plain, parts=parts)[0].mean()
         return reduced(1 - loss if self.variant == "Dq" else loss)
 

@@ -520,7 +520,7 @@ class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
         if triplets == 0:
             return self.zero_losses()
         mat = similarities(self.distance, embeddings, ref_emb)
-        parts = blocks(len(mat), mat.shape[1], each=positives)
+        parts = blocks(len(mat), mat.shape[1], repeats=positives)
         batch = torch.zeros_like(self.hist_, dtype=torch.float64)
         for part in parts:
             positive, negative = pairs.of(part)

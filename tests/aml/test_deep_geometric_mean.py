@@ -143,12 +143,6 @@ class TestOddBatches:
             float(value.detach()) == 0 and embeddings.grad is not None and not embeddings.grad.any()
         )
 
-    def test_a_class_in_one_point(self) -> None:
-        embeddings = batch().index_fill(0, (LABELS == 2).nonzero().squeeze(1), 1.0).requires_grad_()
-        value = GeometricMeanLoss()(embeddings, LABELS)
-        value.backward()
-        assert value.isfinite() and embeddings.grad is not None and embeddings.grad.isfinite().all()
-
     def test_fewer_items_than_dimensions(self) -> None:
         embeddings = batch(size=40).requires_grad_()
         value = GeometricMeanLoss()(embeddings, LABELS)
@@ -210,35 +204,6 @@ class TestRefusals:
     def test_parameters(self, values: dict[str, Any], sentence: str) -> None:
         with pytest.raises(ValueError, match=sentence):
             GeometricMeanLoss(**values)
-
-    def test_what_it_is_given(self) -> None:
-        loss, embeddings = GeometricMeanLoss(), batch()
-        wrong = embeddings.clone()
-        wrong[3, 1] = float("nan")
-        with pytest.raises(
-            DataError, match=r"embeddings hold NaN or infinite numbers: 1 of 12 items"
-        ):
-            loss(wrong, LABELS)
-        with pytest.raises(DataError, match=r"ref_emb hold NaN"):
-            loss(embeddings, LABELS, None, wrong, LABELS)
-        with pytest.raises(ValueError, match="labels are missing"):
-            loss(embeddings)
-        with pytest.raises(ValueError, match="ref_labels are missing"):
-            loss(embeddings, LABELS, None, batch(5))
-        with pytest.raises(ValueError, match="must be a matrix"):
-            loss(LABELS, LABELS)
-        with pytest.raises(ValueError, match="labels"):
-            loss(embeddings, LABELS[:5])
-        for indices, sentence in (
-            (
-                (torch.tensor([0]), torch.tensor([12]), torch.tensor([1])),
-                "from 12 to 12, and there are 12",
-            ),
-            ((torch.tensor([0]),) * 2, "not 2 tensors"),
-        ):
-            with pytest.raises(ValueError, match=sentence):
-                loss(embeddings, LABELS, indices)
-
 
 def test_the_best_scale_is_where_the_objective_is_flat() -> None:
     a, eigenvalues = torch.tensor([0.3, 2.0, 1.0]), torch.tensor([0.1, 1.0, 30.0])

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import subprocess
 import sys
 import warnings
 from typing import Any
 
-import joblib
 import numpy as np
 import pytest
-import torch
 from aml_metrics import assert_spd
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
-from retrieval.model.contracts import Learner
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
-from sklearn.model_selection import GridSearchCV
 from sklearn.neighbors import KNeighborsClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from retrieval_aml import AML, GMML
@@ -110,38 +103,6 @@ def test_pairs_count_as_often_as_they_are_given(wine: Any) -> None:
     assert np.abs(more.get_mahalanobis_matrix() - once).max() > 1e-3
 
 
-@each
-def test_the_model_gives_the_numbers_of_transform(learner: Any, wine: Any) -> None:
-    x, y = wine
-    assert isinstance(learner, Learner)
-    head, combiner = learner.fit(x + 1000, y).to_model_parts()
-    assert combiner is None
-    expected = learner.transform(x + 1000)
-    with torch.no_grad():
-        found = head(torch.from_numpy(x + 1000).float()).numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=3e-4 * np.abs(expected).max())
-
-
-@each
-def test_saved_and_the_same_twice(learner: Any, wine: Any) -> None:
-    x, y = wine
-    file = io.BytesIO()
-    joblib.dump(learner.fit(x, y), file)
-    file.seek(0)
-    np.testing.assert_array_equal(joblib.load(file).transform(x), learner.transform(x))
-    np.testing.assert_array_equal(again(learner).fit(x, y).components_, learner.components_)
-
-
-def test_in_a_pipeline_and_a_search(wine: Any) -> None:
-    x, y = wine
-    pipeline = make_pipeline(StandardScaler(), AML(), KNeighborsClassifier(3))
-    grid = {"aml__t": [0.0, 0.3, 1.0], "aml__alpha": [0.1, 10.0]}
-    search = GridSearchCV(pipeline, grid, cv=2, error_score="raise").fit(x[::2], y[::2])
-    assert search.best_params_["aml__t"] < 1.0
-    assert len(search.best_estimator_[:-1].get_feature_names_out()) == 13
-    assert search.score(x[1::2], y[1::2]) > 0.9
-
-
 def test_pairs_are_drawn_by_seed(wine: Any) -> None:
     x, y = wine
     first, other = (GMML(n_pairs=500, seed=seed).fit(x, y) for seed in (4, 5))
@@ -175,16 +136,6 @@ def test_standardizing_is_taken_into_the_map(wine: Any) -> None:
         )
         by_hand = again(learner).fit(x, y).get_mahalanobis_matrix()
         np.testing.assert_allclose(plain.get_mahalanobis_matrix(), by_hand, rtol=1e-5, atol=1e-6)
-
-
-def test_one_scale_for_all_features_changes_no_order(wine: Any) -> None:
-    x, y = wine
-    for learner in (GMML(), AML()):
-        m = learner.fit(x, y).get_mahalanobis_matrix()
-        for scale in (1e-6, 1e6):
-            np.testing.assert_allclose(
-                learner.fit(scale * x, y).get_mahalanobis_matrix(), m, rtol=1e-4, atol=1e-5
-            )
 
 
 @pytest.mark.parametrize("standardize", [False, True])

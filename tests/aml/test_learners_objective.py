@@ -74,16 +74,6 @@ def test_eq_9_is_where_the_confusion_is_stationary(m: Any, beta: float) -> None:
         assert np.abs(-opposite @ d + beta * m @ (points[1] - pair[1])).max() < 1e-10 * scale
 
 
-def test_eq_9_is_a_minimum() -> None:
-    m, beta = METRICS["regular"], 0.7
-    found = adversarial_pairs(m, PAIRS, SIMILAR, beta)
-    for pair, alike, points in zip(PAIRS[:6], SIMILAR[:6], found[:6], strict=True):
-        least = loops.confusion(m, pair, alike, beta, points)
-        for _ in range(20):
-            other = points + 0.1 * RANDOM.normal(size=(2, 4))
-            assert loops.confusion(m, pair, alike, beta, other) > least
-
-
 def test_adversarial_pairs_of_both_kinds_move_together() -> None:
     for m in METRICS.values():
         found = adversarial_pairs(m, PAIRS, SIMILAR, 2.0)
@@ -224,12 +214,6 @@ def test_limits_are_gmml_up_to_scale(alpha: float, beta: float, t: float) -> Non
     m = AML(alpha, beta, t).fit(X, Y).get_mahalanobis_matrix()
     g = GMML(t).fit(X, Y).get_mahalanobis_matrix()
     np.testing.assert_allclose(m / np.trace(m), g / np.trace(g), atol=2e-6)
-
-
-def test_between_the_limits_it_is_not_gmml() -> None:
-    m = AML(10.0, 1.0).fit(X, Y).get_mahalanobis_matrix()
-    g = GMML().fit(X, Y).get_mahalanobis_matrix()
-    assert np.abs(m / np.trace(m) - g / np.trace(g)).max() > 0.01
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (10.0, 0.1), (100.0, 100.0)])

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
@@ -106,26 +105,3 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     )
     first = [answer["results"][0]["label"] for answer in answers]
     assert np.mean(np.array(first) == y[test[:60]]) > 0.9
-
-
-def test_behind_a_frozen_network(cli: Callable[..., Any], tmp_path: Path) -> None:
-    recall = {}
-    for name, learner in (
-        ("plain", '[learner]\nname = "core.pca"\nn_components = 8\n'),
-        ("learned", LANML),
-    ):
-        (tmp_path / "recipe.toml").write_text(IMAGES + learner.replace("n_components = 16\n", ""))
-        run(cli, "train", tmp_path / "recipe.toml", "--output", tmp_path / name)
-        recall[name] = json.loads((tmp_path / name / "summary.json").read_text())["validation"][
-            "recall_at_1"
-        ]
-    assert recall["learned"] > recall["plain"] + 0.05
-    run(cli, "export", tmp_path / "learned", "-o", tmp_path / "bundle", "--exporter", "torchscript")
-    assert [path.name for path in (tmp_path / "bundle").glob("*.onnx")] == ["encoder.onnx"]
-    images = np.random.default_rng(0).integers(0, 256, (4, 28, 28), dtype=np.uint8)
-    pictures = [Image.fromarray(image) for image in images]
-    found = [
-        Bundle.open(tmp_path / "bundle", threads=1).encode_image(picture).vector
-        for picture in pictures
-    ]
-    assert np.isfinite(found).all()

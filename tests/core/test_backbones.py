@@ -40,50 +40,6 @@ def build(plugins: Plugins, name: str, **values: Any) -> Backbone:
     return made
 
 
-@pytest.mark.parametrize("kind", ["backbones", "datasets", "learners", "metrics"])
-def test_every_factory_reads(plugins: Plugins, kind: str) -> None:
-    found = [
-        factory for name, factory in plugins.factories(kind).items() if name.startswith("core.")
-    ]
-    assert len(found) >= 3
-    for factory in found:
-        assert factory.summary and all(p.doc for p in factory.parameters)
-        required = {p.name for p in factory.parameters if p.required}
-        problems = factory.check({}, "[x]")[1]
-        assert len(problems) == len(required) and all(
-            "is required" in problem for problem in problems
-        )
-
-
-def test_public_names_load() -> None:
-    import retrieval_core
-
-    names = {
-        "ConvNet",
-        "Features",
-        "LDA",
-        "NCA",
-        "PCA",
-        "Pixels",
-        "cifar10",
-        "digits",
-        "efficientnet_lite0",
-        "emnist",
-        "fashion_mnist",
-        "features",
-        "image_folder",
-        "lfw_people",
-        "manifest",
-        "timm_model",
-        "torchvision_model",
-    }
-    assert names <= set(dir(retrieval_core))
-    for name in names:
-        assert callable(getattr(retrieval_core, name))
-    with pytest.raises(AttributeError, match="nothing"):
-        retrieval_core.nothing  # noqa: B018
-
-
 @pytest.mark.parametrize(
     ("values", "features"),
     [
@@ -120,12 +76,6 @@ def test_convnet_normalises_in_the_model() -> None:
 def test_convnet_too_deep(plugins: Plugins) -> None:
     with pytest.raises(RecipeError, match="size 28 cannot be halved 5 times"):
         build(plugins, "convnet", depth=6)
-
-
-def test_features_are_left_as_they_are(plugins: Plugins) -> None:
-    net = build(plugins, "features")
-    x = torch.randn(4, 5)
-    assert net.features == 5 and net.preprocessing is None and torch.equal(net(x), x)
 
 
 def without_last(net: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -62,17 +62,6 @@ def test_each_level_is_the_nets_own_map_averaged_over_its_grid(
     torch.testing.assert_close(found.double(), torch.cat(expected, dim=1), rtol=1e-3, atol=1e-4)
 
 
-def test_what_lies_behind_the_deepest_level_is_not_computed(images: Tensor) -> None:
-    shallow = net(levels={"image": 4, "2": 1})
-    network: Any = shallow.network.network
-    network.blocks[2].register_forward_hook(lambda *_: pytest.fail("block 3 was computed"))
-    assert shallow(images).shape == (3, 3 * 16 + 24)
-    image = net(levels={"image": 4})
-    image_network: Any = image.network.network
-    image_network.conv_stem.register_forward_hook(lambda *_: pytest.fail("the stem was computed"))
-    assert image(images).shape == (3, 48)
-
-
 def test_gradients_are_finite_where_a_map_is_zero(levels: Backbone) -> None:
     black = torch.full((1, 3, 64, 64), -127 / 128, requires_grad=True)
     levels(black).sum().backward()

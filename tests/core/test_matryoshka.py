@@ -183,19 +183,3 @@ def test_a_combiner_is_refused_beside_it() -> None:
     }
     with pytest.raises(RecipeError, match="trains the beginnings of one embedding"):
         check_recipe(recipe)
-
-
-def test_an_object_serves_each_width_with_weights_of_its_own() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-            return self.scale * embeddings.square().sum()
-
-    shared = Scaled()
-    loss = Matryoshka([shared] * 3, [2, 5, 12], [1, 2, 3])
-    loss(batch(), LABELS).backward()
-    grads = [each.scale.grad.item() for each in loss.losses]
-    assert grads == pytest.approx([12, 24, 36])

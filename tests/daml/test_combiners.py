@@ -123,16 +123,6 @@ def test_distances_weights_and_similarities_are_the_papers() -> None:
     assert torch.allclose(paired, distances[:, :6].diagonal(), atol=1e-10)
 
 
-def test_the_head_makes_the_codes_that_the_loops_start_from() -> None:
-    combiner, head = made()
-    x = items(4)
-    assert torch.allclose(head(x), embed(head, x), atol=1e-12)
-    assert torch.equal(combiner.index_vectors(head(x)), head(x)[:, :D])
-    assert torch.allclose(
-        head(x)[:, :D].unflatten(-1, (3, 4)).norm(dim=-1), torch.ones(4, 3).double()
-    )
-
-
 @pytest.mark.parametrize("power", [1, 2])
 def test_uniform_is_the_mean_of_the_local_distances(power: int) -> None:
     torch.manual_seed(0)
@@ -422,21 +412,3 @@ class Largest(TorchDispatchMode):
                     min(each.numel(), each.untyped_storage().size() // each.element_size()),
                 )
         return made
-
-
-@pytest.mark.parametrize("shape", [(300, 400), (20, 5_000), (5_000, 20)])
-def test_no_tensor_of_pairs_times_width_is_made_forward_or_backward(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    hidden = 64
-    combiner = Discriminator(8, 16, 4, hidden, start=1.0)
-    with torch.no_grad():
-        head = combiner.build_head(8)
-        codes = [head(torch.randn(rows, 8)) for rows in shape]
-    for each in codes:
-        each.requires_grad_()
-    inputs = max(each.numel() for each in codes)
-    with Largest() as largest:
-        combiner.compute_mat(*codes).mean().backward()
-    assert largest.numbers <= max(blocks.BLOCK, shape[0] * shape[1], inputs)
-    assert largest.numbers * 4 < shape[0] * shape[1] * hidden
-    assert all(each.grad is not None and each.grad.isfinite().all() for each in codes)

@@ -5,7 +5,6 @@ refusals.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,20 +83,6 @@ def test_one_metric_is_the_plain_case_bit_for_bit(
         assert [line[key] for line in log(one)] == [line[key] for line in log(plain)]
     figures = [evaluate_run(load_run(run.path)).figures["trained"] for run in (one, plain)]
     assert figures[0] == figures[1]
-
-
-@Both
-def test_one_metric_with_a_generator_too(name: str, make: Make, tmp_path: Path) -> None:
-    generator = {"name": "toolbox.mover"}
-    found = [
-        fit(tmp_path, make(combiner=combiner, generator=generator, plugins=[TOOLBOX]), str(i))
-        for i, combiner in enumerate([{"name": name, "metrics": 1}, None])
-    ]
-    states = [checkpoint.load(run.last) for run in found]
-    for part in ("model", "modules"):
-        flat = [checkpoint._flatten(state[part], "", tensors := {}) and tensors for state in states]
-        assert flat[0].keys() == flat[1].keys() and len(flat[0]) > 0
-        assert all(torch.equal(flat[0][key], flat[1][key]) for key in flat[0])
 
 
 def test_one_metric_called_from_python_is_lp_distance_bit_for_bit() -> None:
@@ -185,51 +170,6 @@ def last_of_none(make: Make, tmp_path: Path) -> dict[str, Tensor]:
     return {
         k: v.clone() for k, v in build_run(tmp_path / "none", make()).model.state_dict().items()
     }
-
-
-@pytest.mark.parametrize("still", ["combiner", "head"])
-def test_with_a_zero_rate_a_side_stays_bit_identical(
-    still: str, make: Make, tmp_path: Path
-) -> None:
-    start = last_of_none(make, tmp_path)
-    after = last(fit(tmp_path, make(optimizer={"lr": 0.01, "lr_factor": {still: 0.0}})))
-    moved = {key for key in start if not torch.equal(start[key], after[key])}
-    assert moved == {
-        key for key in start if ("combiner" in key or "flows" in key) == (still == "head")
-    }
-
-
-def test_a_combiner_without_objective_trains_as_before(make: Make, tmp_path: Path) -> None:
-    """Uniform weights add nothing to the loss: by hand, one step at a time, the same weights."""
-    run = fit(
-        tmp_path,
-        make(combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1}),
-    )
-    assert not any(
-        "combiner_loss" in line or "load_1" in line or "warnings" in line for line in log(run)
-    )
-
-    from accelerate import Accelerator
-    from retrieval.run.open import build_run
-    from retrieval.training.trainer import Trainer
-
-    made = make(
-        combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1}
-    )
-    checkpoint.seed_everything(made.seed)
-    again = build_run(tmp_path / "by-hand", made)
-    trainer = Trainer(again, Accelerator(cpu=True))
-    assert again.objective is not None
-    parameters = list(again.model.parameters())
-    for epoch in range(2):
-        for inputs, labels in trainer.batches.epoch(epoch):
-            loss = again.objective.loss(again.model(inputs)[1], labels)
-            gradients = torch.autograd.grad(loss, parameters)
-            with torch.no_grad():
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.add_(gradient, alpha=-0.1)  # as torch's SGD
-    after = last(run)
-    assert all(torch.equal(after[key], value) for key, value in again.model.state_dict().items())
 
 
 # --- the log
@@ -356,24 +296,6 @@ def test_negative_weights_and_uneven_parts_are_refused_in_the_recipe(
         RecipeError, match="5 local metrics cannot share an embedding of 12 columns"
     ):
         fit(tmp_path, made)
-
-
-@Both
-def test_a_batch_without_triplets_trains_on(name: str, make: Make, tmp_path: Path) -> None:
-    made = make(
-        combiner={"name": name, "metrics": 3},
-        sampler={"classes": 4, "items": 1, "batches": 3},
-        loss={"name": "daml.triplet"},
-    )
-    assert all(math.isfinite(line["loss"]) for line in log(fit(tmp_path, made)))
-
-
-@Both
-@pytest.mark.parametrize("loss", ["daml.contrastive", "daml.triplet", "daml.lifted", "daml.npair"])
-def test_the_papers_losses_train_it(name: str, loss: str, make: Make, tmp_path: Path) -> None:
-    run = fit(tmp_path, make(combiner={"name": name, "metrics": 3}, loss={"name": loss}))
-    first, second = log(run)
-    assert second["loss"] < first["loss"]
 
 
 def test_the_combiner_of_the_docs_trains_exports_and_warns(make: Make, tmp_path: Path) -> None:

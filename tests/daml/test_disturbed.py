@@ -94,19 +94,6 @@ def test_more_tries_come_nearer_and_keep_the_length(by: Literal["noise", "classm
     assert mean[0] > mean[1] > mean[2]
 
 
-def test_a_class_that_varies_alike_keeps_its_items() -> None:
-    """Two classes, the same differences around either centre: what is made is another item of the
-    negative's class.
-    """
-    style = torch.randn(T, F, dtype=torch.float64)
-    near, far = torch.zeros(F, dtype=torch.float64), torch.full((F,), 100.0, dtype=torch.float64)
-    anchor, positive = near + style, near + style.roll(1, 0)
-    generator = DisturbedNegative("classmates", 1.0, 4)
-    generator.bind(nn.Identity())
-    made = generator(anchor, positive, far + style)
-    assert ((made - far).norm(dim=1) < (made - near).norm(dim=1)).all()
-
-
 def test_it_has_no_parameters_and_leaves_the_head_alone_and_only_the_negative_has_a_gradient() -> (
     None
 ):

@@ -15,7 +15,7 @@ from pytorch_metric_learning.distances import (
     LpDistance,
     SNRDistance,
 )
-from retrieval.errors import DataError, RecipeError
+from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Combiner
 from torch import Tensor, nn
@@ -238,21 +238,6 @@ def test_distances_that_mean_the_same_give_the_same(name: str) -> None:
     assert math.isfinite(LOSSES[name](distance=SNRDistance())(X, Y).item())
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_one_by_one_and_by_the_matrix_agree(name: str) -> None:
-    """The same pairs of a batch, few of many references or all of few."""
-    few = (torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([2, 3]))
-    alone = LOSSES[name]()(X[:4], Y[:4], few)
-    many = LOSSES[name]()(
-        X[:4],
-        Y[:4],
-        few,
-        torch.cat([X[:4], torch.randn(90, 5, dtype=torch.float64)]),
-        torch.zeros(94),
-    )
-    assert many.item() == pytest.approx(alone.item(), rel=1e-9)
-
-
 @pytest.mark.parametrize(
     "name", sorted(set(LOSSES) - {"triplet"})
 )  # a triplet listed twice is two triplets
@@ -303,38 +288,6 @@ def test_pairs_by_round_take_one_of_each_class() -> None:
     a, p, b, n = pairs_by_round(torch.tensor([0, 0, 1, 1, 0, 0, 2]), None)
     assert list(zip(a.tolist(), p.tolist(), strict=True)) == [(0, 1), (4, 5), (2, 3)]
     assert sorted(zip(b.tolist(), n.tolist(), strict=True)) == [(0, 3), (2, 1)]
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda loss: loss(X * math.nan, Y), DataError, "embeddings hold NaN"),
-        (
-            lambda loss: loss(X, Y, None, REF / 0, REF_Y),
-            DataError,
-            "ref_emb hold NaN or infinite numbers: 7 of 7",
-        ),
-        (lambda loss: loss(X, None), ValueError, "labels are missing"),
-        (lambda loss: loss(X, Y, None, REF, None), ValueError, "ref_labels are missing"),
-        (
-            lambda loss: loss(X, Y, TRIPLETS),
-            ValueError,
-            "from 9 to 13, and there are 9 items: was it",
-        ),
-        (lambda loss: loss(X, Y, TRIPLETS[:2]), ValueError, "not 2 tensors"),
-        (
-            lambda loss: loss(X, Y, (TRIPLETS[0], TRIPLETS[1][:2], TRIPLETS[2])),
-            ValueError,
-            "as many anchors",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_said(
-    name: str, call: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        call(LOSSES[name]())
 
 
 @pytest.mark.parametrize(

@@ -165,24 +165,6 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
             assert found[i, j] == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", ["soft", "sharp", "views", "uniform"])
-def test_an_index_ranks_as_torch_does(served: Any, name: str) -> None:
-    made = served(name)
-    with open_index(made.index_path, threads=1) as index:
-        encoded = index.bundle.encode(made.items[::20])
-        answers = index.search(encoded, 10, candidates=len(made.items))
-        for row, hits in zip(range(0, len(made.items), 20), answers, strict=True):
-            keys = [int(hit.id) for hit in hits]
-            distances = made.distances[row]
-            assert [hit.distance for hit in hits] == pytest.approx(
-                distances[keys].tolist(), abs=1e-3
-            )
-            expected = np.argsort(distances, kind="stable")[:10]
-            for rank, (mine, theirs) in enumerate(zip(keys, expected, strict=True)):
-                # the same item, or one that is as near up to float32's last digits
-                assert mine == theirs or abs(distances[mine] - distances[theirs]) < 2e-5, rank
-
-
 @pytest.mark.parametrize("name", ["soft", "sharp", "uniform"])
 def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name: str) -> None:
     made = served(name)
@@ -249,15 +231,6 @@ def test_squares_of_equal_weight_need_no_rescorer(served: Any) -> None:
         distances = np.sort(made.distances[row])[:10]
         # FAISS reports √Σ d², which is √K times the mean
         assert [hit.distance / 2 for hit in found] == pytest.approx(distances.tolist(), abs=1e-3)
-
-
-def test_a_thousand_candidates_are_rescored_in_one_call(served: Any) -> None:
-    made = served("soft")
-    bundle = Bundle.open(made.run.path / "bundle", threads=1)
-    encoded = bundle.encode(made.items)
-    distances = bundle.rescore(encoded.code[:1], encoded.code[:1000])
-    assert distances.shape == (1, 1000)
-    assert np.abs(distances[0] - made.distances[0, :1000])[1:].max() < 1e-4
 
 
 def test_the_command_line_searches_it(served: Any, tmp_path: Path) -> None:

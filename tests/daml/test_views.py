@@ -41,17 +41,6 @@ def test_a_metric_sees_its_view_alone(name: str) -> None:
         assert changed == [j == k for j in range(VIEWS)]
 
 
-@pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
-def test_without_views_every_metric_sees_everything(name: str) -> None:
-    combiner = built(name)
-    head = combiner.build_head(VIEWS * WIDTH)
-    x = torch.randn(5, VIEWS * WIDTH)
-    other = x.clone()
-    other[:, :WIDTH] += 1.0
-    before, after = (combiner.index_vectors(head(v)).unflatten(1, (VIEWS, -1)) for v in (x, other))
-    assert all(not torch.equal(before[:, j], after[:, j]) for j in range(VIEWS))
-
-
 def test_each_view_has_a_map_of_its_own_and_the_distance_is_their_mean() -> None:
     combiner = built("daml.uniform", views=True)
     head = combiner.build_head(VIEWS * WIDTH).double()
@@ -77,18 +66,6 @@ def test_the_discriminator_sees_all_views() -> None:
         other[:, k * WIDTH : (k + 1) * WIDTH] += 1.0
         before, after = (combiner.weights(head(v), head(v)) for v in (x, other))
         assert (before - after).abs().amax() > 1e-3
-
-
-@pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
-def test_one_metric_is_the_plain_head(name: str) -> None:
-    heads = []
-    for views in (False, True):
-        combiner = built(name, metrics=1, views=views)
-        torch.manual_seed(1)
-        heads.append(combiner.build_head(VIEWS * WIDTH))
-        assert combiner.plain
-    x = torch.randn(4, VIEWS * WIDTH)
-    assert torch.equal(heads[0](x), heads[1](x))
 
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])

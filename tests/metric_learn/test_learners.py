@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import Any
 
-import joblib
 import numpy as np
 import pytest
 import torch
@@ -17,9 +16,7 @@ from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Learner
 from sklearn.datasets import load_wine
 from sklearn.exceptions import NotFittedError
-from sklearn.model_selection import GridSearchCV
 from sklearn.neighbors import KNeighborsClassifier
-from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -150,24 +147,6 @@ def test_keeps_scikit_learns_rules_but_for_what_metric_learn_cannot_fit(learner:
             ), result
 
 
-def test_in_a_pipeline_a_search_and_saved(wine: Any, tmp_path: Any) -> None:
-    x, y = wine
-    pipeline = make_pipeline(StandardScaler(), LFDA(), KNeighborsClassifier(3))
-    search = GridSearchCV(pipeline, {"lfda__n_components": [1, 6]}, cv=2, error_score="raise").fit(
-        x, y
-    )
-    assert search.best_params_ == {"lfda__n_components": 6}
-    joblib.dump(search.best_estimator_, tmp_path / "p.joblib")
-    again = joblib.load(tmp_path / "p.joblib")
-    np.testing.assert_array_equal(again[:-1].transform(x), search.best_estimator_[:-1].transform(x))
-
-
-@each
-def test_the_same_seed_gives_the_same(learner: Any, wine: Any) -> None:
-    first, second = (type(learner)(**learner.get_params()).fit(*wine).components_ for _ in range(2))
-    np.testing.assert_array_equal(first, second)
-
-
 def test_refuses(wine: Any) -> None:
     x, y = wine
     few = np.where(np.arange(178) < 2, 7, y)
@@ -193,20 +172,6 @@ def test_refuses(wine: Any) -> None:
             learner.fit(np.where(x == x[0, 0], np.nan, x), y)
         with pytest.raises(NotFittedError):
             learner.transform(x)
-
-
-@each
-def test_pairs_as_metric_learn_has_them(learner: Any, wine: Any) -> None:
-    x, y = wine
-    learner = type(learner)(**learner.get_params()).fit(x, y)
-    pairs = np.stack([x[:40], x[60:100]], axis=1)
-    apart = pairs[:, 0] - pairs[:, 1]
-    expected = np.sqrt(np.einsum("nf,fg,ng->n", apart, learner.get_mahalanobis_matrix(), apart))
-    assert np.allclose(learner.pair_distance(pairs), expected)
-    assert np.array_equal(learner.score_pairs(pairs), learner.pair_distance(pairs))
-    assert np.array_equal(learner.pair_score(pairs), -learner.pair_distance(pairs))
-    with pytest.raises(ValueError, match=r"shape \(P, 2, F\)"):
-        learner.pair_distance(x)
 
 
 @each

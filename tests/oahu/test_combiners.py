@@ -19,8 +19,6 @@ from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.manifest import checksum_of
-from retrieval.serving.merging import best_score
 from sklearn.datasets import load_digits
 
 from retrieval_oahu import ABTL, OAHU, OASIS, HedgeScore, HedgeSum, Spaces, Warm
@@ -177,25 +175,6 @@ def test_served_answers_are_eq_27_exactly(k: int, tmp_path: Path) -> None:
             )  # the last may be a tie in float32
 
 
-def test_best_score_is_that_of_a_loop() -> None:
-    rng = np.random.default_rng(0)
-    d = rng.uniform(0, 2, (3, 30))
-    d[1] = 1.0  # all equally far
-    weights = [0.2, 0.3, 0.5]
-    found = best_score(d, 4, weights)
-    for item in range(30):
-        best = 0.0
-        for row, weight in zip(d.tolist(), weights, strict=True):
-            own = sorted(range(30), key=lambda i, row=row: (row[i], i))[:4]
-            if item in own:
-                least, most = row[own[0]], row[own[-1]]
-                best = max(
-                    best,
-                    weight * np.exp(-(row[item] - least) / (most - least) if most > least else 0),
-                )
-        assert np.exp(-found[item]) == pytest.approx(best)
-
-
 def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_path: Path) -> None:
     learner = learned("sum")
     bundle = exported(learner, tmp_path / "one")
@@ -224,20 +203,6 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
             )
         for number, hits in enumerate(index.search(replace(other.encode(X[:20]), bundle=""), 1)):
             assert (int(hits[0].id), hits[0].distance) == (number, 0.0)
-
-
-def test_a_bundle_that_says_nothing_of_inner_products_still_opens(tmp_path: Path) -> None:
-    folder = tmp_path / "bundle"
-    exported(learned("sum"), folder)
-    content = json.loads((folder / "manifest.json").read_text())
-    assert content["distance"].pop("measure") == "inner"
-    content["checksum"] = checksum_of(content)
-    (folder / "manifest.json").write_text(json.dumps(content))
-    old = Bundle.open(folder, threads=1)
-    assert old.manifest.distance.measure == "euclidean"
-    with indexed(old, tmp_path) as index:
-        (hits,) = index.search(old.encode(X[:1]), 1)
-        assert int(hits[0].id) == 0 and hits[0].distance > 1  # as it always was there
 
 
 @pytest.mark.parametrize("search", ["score", "sum"])

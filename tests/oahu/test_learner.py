@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from sklearn.base import clone
-from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
@@ -75,16 +74,6 @@ def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype: str, prepa
         learners[0].n_triplets_ == 40 and learners[0].n_skipped_ == 1 and learners[0].n_used_ == 39
     )
     assert learners[0].input_layer_.dtype == dtype
-
-
-def test_how_far_the_rules_of_the_hedge_lie_apart() -> None:
-    digits = load_digits(return_X_y=True)
-    found = [
-        OAHU(rule=rule, seeds=1000, closure=1000).fit(*digits).alpha_
-        for rule in ("exp", "linear", "paper")
-    ]
-    apart = max(np.abs(one - other).max() for one, other in itertools.combinations(found, 2))
-    assert 0 < apart < 0.005  # docs/oahu.md says so
 
 
 def test_a_stream_is_learned_as_by_plain_loops() -> None:
@@ -185,15 +174,6 @@ def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(
     assert all(np.array_equal(before[name], value) for name, value in fitted(learner).items())
 
 
-def test_one_bad_triplet_is_named() -> None:
-    triplets = stream(5)
-    triplets[3, 1, 2] = np.inf
-    with pytest.raises(
-        ValueError, match="1 of 5 triplets hold NaN or infinity, the first is number 3"
-    ):
-        OAHU(**SMALL).partial_fit(triplets)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -284,13 +264,6 @@ def test_scikit_learn_conventions() -> None:
     assert len(learner.fit(x, y).get_feature_names_out()) == learner.transform(x).shape[1] == 12
     with pytest.raises(ValueError, match="features"):
         learner.transform(x[:, :3])
-
-
-def test_codes_measure_the_weighted_distance() -> None:
-    x, y = clouds()
-    learner = OAHU(**SMALL, dtype="float64").fit(x, y)
-    codes, d = learner.transform(x), learner.spaces(x[:9]).distances(learner.spaces(x[9:18]))
-    assert np.allclose(((codes[:9] - codes[9:18]) ** 2).sum(1), learner.alpha_ @ d**2)
 
 
 @pytest.mark.parametrize("k", [1, 3, 200])

@@ -199,14 +199,6 @@ def test_only_what_is_asked_for(name: str) -> None:
         torch.testing.assert_close(ours(codes(), Y), both[0])
 
 
-def test_of_equal_centres_the_first_moves() -> None:
-    x = torch.randint(0, 3, (50, 4, 6), generator=torch.Generator().manual_seed(0)).double()
-    wanted, place = x.max(1)
-    slopes = x.clone()
-    assert torch.equal(classifier_losses.Nearest().derived_(slopes), wanted)
-    assert torch.equal(slopes, torch.zeros_like(x).scatter(1, place.unsqueeze(1), 1.0))
-
-
 @pytest.mark.parametrize(
     "name", ["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "ProxyAnchorLoss"]
 )

@@ -185,19 +185,6 @@ class TestDistances:
                     wanted[name.removeprefix("pml.")], rel=1e-5
                 )
 
-    def test_parameters_reach_the_distance(self) -> None:
-        made = make("distances", "lp", normalize_embeddings=False, p=1, power=2)
-        assert made(X)[0, 1].item() == pytest.approx(
-            float((X[0] - X[1]).abs().sum() ** 2), rel=1e-5
-        )
-
-    def test_a_loss_takes_one(self) -> None:
-        one = make(
-            "losses", "triplet_margin", distance={"name": "pml.lp", "normalize_embeddings": False}
-        )
-        assert one(X, Y).item() != make("losses", "triplet_margin")(X, Y).item()
-
-
 class TestMiners:
     def test_angular_measures_unit_vectors(self) -> None:
         lengths = torch.linspace(0.2, 5, 12).unsqueeze(1)
