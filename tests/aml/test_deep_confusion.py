@@ -4,7 +4,6 @@ leave alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +216,6 @@ class TestRefusals:
         a, p, n = points()
         with pytest.raises(ValueError, match=r"\(6, 5\) and \(5, 5\)"):
             bound(linear(3))(a, p, n[:5])
-
-
-Make = Callable[..., Any]
 
 
 def made(**tables: Any) -> Any:

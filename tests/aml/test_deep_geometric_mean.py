@@ -205,6 +205,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=sentence):
             GeometricMeanLoss(**values)
 
+
 def test_the_best_scale_is_where_the_objective_is_flat() -> None:
     a, eigenvalues = torch.tensor([0.3, 2.0, 1.0]), torch.tensor([0.1, 1.0, 30.0])
     for alpha, beta, d in (

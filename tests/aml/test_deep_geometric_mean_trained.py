@@ -106,7 +106,6 @@ class TestReachesTheLearnersOptimum:
 
 
 class TestTrainableFeatures:
-
     def test_with_a_ridge_directions_that_part_no_classes_fade(self) -> None:
         """Three classes lie in a plane: of five directions two are left; without a ridge all are."""
         x, y = features()

@@ -26,18 +26,6 @@ test = 0.5
 name = "core.features"
 """
 
-IMAGES = """
-[data]
-name = "core.digits"
-[split]
-by = "item"
-test = 0.5
-[backbone]
-name = "core.convnet"
-size = 8
-width = 8
-depth = 2
-"""
 
 LANML = """
 [learner]

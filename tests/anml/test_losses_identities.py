@@ -139,6 +139,7 @@ class TestNPair:
             expected.item(), rel=1e-10
         )
 
+
 def test_proxy_nca_up_to_the_number_of_classes() -> None:
     loss = ImprovedProxyNCALoss(5, 7, 3.0, 1.0, outer="identity").double()
     s, proxy_nca = loops.cosines(X, loss.proxies.detach()), 0.0

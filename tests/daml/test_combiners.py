@@ -14,7 +14,6 @@ import torch
 from retrieval.errors import RecipeError, RetrievalError
 from retrieval.host.plugins import load_plugins
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import retrieval_daml.local_metrics as blocks
 from retrieval_daml.local_metrics import Discriminator, UniformMetrics
@@ -391,24 +390,3 @@ def test_low_loads_are_warned_of() -> None:
     assert combiner.warnings({}) == []
     assert Discriminator(F, D, 1).objective(torch.randn(4, D), torch.arange(4), None) == (None, {})
     assert combiner.objective(torch.randn(1, D + 256), torch.arange(1), None) == (None, {})
-
-
-class Largest(TorchDispatchMode):
-    """Remembers how many numbers the largest tensor has that any operator makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, Tensor):
-                # an expanded tensor holds fewer numbers than it has elements
-                self.numbers = max(
-                    self.numbers,
-                    min(each.numel(), each.untyped_storage().size() // each.element_size()),
-                )
-        return made

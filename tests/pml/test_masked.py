@@ -25,7 +25,6 @@ Y = torch.tensor([0, 1, 0, 2, 1, 1, 3, 2, 0, 4, 1, 2])
 REF_Y = torch.tensor([1, 0, 5, 2, 2, 0, 1])
 REDUCERS: dict[str, Callable[[], Any]] = {
     "default": lambda: None,
-    "mean": reducers.MeanReducer,
     "sum": reducers.SumReducer,
     "low": lambda: reducers.ThresholdReducer(low=0.3),
     "below zero": lambda: reducers.ThresholdReducer(low=-1),
@@ -33,7 +32,7 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "both": lambda: reducers.ThresholdReducer(low=0.2, high=0.6),
     "per anchor": PerAnchorReducer,
 }
-BATCHES = {"spread": 1.0, "whole numbers": 0.0, "close": 1e-3}
+BATCHES = {"spread": 1.0, "whole numbers": 0.0}
 
 
 def codes(rows: int, seed: int, spread: float) -> Tensor:
@@ -125,7 +124,7 @@ def test_a_batch_without_pairs_of_either_kind(name: str, labels: list[int]) -> N
 
 @pytest.mark.parametrize("classes", [None, 6])
 @pytest.mark.parametrize("learn_beta", [False, True])
-@pytest.mark.parametrize("reduced_by", ["default", "mean"])
+@pytest.mark.parametrize("reduced_by", ["default", "sum"])
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("spread", BATCHES.values(), ids=BATCHES)
 def test_margin(
@@ -142,7 +141,7 @@ def test_margin(
 
 
 @pytest.mark.parametrize("name", ["MultiSimilarityLoss", "CircleLoss"])
-@pytest.mark.parametrize("reduced_by", ["default", "mean", "low"])
+@pytest.mark.parametrize("reduced_by", ["default", "low"])
 @pytest.mark.parametrize("mined", [False, True])
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("spread", BATCHES.values(), ids=BATCHES)

@@ -185,6 +185,7 @@ class TestDistances:
                     wanted[name.removeprefix("pml.")], rel=1e-5
                 )
 
+
 class TestMiners:
     def test_angular_measures_unit_vectors(self) -> None:
         lengths = torch.linspace(0.2, 5, 12).unsqueeze(1)
