@@ -128,10 +128,10 @@ def differences(f: Any, L: Floats, step: float = 1e-5) -> Floats:
 @pytest.mark.parametrize("is_small", [False, True], ids=["by class", "classes together"])
 @pytest.mark.parametrize("block", [1, 40, 1 << 20])
 def test_against_loops_and_differences(
-    learner: Any, block: int, few: bool, data: Any, monkeypatch: pytest.MonkeyPatch
+    learner: Any, block: int, is_small: bool, data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(module, "is_small", lambda *sizes: few)
+    monkeypatch.setattr(module, "is_small", lambda *sizes: is_small)
     x, y, L = data
     value, gradient = learner.objective(L, x, y)
     assert value == pytest.approx(by_loops(learner, L, x, y), rel=1e-11)
