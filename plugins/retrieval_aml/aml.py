@@ -24,6 +24,20 @@ from retrieval_aml.gmml import (
 )
 
 Floats = NDArray[np.floating[Any]]
+FARTHEST = 20.0
+"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of
+GMML.
+"""
+ROUND = 25
+"""Iterations after which the search begins again around the metric reached, with the second
+derivatives of that place.
+"""
+RESOLVED = 1e-7
+"""Slope below which steps follow the gradient alone: what they gain is lost in the value's
+rounding.
+"""
+FLATTEST = 1e-8
+"""Least curvature, relative to the largest, that the search scales a direction by."""
 
 
 def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta: float) -> Floats:
@@ -134,22 +148,6 @@ def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
     top = 4 * (aa * aa + aa * ab + aa * bb + ab * bb + bb * bb)
     top = top + 4 * beta * aa * bb * (aa + ab + bb) + beta**2 * aa**2 * bb**2
     return beta**2 * top / ((2 + beta * aa) ** 2 * (2 + beta * bb) ** 2)
-
-
-FARTHEST = 20.0
-"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of
-GMML.
-"""
-ROUND = 25
-"""Iterations after which the search begins again around the metric reached, with the second
-derivatives of that place.
-"""
-RESOLVED = 1e-7
-"""Slope below which steps follow the gradient alone: what they gain is lost in the value's
-rounding.
-"""
-FLATTEST = 1e-8
-"""Least curvature, relative to the largest, that the search scales a direction by."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from retrieval.plugin_tools import Reducer, listed_pairs, nothing
 from torch import Tensor, nn
 
 STEPS = 60
+Squares = dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
@@ -41,9 +42,6 @@ def best_scale(
         slope = middle.exp() * (a * (1 + alpha * s * s * (5 - 4 * s))).sum() - d * (-middle).exp()
         low, high = torch.where(slope > 0, low, middle), torch.where(slope > 0, middle, high)
     return float(((low + high) / 2).exp())
-
-
-Squares = dict[str, dict[str, Any]]
 
 
 class GeometricMeanLoss(CheckedLoss):

@@ -18,6 +18,17 @@ from threadpoolctl import threadpool_limits
 Floats = NDArray[np.floating[Any]]
 BLOCK = 2**20
 """How many pairs are differenced at a time, over the number of features."""
+FLOOR = 1e-10
+"""Least eigenvalue of a moment, relative to the mean of its eigenvalues."""
+ONE_THREAD = 200
+"""Up to so many features, one thread: several gain nothing on small matrices, and cost dearly where
+cores are busy.
+"""
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Prior = Literal["identity", "covariance"] | list[list[float]] | None
 
 
 @dataclass(frozen=True)
@@ -124,10 +135,6 @@ def _sum_of_squares(
     return total
 
 
-FLOOR = 1e-10
-"""Least eigenvalue of a moment, relative to the mean of its eigenvalues."""
-
-
 def symmetric(m: Floats) -> Floats:
     """Return (M + Mᵀ) / 2."""
     half: Floats = (m + m.T) / 2
@@ -201,12 +208,6 @@ def components(half: Floats) -> Floats:
     largest = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest, np.arange(len(half))] < 0, -1.0, 1.0)
     return np.ascontiguousarray((vectors * signs * np.sqrt(values)).T)
-
-
-ONE_THREAD = 200
-"""Up to so many features, one thread: several gain nothing on small matrices, and cost dearly where
-cores are busy.
-"""
 
 
 class PairLearner(LinearMap):
@@ -428,13 +429,6 @@ def _refuse_missing(moments: Moments) -> None:
                 f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds; draw"
                 " more of them, or give some."
             )
-
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Prior = Literal["identity", "covariance"] | list[list[float]] | None
 
 
 class GMML(PairLearner):

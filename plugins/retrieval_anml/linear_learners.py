@@ -17,14 +17,17 @@ from scipy.optimize import minimize
 from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits
 
-from retrieval_anml.neighborhoods import (
-    Neighborhoods,
-    Outer,
-)
+from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
 Floats = NDArray[np.floating[Any]]
 ONE_THREAD = 10_000_000
 """Below so many pairs, one thread."""
+Count = Annotated[int, Field(ge=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NEAREST = 10
+"""How many neighbours of its class a query has for γ₁ < 0, as in the paper's experiments."""
 
 
 class NeighborhoodLearner(LinearMap):
@@ -171,14 +174,6 @@ class NeighborhoodLearner(LinearMap):
 
 def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
     return value_and_gradient[0], value_and_gradient[1].ravel()
-
-
-Count = Annotated[int, Field(ge=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-NEAREST = 10
-"""How many neighbours of its class a query has for γ₁ < 0, as in the paper's experiments."""
 
 
 class LANML(NeighborhoodLearner):

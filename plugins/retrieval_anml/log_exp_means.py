@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 T = TypeVar("T", NDArray[np.floating[Any]], "Tensor")
 
 

@@ -28,6 +28,11 @@ from scipy.special import expit
 
 Floats = NDArray[np.floating[Any]]
 Name = Literal["hinge", "smooth_hinge", "logistic", "identity", "sigmoid"]
+Ints = NDArray[np.intp]
+NEGLIGIBLE = -37.0
+"""e to this is half a unit in the last place of 1."""
+BLOCK = 1 << 21
+"""How many distances are held at a time: 16 MB."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,6 @@ class Outer:
             return np.maximum(t, 0), (t > 0).astype(x.dtype)
         slope = np.clip(t / self.width, 0, 1)
         return np.where(t < self.width, t * slope / 2, t - self.width / 2), slope
-
-
-Ints = NDArray[np.intp]
-NEGLIGIBLE = -37.0
-"""e to this is half a unit in the last place of 1."""
 
 
 def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
@@ -139,10 +139,6 @@ def exponentials(t: Floats) -> tuple[Any, Floats]:
     return csr_array((values, places % t.shape[1], ends), shape=t.shape), np.add.reduceat(
         values, ends[:-1]
     )
-
-
-BLOCK = 1 << 21
-"""How many distances are held at a time: 16 MB."""
 
 
 def is_small(queries: int, count: int, items: int) -> bool:

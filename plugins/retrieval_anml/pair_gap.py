@@ -25,6 +25,14 @@ from retrieval.plugin_tools import listed_pairs
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# similarities worked on at a time: what a processor's cache holds
+BLOCK = 1 << 18
+# what F.normalize divides by at the least
+SHORTEST = 1e-12
+# below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its
+# rounding by γ would show
+SMALL_GAMMA = 0.5
+
 
 @dataclass
 class Columns:
@@ -106,15 +114,6 @@ def _columns(anchors: Tensor, partners: Tensor, shape: tuple[int, int]) -> Colum
     keys = torch.unique(anchors * shape[1] + partners)
     count = torch.bincount(keys // max(shape[1], 1), minlength=shape[0])
     return Columns(keys % max(shape[1], 1), count.cumsum(0) - count, count)
-
-
-# similarities worked on at a time: what a processor's cache holds
-BLOCK = 1 << 18
-# what F.normalize divides by at the least
-SHORTEST = 1e-12
-# below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its
-# rounding by γ would show
-SMALL_GAMMA = 0.5
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from torchvision.transforms import InterpolationMode, v2
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Quality = Annotated[int, Field(ge=1, le=100)]
 Interpolation = Literal["nearest", "bilinear"]
-
 AS_THEY_ARE = (
     "AugMix",
     "AutoAugment",
@@ -43,6 +42,7 @@ AS_THEY_ARE = (
     "RandomSolarize",
     "TrivialAugmentWide",
 )
+Many = Annotated[list[Any], Part("augmentations")]
 
 
 class GaussianNoise:
@@ -137,9 +137,6 @@ def vertical_flip(p: Probability = 0.5) -> v2.RandomVerticalFlip:
         p: with what probability.
     """
     return v2.RandomVerticalFlip(p)
-
-
-Many = Annotated[list[Any], Part("augmentations")]
 
 
 def random_apply(transforms: Many, p: Probability = 0.5) -> v2.RandomApply:

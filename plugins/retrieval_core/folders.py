@@ -25,8 +25,9 @@ from retrieval.plugin_tools import (
 )
 
 Row = dict[str, str]
-
 log = logging.getLogger(__name__)
+REQUIRED = ("path", "label")
+OPTIONAL = ("split", "role")
 
 
 def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
@@ -92,10 +93,6 @@ def _folders(folder: Path) -> list[Path]:
         )
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {error.strerror or error}.") from error
-
-
-REQUIRED = ("path", "label")
-OPTIONAL = ("split", "role")
 
 
 def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -> Dataset:

@@ -21,6 +21,14 @@ from torch.nn.functional import normalize
 
 T = TypeVar("T")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
+"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its
+classifier; shallow before deep.
+"""
+_FLAT = 1e-6
+"""Below this a signed root is a line, so that its gradient stays finite."""
+Size = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Network(Backbone):
@@ -123,14 +131,6 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
             f"{what} could not be loaded ({reason}). They are downloaded once, then read from the"
             f" user's cache: connect to the network, or {instead}."
         ) from error
-
-
-Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
-"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its
-classifier; shallow before deep.
-"""
-_FLAT = 1e-6
-"""Below this a signed root is a line, so that its gradient stays finite."""
 
 
 class Levels(nn.Module):
@@ -323,10 +323,6 @@ def _remove_classifier(network: nn.Module) -> None:
             setattr(network.get_submodule(parent), child, nn.Identity())
             return
     raise ValueError(f"{type(network).__name__} ends in no linear layer that could be removed")
-
-
-Size = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -> Backbone:

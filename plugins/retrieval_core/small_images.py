@@ -21,9 +21,7 @@ from retrieval.plugin_tools import (
     refuse,
 )
 
-from retrieval_core.pretrained import (
-    fetch,
-)
+from retrieval_core.pretrained import fetch
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FASHION = (
@@ -38,6 +36,30 @@ FASHION = (
     "Bag",
     "Ankle boot",
 )
+CIFAR_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+CIFAR_COUNTS = {"train": [Count(50_000, 10)], "test": [Count(10_000, 10)]}
+EMNIST_COUNTS = {
+    "balanced": ((112_800, 47), (18_800, 47)),
+    "byclass": ((697_932, 62), (116_323, 62)),
+    "bymerge": ((697_932, 47), (116_323, 47)),
+    "digits": ((240_000, 10), (40_000, 10)),
+    "letters": ((124_800, 26), (20_800, 26)),
+    "mnist": ((60_000, 10), (10_000, 10)),
+}
+"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and
+14,800) than the files.
+"""
 
 
 def digits() -> Dataset:
@@ -137,32 +159,6 @@ def _file(folder: Path, name: str) -> Path:
         if path.is_file():
             return path
     raise DataError(f"{folder} holds neither {name} nor {name}.gz.")
-
-
-CIFAR_CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
-)
-CIFAR_COUNTS = {"train": [Count(50_000, 10)], "test": [Count(10_000, 10)]}
-EMNIST_COUNTS = {
-    "balanced": ((112_800, 47), (18_800, 47)),
-    "byclass": ((697_932, 62), (116_323, 62)),
-    "bymerge": ((697_932, 47), (116_323, 47)),
-    "digits": ((240_000, 10), (40_000, 10)),
-    "letters": ((124_800, 26), (20_800, 26)),
-    "mnist": ((60_000, 10), (10_000, 10)),
-}
-"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and
-14,800) than the files.
-"""
 
 
 def emnist(

@@ -22,6 +22,27 @@ BLOCK = 2**20
 DIRECT = 2**22
 """Up to so many numbers in one tensor, all pairs are computed at once, and kept for the gradient.
 """
+Metrics = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0)]
+__all__ = [
+    "LocalMetrics",
+    "Metrics",
+    "UnitParts",
+    "ViewMaps",
+    "Weight",
+    "all_pairs",
+    "split",
+    "widened",
+]
+LOW = 0.05
+"""A metric whose mean weight is below this does next to nothing, and a warning says so."""
+SHARP = 0.6
+"""Mean largest weight above which the order of candidates differs so much that more of them are
+needed.
+"""
+SAMPLE = 256
+"""Codes whose pairs say how sharp the weights are."""
+QUANTILES = (0.1, 0.5, 0.9)
 
 
 def all_pairs(
@@ -115,10 +136,6 @@ class _Blocks(torch.autograd.Function):
                 where = (rows, columns)[place] if place < 2 else slice(None)
                 total[where] += part
         return (None, None, None, *sums)
-
-
-Metrics = Annotated[int, Field(ge=1)]
-Weight = Annotated[float, Field(ge=0)]
 
 
 class UnitParts(nn.Module):
@@ -247,18 +264,6 @@ def widened(*codes: Tensor) -> tuple[Tensor, ...]:
     return tuple(full_precision(x) for x in codes)
 
 
-__all__ = [
-    "LocalMetrics",
-    "Metrics",
-    "UnitParts",
-    "ViewMaps",
-    "Weight",
-    "all_pairs",
-    "split",
-    "widened",
-]
-
-
 class UniformMetrics(LocalMetrics):
     """K local metrics of equal weight 1/K: what the discriminator has to beat.
 
@@ -320,17 +325,6 @@ class UniformMetrics(LocalMetrics):
         scale = 1 / math.sqrt(self.metrics)
         apart: Tensor = torch.cdist(query, reference, compute_mode="donot_use_mm_for_euclid_dist")
         return apart * scale
-
-
-LOW = 0.05
-"""A metric whose mean weight is below this does next to nothing, and a warning says so."""
-SHARP = 0.6
-"""Mean largest weight above which the order of candidates differs so much that more of them are
-needed.
-"""
-SAMPLE = 256
-"""Codes whose pairs say how sharp the weights are."""
-QUANTILES = (0.1, 0.5, 0.9)
 
 
 class _Flows(nn.Module):

@@ -11,10 +11,7 @@ from retrieval import TripletIndices
 from retrieval.plugin_tools import Distance, full_precision
 from torch import Tensor, nn
 
-from retrieval_daml.paper_losses import (
-    Measure,
-    default_distance,
-)
+from retrieval_daml.paper_losses import Measure, default_distance
 
 
 class OnePerClass(nn.Module):

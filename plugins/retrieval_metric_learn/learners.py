@@ -26,6 +26,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
 Floats = NDArray[np.floating[Any]]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Prior = Literal["identity", "covariance", "random"]
 
 
 @cache
@@ -139,11 +142,6 @@ class MetricLearnLearner(LinearMap):
     def score_pairs(self, pairs: ArrayLike) -> Floats:
         """Return what `pair_distance` does; metric-learn's older name of it."""
         return self.pair_distance(pairs)
-
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Prior = Literal["identity", "covariance", "random"]
 
 
 class LMNN(MetricLearnLearner):

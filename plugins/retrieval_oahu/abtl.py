@@ -15,10 +15,7 @@ from retrieval.plugin_tools import Distance, Reducer
 from torch import Tensor, nn
 
 from retrieval_oahu.combiners import Hedge
-from retrieval_oahu.online import (
-    refuse_range,
-    warn_tau,
-)
+from retrieval_oahu.online import refuse_range, warn_tau
 
 _MANY = 200_000
 """Triplets of a batch that are looked at; of more, so many are drawn."""

@@ -15,14 +15,10 @@ from retrieval.plugin_tools import full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrieval_oahu.network import (
-    TINY,
-    Rule,
-    hedge_update,
-)
-from retrieval_oahu.online import (
-    refuse_range,
-)
+from retrieval_oahu.network import TINY, Rule, hedge_update
+from retrieval_oahu.online import refuse_range
+
+Count = Annotated[int, Field(ge=1)]
 
 
 class OverComplete(nn.Module):
@@ -131,9 +127,6 @@ class Bilinear(Combiner):
         """Return Wᵀ x (N, F)."""
         vectors: Tensor = codes @ self.get_buffer("similarity").to(codes.dtype)
         return vectors
-
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class Hedge(Combiner):

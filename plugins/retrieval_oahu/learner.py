@@ -10,23 +10,15 @@ from pydantic import Field
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from retrieval_oahu.network import (
-    Network,
-    Rule,
-    hedge_update,
-)
-from retrieval_oahu.online import (
-    OnlineLearner,
-    recorded,
-    refuse_range,
-    warn_tau,
-)
+from retrieval_oahu.network import Network, Rule, hedge_update
+from retrieval_oahu.online import OnlineLearner, recorded, refuse_range, warn_tau
 from retrieval_oahu.spaces import Spaces
 
 if TYPE_CHECKING:
     from torch import nn
 
     from retrieval_oahu.combiners import Hedge
+
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 FLOOR = 0.05

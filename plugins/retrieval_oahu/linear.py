@@ -14,17 +14,14 @@ from retrieval.plugin_tools import class_codes, learner_labels
 from scipy.linalg import blas
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from retrieval_oahu.network import (
-    unit,
-)
-from retrieval_oahu.online import (
-    CHUNK,
-    OnlineLearner,
-)
-from retrieval_oahu.streams import (
-    Triplet,
-    in_chunks,
-)
+from retrieval_oahu.network import unit
+from retrieval_oahu.online import CHUNK, OnlineLearner
+from retrieval_oahu.streams import Triplet, in_chunks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from retrieval_oahu.combiners import Bilinear
 
 Floats = NDArray[np.floating[Any]]
 SETTLE = 100
@@ -32,6 +29,15 @@ SETTLE = 100
 nothing else.
 """
 _PAIRS = 5000
+_roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
+"""Maps that were asked for, until their learner learns on: kept here because to be asked must not
+change an estimator.
+"""
+SHARE = 0.9
+"""How much of a direction a similar pair may take away."""
+REFRESH = 1000
+"""Changes between two inversions: the inverse is kept by rank-one updates, whose rounding adds up.
+"""
 
 
 class MatrixLearner(LinearMap, OnlineLearner):
@@ -109,12 +115,6 @@ class MatrixLearner(LinearMap, OnlineLearner):
         return components
 
 
-_roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
-"""Maps that were asked for, until their learner learns on: kept here because to be asked must not
-change an estimator.
-"""
-
-
 def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:
     """Add factor · x yᵀ to a C-contiguous float64 matrix, in place."""
     # BLAS counts by columns: the transpose is what it changes
@@ -188,13 +188,6 @@ class LEGO(MatrixLearner):
         factor = eta * (after - target)
         add_outer(self.matrix_, -factor / (1 + factor * now), moved, moved)
         return True
-
-
-SHARE = 0.9
-"""How much of a direction a similar pair may take away."""
-REFRESH = 1000
-"""Changes between two inversions: the inverse is kept by rank-one updates, whose rounding adds up.
-"""
 
 
 class RDML(MatrixLearner):
@@ -350,12 +343,6 @@ def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]
             yield Triplet(item, latest[own], latest[other])
         latest[own] = item
         recent = [own, *(c for c in recent if c != own)][:2]
-
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from retrieval_oahu.combiners import Bilinear
 
 
 class OASIS(OnlineLearner):

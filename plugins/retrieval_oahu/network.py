@@ -18,6 +18,9 @@ from scipy.linalg import blas
 Floats = NDArray[np.floating[Any]]
 _SIM = math.exp(2.0) - 1.0
 _DIS = 1.0 - math.exp(-2.0)
+Rule = Literal["exp", "linear", "paper"]
+TINY = 1e-12
+"""Below this length an embedding counts as zero: it stays zero and has no gradient."""
 
 
 def similar_threshold(distance: Floats, tau: float) -> Floats:
@@ -40,9 +43,6 @@ def bounds_loss(positive: Floats, negative: Floats, tau: float) -> tuple[Floats,
     loss = slope_p * np.maximum(positive - near, 0.0) - slope_n * np.maximum(far - negative, 0.0)
     # beyond the threshold by rounding alone: the loss is 0 there and so is its slope
     return loss, slope_p * (positive > near), slope_n * (negative < far)
-
-
-Rule = Literal["exp", "linear", "paper"]
 
 
 def hedge_update(
@@ -69,10 +69,6 @@ def hedge_update(
     changed = np.maximum(alpha * discount, smoothing / len(alpha))
     updated: NDArray[np.float64] = changed / changed.sum()
     return updated
-
-
-TINY = 1e-12
-"""Below this length an embedding counts as zero: it stays zero and has no gradient."""
 
 
 class Network:

@@ -20,10 +20,15 @@ from safetensors.numpy import save as to_bytes
 from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import ThreadpoolController
 
-from retrieval_oahu.streams import (
-    in_chunks,
-    paper_stream,
-)
+from retrieval_oahu.streams import in_chunks, paper_stream
+
+Floats = NDArray[np.floating[Any]]
+ROWS = 512
+"""Most rows that are kept."""
+T = TypeVar("T")
+_KEY = "retrieval_oahu"
+CHUNK = 256
+"""Triplets that `fit` gathers at a time: no result depends on it."""
 
 
 def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
@@ -45,11 +50,6 @@ def warn_tau(tau: float) -> None:
         )
 
 
-Floats = NDArray[np.floating[Any]]
-ROWS = 512
-"""Most rows that are kept."""
-
-
 def recorded(
     kept: Floats, steps: NDArray[np.int64], stride: int, value: Floats, step: int
 ) -> tuple[Floats, NDArray[np.int64], int]:
@@ -66,10 +66,6 @@ def recorded(
         turn = steps % stride == 0
         kept, steps = kept[turn], steps[turn]
     return kept, steps, stride
-
-
-T = TypeVar("T")
-_KEY = "retrieval_oahu"
 
 
 def write_learner(learner: Any, path: Path) -> None:
@@ -116,10 +112,6 @@ def read_learner(kind: type[T], path: Path) -> T:
     for name, value in fitted.items():
         setattr(learner, name, value)
     return learner
-
-
-CHUNK = 256
-"""Triplets that `fit` gathers at a time: no result depends on it."""
 
 
 class OnlineLearner(MetricLearner):

@@ -14,6 +14,7 @@ from retrieval.plugin_tools import read_labels
 
 if TYPE_CHECKING:
     from retrieval import Bundle
+
 Floats = NDArray[np.floating[Any]]
 _BLOCK = 1 << 22
 """Distances that are held at a time."""

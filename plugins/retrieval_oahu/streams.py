@@ -16,6 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from retrieval import DataError
 from retrieval.plugin_tools import read_labels
 
+Floats = NDArray[np.floating[Any]]
+_TRIES = 20
+COLUMNS = ("query", "shown", "chosen", "time")
+
 
 class Triplet(NamedTuple):
     """Numbers of items: `anchor` is like `positive` and unlike `negative`."""
@@ -113,10 +117,6 @@ class Closure:
             self._parted[left].add(right)
             self._parted[right].add(left)
             self._edges.append((left, right))
-
-
-Floats = NDArray[np.floating[Any]]
-_TRIES = 20
 
 
 class HeldOut:
@@ -367,9 +367,6 @@ def in_chunks(
             rows = []
     if rows:
         yield features[np.array(rows)]
-
-
-COLUMNS = ("query", "shown", "chosen", "time")
 
 
 class ClickLog:

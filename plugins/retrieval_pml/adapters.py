@@ -17,10 +17,7 @@ from retrieval import Part
 from retrieval.plugin_tools import Sums, as_given, first_row, full_precision
 from torch import Tensor, nn
 
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    similarities,
-)
+from retrieval_pml.pair_matrix import Pairs, similarities
 
 Distance = Annotated[nn.Module | None, Part("distances")]
 Reducer = Annotated[nn.Module | None, Part("reducers")]
@@ -48,6 +45,21 @@ Init = (
 # pytorch-metric-learning has no types: what these classes are mixed into has attributes that
 # nn.Module lacks
 _Mixin: Any = nn.Module
+F = TypeVar("F", bound=Callable[..., Any])
+MEANINGS = {
+    "distance": "how two embeddings are compared; Euclidean on unit vectors by default.",
+    "reducer": "how the items' losses become one number; the mean by default.",
+    "embedding_regularizer": "a penalty on the embeddings, added to the loss.",
+    "embedding_reg_weight": "the factor of that penalty.",
+    "weight_regularizer": "a penalty on the class weights, added to the loss.",
+    "weight_reg_weight": "the factor of that penalty.",
+    "weight_init_func": "how the class weights begin; standard normal by default.",
+}
+"""What parameters mean that many factories have; a factory whose own means something else says so
+in its docstring.
+"""
+UPSTREAM = {"classes": "num_classes"}
+"""What upstream calls a parameter that the host gives."""
 
 
 def _full_precision(embeddings: Tensor, ref_emb: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -346,23 +358,6 @@ def element(losses: Tensor, name: str = "loss") -> dict[str, dict[str, Any]]:
 def reduced(loss: Tensor) -> dict[str, dict[str, Any]]:
     """Return a scalar loss as upstream's reducers read it."""
     return numbers(loss, None, "already_reduced")
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-MEANINGS = {
-    "distance": "how two embeddings are compared; Euclidean on unit vectors by default.",
-    "reducer": "how the items' losses become one number; the mean by default.",
-    "embedding_regularizer": "a penalty on the embeddings, added to the loss.",
-    "embedding_reg_weight": "the factor of that penalty.",
-    "weight_regularizer": "a penalty on the class weights, added to the loss.",
-    "weight_reg_weight": "the factor of that penalty.",
-    "weight_init_func": "how the class weights begin; standard normal by default.",
-}
-"""What parameters mean that many factories have; a factory whose own means something else says so
-in its docstring.
-"""
-UPSTREAM = {"classes": "num_classes"}
-"""What upstream calls a parameter that the host gives."""
 
 
 def _shared(*parameters: tuple[str, Any, Any]) -> tuple[inspect.Parameter, ...]:

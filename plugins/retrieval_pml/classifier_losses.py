@@ -31,15 +31,10 @@ from retrieval_pml.adapters import (
     forwards,
     require_similarity,
 )
-from retrieval_pml.pair_matrix import (
-    LEAST,
-    blocks,
-    derivatives,
-    exp_,
-    unit,
-)
+from retrieval_pml.pair_matrix import LEAST, blocks, derivatives, exp_, unit
 
 Target = Callable[..., Tensor]
+Degrees = Annotated[float, Field(ge=0, lt=180)]
 
 
 def is_product(distance: Any) -> bool:
@@ -402,9 +397,6 @@ def sphere_face(
         margin: the factor m of the target's angle.
         scale: logits are multiplied by it.
     """
-
-
-Degrees = Annotated[float, Field(ge=0, lt=180)]
 
 
 class ArcFaceLoss(MarginAtTarget, losses.ArcFaceLoss):

@@ -25,11 +25,7 @@ from retrieval_pml.adapters import (
     forwards,
     no_reference,
 )
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    blocks,
-    similarities,
-)
+from retrieval_pml.pair_matrix import Pairs, blocks, similarities
 
 Strategy = Literal["hard", "semihard", "easy", "all"]
 Triplets = tuple[Tensor, Tensor, Tensor]

@@ -29,6 +29,14 @@ _DIRECT = 25
 """Up to so many items torch subtracts one vector from the other, which is exact where they are
 almost the same.
 """
+_FEW = 32
+"""A list of pairs is quicker than a mask where one pair of so many is in it."""
+ENTRIES = 2**17
+"""Numbers that are worked on at a time."""
+Plain = Callable[..., Any]
+Fused = Callable[..., Any]
+LEAST = 2e-38
+"""Smaller numbers become 0: processors take 60 times as long for those below 1e-38."""
 
 
 def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
@@ -229,10 +237,6 @@ def _with_transposed(mat: Tensor) -> Tensor:
     return mat.T.clone(memory_format=torch.contiguous_format).add_(mat)
 
 
-_FEW = 32
-"""A list of pairs is quicker than a mask where one pair of so many is in it."""
-
-
 class Pairs:
     """Which pairs (N, M) are positive and which negative: by labels, or as a miner says; an item
     and itself are neither.
@@ -334,12 +338,6 @@ class Pairs:
     def _ends(self) -> list[int]:
         """How many pairs of one label the rows before each row have, and all together."""
         return [0, *self._runs[2].cumsum(0).tolist()]
-
-
-ENTRIES = 2**17
-"""Numbers that are worked on at a time."""
-Plain = Callable[..., Any]
-Fused = Callable[..., Any]
 
 
 def blocks(rows: int, columns: int, repeats: Tensor | None = None) -> list[slice]:
@@ -566,10 +564,6 @@ def segment_logsumexp(values: Tensor, segment: Tensor, segments: int) -> Tensor:
     total = values.new_zeros(segments).index_add(0, segment, torch.exp(values - top[segment]))
     empty = total == 0
     return torch.where(empty, lowest, top + torch.log(total.masked_fill(empty, 1)))
-
-
-LEAST = 2e-38
-"""Smaller numbers become 0: processors take 60 times as long for those below 1e-38."""
 
 
 def softmax_rows(exponents: Tensor) -> tuple[Tensor, Tensor]:

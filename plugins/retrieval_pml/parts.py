@@ -19,9 +19,7 @@ from retrieval_pml.adapters import (
     forwards,
     require_similarity,
 )
-from retrieval_pml.pair_matrix import (
-    ENTRIES,
-)
+from retrieval_pml.pair_matrix import ENTRIES
 
 
 @forwards(distances.CosineSimilarity)

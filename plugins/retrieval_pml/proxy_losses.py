@@ -32,14 +32,7 @@ from retrieval_pml.adapters import (
     require_similarity,
 )
 from retrieval_pml.classifier_losses import ClassWeights, at_length, cross_entropy, is_product
-from retrieval_pml.pair_matrix import (
-    blocks,
-    derivatives,
-    exp_,
-    lengths_of,
-    similarities,
-    unit,
-)
+from retrieval_pml.pair_matrix import blocks, derivatives, exp_, lengths_of, similarities, unit
 from retrieval_pml.softmax_losses import LogNCA
 
 

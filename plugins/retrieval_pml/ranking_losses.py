@@ -26,12 +26,7 @@ from retrieval_pml.adapters import (
     forwards,
     reduced,
 )
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    blocks,
-    by_rows,
-    similarities,
-)
+from retrieval_pml.pair_matrix import Pairs, blocks, by_rows, similarities
 
 
 class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):

@@ -29,16 +29,11 @@ from retrieval_pml.adapters import (
     numbers,
     reduced,
 )
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    blocks,
-    by_rows,
-    products,
-    similarities,
-)
+from retrieval_pml.pair_matrix import Pairs, blocks, by_rows, products, similarities
 
 TRIPLETS = 2**18
 """Triplets that are in memory at a time."""
+Angle = Annotated[float, Field(gt=0, lt=90)]
 
 
 class TripletMarginLoss(Whole, PreciseLoss, losses.TripletMarginLoss):
@@ -352,9 +347,6 @@ def margin(
     if per_class:
         loss.known_classes = classes
     return loss
-
-
-Angle = Annotated[float, Field(gt=0, lt=90)]
 
 
 class AngularLoss(PreciseLoss, losses.AngularLoss):

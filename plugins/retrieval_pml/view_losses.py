@@ -24,9 +24,7 @@ from retrieval_pml.adapters import (
     on_labels,
     reduced,
 )
-from retrieval_pml.pair_matrix import (
-    derivatives,
-)
+from retrieval_pml.pair_matrix import derivatives
 from retrieval_pml.wrapper_losses import check_reference
 
 

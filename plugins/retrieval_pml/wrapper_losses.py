@@ -13,13 +13,7 @@ from retrieval import Part, traits
 from retrieval.plugin_tools import as_given, full_precision
 from torch import Tensor, nn
 
-from retrieval_pml.adapters import (
-    AnyLoss,
-    AnyMiner,
-    Count,
-    no_reference,
-    on_labels,
-)
+from retrieval_pml.adapters import AnyLoss, AnyMiner, Count, no_reference, on_labels
 
 WITHOUT_REFERENCE = (
     losses.FastAPLoss,

@@ -18,13 +18,7 @@ from retrieval.plugin_tools import (
     refuse,
 )
 
-from retrieval_sets.published import (
-    Lines,
-    Published,
-    Row,
-    assemble,
-    documented,
-)
+from retrieval_sets.published import Lines, Published, Row, assemble, documented
 
 FOOD = Published(
     "Food-101",
@@ -51,6 +45,7 @@ CALTECH256 = Published(
     "256_ObjectCategories/ with a folder for each class",
     {"": [Count(29_780, 256)]},
 )
+_LISTS = {"fine": ("fine_label_names.txt", 100), "coarse": ("coarse_label_names.txt", 20)}
 
 
 @documented
@@ -164,9 +159,6 @@ def _folders(
     return assemble(
         published, root, rows, problems, counts, where=folder, skip_bad=skip_bad, notes=notes
     )
-
-
-_LISTS = {"fine": ("fine_label_names.txt", 100), "coarse": ("coarse_label_names.txt", 20)}
 
 
 @documented

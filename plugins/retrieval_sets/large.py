@@ -9,14 +9,7 @@ from typing import Any, Literal
 from retrieval import DataError, Dataset
 from retrieval.plugin_tools import Box, Count, Counts, some, strict_loads
 
-from retrieval_sets.published import (
-    Lines,
-    Published,
-    Row,
-    assemble,
-    documented,
-    numbers,
-)
+from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
 
 _INAT_HOME = "its makers (github.com/visipedia/inat_comp/tree/master/2018)"
 INAT = Published(
@@ -39,6 +32,27 @@ LANDMARKS = Published(
     " index_image_to_landmark.csv and retrieval_solution_v2.1.csv",
 )
 _MOST_JSON = 512 << 20
+SOP = Published(
+    "Stanford Online Products",
+    "Stanford (cvgl.stanford.edu/projects/lifted_struct)",
+    "Ebay_train.txt, Ebay_test.txt and the folders of images that they name (bicycle_final/ and"
+    " so on)",
+    {"train": [Count(59_551, 11_318)], "test": [Count(60_502, 11_316)]},
+)
+IN_SHOP = Published(
+    "In-Shop Clothes Retrieval",
+    "the Chinese University of Hong Kong"
+    " (mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html)",
+    "img/ and list_eval_partition.txt (also as Img/img/ and Eval/list_eval_partition.txt), for crop"
+    " = true also list_bbox_inshop.txt",
+    {
+        "train": [Count(25_882, 3_997)],
+        "query": [Count(14_218, 3_985)],
+        "gallery": [Count(12_612, 3_985)],
+    },
+)
+_ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test", "gallery")}
+_MOST = 10**9
 
 
 @documented
@@ -200,29 +214,6 @@ def google_landmarks_v2(
 def _place(side: str, image: str) -> str:
     """Return where an image lies: its name's first three characters are folders."""
     return f"{side}/{'/'.join(image[:3])}/{image}.jpg"
-
-
-SOP = Published(
-    "Stanford Online Products",
-    "Stanford (cvgl.stanford.edu/projects/lifted_struct)",
-    "Ebay_train.txt, Ebay_test.txt and the folders of images that they name (bicycle_final/ and"
-    " so on)",
-    {"train": [Count(59_551, 11_318)], "test": [Count(60_502, 11_316)]},
-)
-IN_SHOP = Published(
-    "In-Shop Clothes Retrieval",
-    "the Chinese University of Hong Kong"
-    " (mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html)",
-    "img/ and list_eval_partition.txt (also as Img/img/ and Eval/list_eval_partition.txt), for crop"
-    " = true also list_bbox_inshop.txt",
-    {
-        "train": [Count(25_882, 3_997)],
-        "query": [Count(14_218, 3_985)],
-        "gallery": [Count(12_612, 3_985)],
-    },
-)
-_ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test", "gallery")}
-_MOST = 10**9
 
 
 @documented

@@ -10,14 +10,7 @@ from typing import Literal
 from retrieval import DataError, Dataset
 from retrieval.plugin_tools import Count, Counts, find_images
 
-from retrieval_sets.published import (
-    Lines,
-    Published,
-    Row,
-    assemble,
-    documented,
-    numbers,
-)
+from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
 
 _SIZES = {"small": 800, "medium": 1600, "large": 2400}
 # Of the test sides, what the paper prints and what the lists of the release hold differ; so do
