@@ -302,9 +302,8 @@ class Neighborhoods:
     def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
         """Add a class's queries to the gradient in z; return the sum of their ℓ."""
         rivals = np.concatenate([right[: c.start], right[c.stop :]])
-        pushed = np.zeros(
-            (len(rivals), z.shape[1] + 1)
-        )  # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
+        # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
+        pushed = np.zeros((len(rivals), z.shape[1] + 1))
         own, total = z[c.start : c.stop], 0.0
         offset = self.offset(c.similar, len(rivals))
         rows = max(1, BLOCK // max(len(rivals), c.count))

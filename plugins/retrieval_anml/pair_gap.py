@@ -191,9 +191,8 @@ def soft_maximum(
             empty, 0.0
         )
 
-    values[:, 0].masked_fill_(
-        empty, 0.0
-    )  # softmax of nothing is NaN; these weights are multiplied by 0
+    # softmax of nothing is NaN; these weights are multiplied by 0
+    values[:, 0].masked_fill_(empty, 0.0)
     torch.softmax(values.mul_(gamma), 1, out=values)
     # the largest weight is 1 / Σ e^{γ (a − top)}
     logarithm = (shift * gamma - values.amax(1).log()).masked_fill(empty, -math.inf)

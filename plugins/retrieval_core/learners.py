@@ -89,9 +89,8 @@ class LDA(LinearMap):
         ).fit(x, labels)
         width = fitted._max_components
         self.components_ = np.ascontiguousarray(fitted.scalings_[:, :width].T)
-        self.mean_ = x.mean(
-            axis=0
-        )  # no distance depends on it, and float32 codes near zero are more precise
+        # no distance depends on it, and float32 codes near zero are more precise
+        self.mean_ = x.mean(axis=0)
         return self
 
 
@@ -141,7 +140,6 @@ class NCA(LinearMap):
             random_state=self._chosen_seed(),
         ).fit(x, labels)
         self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
-        self.mean_ = x.mean(
-            axis=0
-        )  # no distance depends on it, and float32 codes near zero are more precise
+        # no distance depends on it, and float32 codes near zero are more precise
+        self.mean_ = x.mean(axis=0)
         return self

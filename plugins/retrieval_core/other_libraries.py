@@ -143,9 +143,8 @@ def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) ->
         array = None if data is None or not len(part) else np.asarray(data)
         if array is None or array.dtype != np.uint8 or len(array) != len(part):
             return None
-        if not np.array_equal(
-            array[0], np.asarray(part[0][0])
-        ):  # as they lie is not as they are shown
+        # as they lie is not as they are shown
+        if not np.array_equal(array[0], np.asarray(part[0][0])):
             return None
         arrays.append(array)
     return ArrayDataset(

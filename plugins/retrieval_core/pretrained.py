@@ -52,9 +52,8 @@ class Network(Backbone):
         self.preprocessing = preprocessing
         training = network.training
         try:
-            with (
-                torch.no_grad()
-            ):  # in evaluation mode, so that no batch statistic moves and nothing random is drawn
+            # in evaluation mode, so that no batch statistic moves and nothing random is drawn
+            with torch.no_grad():
                 shape = tuple(network.eval()(torch.zeros(1, *preprocessing.shape)).shape)
         except (RuntimeError, AssertionError, ValueError) as error:
             height, width = preprocessing.size
@@ -301,10 +300,8 @@ def _torchvision_preprocessing(transforms: Any, size: int | None) -> Preprocessi
 
 def _options(model: str, size: int) -> dict[str, Any]:
     """Return the arguments that a few models need."""
-    if model in (
-        "googlenet",
-        "inception_v3",
-    ):  # auxiliary classifiers would change what training mode returns
+    # auxiliary classifiers would change what training mode returns
+    if model in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
     if model.startswith("vit_"):
         return {"image_size": size}

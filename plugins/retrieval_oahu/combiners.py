@@ -68,9 +68,8 @@ class OverComplete(nn.Module):
             target.copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
 
         with torch.no_grad():
-            for level, layer in zip(
-                levels, head.hidden.parameters(), strict=False
-            ):  # the last level has no hidden layer
+            # the last level has no hidden layer
+            for level, layer in zip(levels, head.hidden.parameters(), strict=False):
                 put(layer, level[:, :hidden].T)
             for level, layer in zip(levels, head.embedding.parameters(), strict=True):
                 put(layer, level[:, hidden:].T)

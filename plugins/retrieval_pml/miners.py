@@ -44,9 +44,8 @@ class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
             pairs.own = 0
         chunks = []
         for rows in blocks(*mat.shape):
-            near = (
-                -mat[rows] if self.distance.is_inverted else mat[rows].clone()
-            )  # smaller is closer
+            # smaller is closer
+            near = -mat[rows] if self.distance.is_inverted else mat[rows].clone()
             row, p = pairs.positives(rows)
             of_positives = near[row, p]
             farthest = near.new_full((len(near),), -highest).scatter_reduce_(

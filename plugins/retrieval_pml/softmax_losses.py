@@ -79,9 +79,8 @@ def _fused_multi_similarity(alpha: float, beta: float, base: float, sign: int) -
         shares, every = softmax_rows(slopes)
         every -= beta * base * sign
         torch.hardshrink(shares.mul_((torch.sigmoid(every) * sign).unsqueeze(1)), LEAST, out=slopes)
-        highest = torch.zeros_like(every).scatter_reduce_(
-            0, row, pull, "amax"
-        )  # with the 1 of log(1 + Σ exp)
+        # with the 1 of log(1 + Σ exp)
+        highest = torch.zeros_like(every).scatter_reduce_(0, row, pull, "amax")
         pull.sub_(highest.index_select(0, row)).exp_()
         total = torch.exp(-highest).index_add_(0, row, pull)
         slopes.view(-1).index_add_(0, place, pull.div_(total.index_select(0, row)), alpha=-sign)
@@ -379,10 +378,8 @@ def _fused_votes(rate: float) -> Fused:
     def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> tuple[Tensor, Tensor]:
         torch.mul(mat, rate, out=slopes)
         row, column = pairs.positives(rows)
-        flat, place = (
-            slopes.view(-1),
-            row * mat.shape[1] + column,
-        )  # lists of places are quicker than pairs of lists
+        # lists of places are quicker than pairs of lists
+        flat, place = slopes.view(-1), row * mat.shape[1] + column
         own = flat.index_select(0, place)
         if pairs.own is not None:
             slopes.diagonal(pairs.own + (rows.start or 0)).fill_(-torch.inf)
