@@ -25,8 +25,8 @@ BETAS = (0.01, 0.5, 1.0, 2.0, 30.0)
 
 def points(seed: int = 0, rows: int = 6, features: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
-    made = torch.randn(3, rows, features, dtype=torch.float64, generator=random)
-    return made[0], made[1], made[2]
+    built = torch.randn(3, rows, features, dtype=torch.float64, generator=random)
+    return built[0], built[1], built[2]
 
 
 def bound(head: nn.Module, beta: float = 1.0) -> Confusion:
@@ -56,12 +56,12 @@ class TestLinearHead:
     ) -> None:
         head = linear(codes)
         a, p, n = points()
-        made = bound(head, beta)(a, p, n).numpy()
+        built = bound(head, beta)(a, p, n).numpy()
         w = head[0].weight.detach().numpy()
         for epsilon in (1e-3, 1.0, 50.0):
             m = w.T @ w + epsilon * np.eye(5)
             inverse = np.linalg.inv(2 * m + beta * m)
-            for x, x2, z in zip(a.numpy(), n.numpy(), made, strict=True):
+            for x, x2, z in zip(a.numpy(), n.numpy(), built, strict=True):
                 pi = inverse @ (m @ (x + x2) + beta * m @ x)  # Eq 9, y = −1: M^(−y) = M
                 pi2 = inverse @ (m @ (x + x2) + beta * m @ x2)
                 # Eq 8: where Eq 3 is stationary
@@ -86,8 +86,8 @@ class TestLinearHead:
         a, p, n = points()
         head = linear(3)
         z = bound(head, 0.7)(a, p, n)
-        real, made = (head(a) - head(n)).norm(dim=1), (head(a) - head(z)).norm(dim=1)
-        torch.testing.assert_close(made, real * 0.7 / 2.7)
+        real, built = (head(a) - head(n)).norm(dim=1), (head(a) - head(z)).norm(dim=1)
+        torch.testing.assert_close(built, real * 0.7 / 2.7)
 
 
 class TestSphere:
@@ -110,11 +110,11 @@ class TestSphere:
 
     def test_it_follows_the_head_as_that_is_trained(self) -> None:
         head = linear(4, unit=True)
-        generator, made = bound(head), points()
-        before = generator(*made)
+        generator, built = bound(head), points()
+        before = generator(*built)
         with torch.no_grad():
             head[0].weight[:, 0] *= 3
-        assert (generator(*made) - before).abs().max() > 1e-3
+        assert (generator(*built) - before).abs().max() > 1e-3
 
     def test_a_hidden_layer_misleads_more_than_the_real_negative(self) -> None:
         torch.manual_seed(0)
@@ -187,9 +187,9 @@ class TestWhatItLeavesAlone:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_half_precision(self, dtype: torch.dtype) -> None:
-        head, made = build_head(5, 4), [x.to(dtype) for x in points()]
-        z = bound(head.to(dtype))(*made)
-        exact = bound(head.float())(*(x.float() for x in made))
+        head, built = build_head(5, 4), [x.to(dtype) for x in points()]
+        z = bound(head.to(dtype))(*built)
+        exact = bound(head.float())(*(x.float() for x in built))
         assert z.dtype == dtype
         torch.testing.assert_close(z.float(), exact, atol=0.05, rtol=0.05)
 

@@ -41,10 +41,10 @@ class TestByLoops:
             return eq_11(embeddings.numpy(), pairs, alpha, beta, ridge, float(np.exp(log_t)))
 
         coarse = min(range(-8, 9), key=at)
-        found = minimize_scalar(
+        actual = minimize_scalar(
             at, bounds=(coarse - 1, coarse + 1), method="bounded", options={"xatol": 1e-9}
         )
-        assert float(loss) == pytest.approx(float(found.fun), rel=1e-9)
+        assert float(loss) == pytest.approx(float(actual.fun), rel=1e-9)
 
     def test_a_miners_pairs_and_a_reference_set(self) -> None:
         embeddings, reference = batch(), batch(9, seed=5)
@@ -214,7 +214,7 @@ def test_the_best_scale_is_where_the_objective_is_flat() -> None:
         (1000.0, 1e-3, 50.0),
         (1e-3, 1e3, 7.0),
     ):
-        found = best_scale(a, eigenvalues, torch.tensor(d), alpha, beta)
+        actual = best_scale(a, eigenvalues, torch.tensor(d), alpha, beta)
 
         def value(t: float, alpha: float = alpha, beta: float = beta, d: float = d) -> float:
             total = d / t
@@ -223,5 +223,5 @@ def test_the_best_scale_is_where_the_objective_is_flat() -> None:
                 total += t * m * (1 + alpha * s * s)
             return total
 
-        near = min(value(found * 10.0 ** (k / 400)) for k in range(-800, 801))
-        assert value(found) <= near * (1 + 1e-12)
+        near = min(value(actual * 10.0 ** (k / 400)) for k in range(-800, 801))
+        assert value(actual) <= near * (1 + 1e-12)

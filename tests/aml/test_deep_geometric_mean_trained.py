@@ -92,9 +92,9 @@ class TestReachesTheLearnersOptimum:
         x, y = features()
         weight = trained(x, y, GeometricMeanLoss(1.0, 1.0, 0.0, "free"))
         expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
-        found = (weight.T @ weight).numpy()
+        actual = (weight.T @ weight).numpy()
         np.testing.assert_allclose(
-            found / np.trace(found), expected / np.trace(expected), rtol=1e-4, atol=1e-6
+            actual / np.trace(actual), expected / np.trace(expected), rtol=1e-4, atol=1e-6
         )
 
     def test_features_that_are_not_white_are_whitened_by_it(self) -> None:
@@ -118,7 +118,7 @@ class TestTrainableFeatures:
         assert left == [5, 2]
 
     def test_a_recipe_trains_end_to_end(self, tmp_path: Path) -> None:
-        made = check_recipe(
+        built = check_recipe(
             {
                 "name": "deep",
                 "data": {"name": "core.digits"},
@@ -132,7 +132,7 @@ class TestTrainableFeatures:
             }
         )
         lines: list[str] = []
-        train(tmp_path / "run", made, report=lines.append)
+        train(tmp_path / "run", built, report=lines.append)
         losses = [
             json.loads(x)["loss"]
             for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

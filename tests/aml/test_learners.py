@@ -82,10 +82,10 @@ def test_all_pairs_listed_give_what_labels_give(learner: Any, wine: Any) -> None
         np.where(similar, 1, -1),
         np.where(similar, 1.0, -1.0),
     ):
-        found = learner.fit_pairs(pairs, flags)
-        np.testing.assert_allclose(found.get_mahalanobis_matrix(), expected, rtol=1e-5, atol=1e-6)
-    assert found.n_similar_ == similar.sum() and found.n_dissimilar_ == (~similar).sum()
-    assert found.transform(x).shape == (60, 13) and found.n_features_in_ == 13
+        actual = learner.fit_pairs(pairs, flags)
+        np.testing.assert_allclose(actual.get_mahalanobis_matrix(), expected, rtol=1e-5, atol=1e-6)
+    assert actual.n_similar_ == similar.sum() and actual.n_dissimilar_ == (~similar).sum()
+    assert actual.transform(x).shape == (60, 13) and actual.n_features_in_ == 13
 
 
 def test_pairs_count_as_often_as_they_are_given(wine: Any) -> None:
@@ -145,10 +145,10 @@ def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> 
     learner = AML(1.0, 0.7, standardize=standardize).fit(x * scales, y)
     pairs = np.stack([x[:50], x[90:140]], axis=1)
     similar = np.arange(50) % 2 == 0
-    found = learner.adversarial_pairs(pairs * scales, similar) / scales
+    actual = learner.adversarial_pairs(pairs * scales, similar) / scales
     m = AML(1.0, 0.7).fit(x, y).get_mahalanobis_matrix()
     inverse = np.linalg.inv(m)
-    for pair, alike, points in zip(pairs, similar, found, strict=True):
+    for pair, alike, points in zip(pairs, similar, actual, strict=True):
         opposite = inverse if alike else m
         slope = opposite @ (points[0] - points[1]) + 0.7 * m @ (points[0] - pair[0])  # Eq 8
         assert np.abs(slope).max() < 1e-4
@@ -164,10 +164,10 @@ def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> 
 
 def test_from_a_recipe() -> None:
     plugins = load_plugins(block=["pml"])
-    made = plugins.build(
+    built = plugins.build(
         "learners", {"name": "aml.aml", "alpha": 0.5, "n_pairs": "paper"}, {"features": 9}
     )
-    assert isinstance(made, AML) and (made.alpha, made.n_pairs) == (0.5, "paper")
+    assert isinstance(built, AML) and (built.alpha, built.n_pairs) == (0.5, "paper")
     prior = [[2.0, 0.0], [0.0, 1.0]]
     assert plugins.build("learners", {"name": "aml.gmml", "prior": prior}).prior == prior
     assert plugins.build("learners", {"name": "aml.gmml", "prior": "covariance", "t": 0}).t == 0

@@ -205,10 +205,10 @@ def test_refuses_data(wine: Any) -> None:
 
 def test_from_a_recipe() -> None:
     plugins = load_plugins(block=["pml"])
-    made = plugins.build(
+    built = plugins.build(
         "learners", {"name": "anml.lanml", "gamma1": 1.0, "neighbors": "all"}, {"features": 9}
     )
-    assert isinstance(made, LANML) and made.neighbors == "all"
+    assert isinstance(built, LANML) and built.neighbors == "all"
     assert plugins.build("learners", {"name": "anml.lanml", "neighbors": 5}).neighbors == 5
     assert (
         plugins.build("learners", {"name": "anml.pnca", "alpha": 0.5, "form": "sum"}).form == "sum"

@@ -116,12 +116,12 @@ def by_loops(learner: Any, L: Floats, x: Floats, y: NDArray[np.int64]) -> float:
 
 
 def differences(f: Any, L: Floats, step: float = 1e-5) -> Floats:
-    found = np.zeros_like(L)
+    actual = np.zeros_like(L)
     for place in np.ndindex(*L.shape):
         by = np.zeros_like(L)
         by[place] = step
-        found[place] = (f(L + by) - f(L - by)) / (2 * step)
-    return found
+        actual[place] = (f(L + by) - f(L - by)) / (2 * step)
+    return actual
 
 
 @each
@@ -196,8 +196,8 @@ def test_the_hard_form_is_the_limit_of_the_soft_one(data: Any) -> None:
         LANML(gamma1=g1, gamma2=g2, neighbors="all").objective(L, x, y)
         for g1, g2 in ((1e4, 1e4), (-1e4, 1e4), (0.0, 1e-9))
     ]
-    for (one, slope), (other, same) in zip(hard, soft, strict=True):
-        assert one == pytest.approx(other, abs=1e-3) and one != other
+    for (left, slope), (other, same) in zip(hard, soft, strict=True):
+        assert left == pytest.approx(other, abs=1e-3) and left != other
         np.testing.assert_allclose(slope, same, atol=1e-3)
 
 
@@ -277,20 +277,20 @@ def gaps(learner: LANML, x: Floats, y: Any, segments: int = 25) -> list[float]:
     semi-definite matrices.
     """
     random = np.random.default_rng(3)
-    found = []
+    actual = []
     for _ in range(segments):
         a, b = (
             random.normal(size=(4, random.integers(1, 5))) * random.uniform(0.2, 1.5) for _ in "ab"
         )
         ends = [learner.objective(half(m @ m.T), x, y)[0] for m in (a, b)]
-        found.append(learner.objective(half((a @ a.T + b @ b.T) / 2), x, y)[0] - sum(ends) / 2)
-    return found
+        actual.append(learner.objective(half((a @ a.T + b @ b.T) / 2), x, y)[0] - sum(ends) / 2)
+    return actual
 
 
 @pytest.mark.parametrize("loss", ["hinge", "smooth_hinge", "logistic"])
 def test_convex_for_gamma1_below_0_and_only_then(loss: Any, data: Any) -> None:
     x, y, _ = data
     for gamma1 in (-3.0, -0.2, 0.0):
-        found = gaps(LANML(gamma1, 2.0, 0.1, loss=loss, neighbors="all"), x, y)
-        assert max(found) < 1e-9 and min(found) < -1e-3
+        actual = gaps(LANML(gamma1, 2.0, 0.1, loss=loss, neighbors="all"), x, y)
+        assert max(actual) < 1e-9 and min(actual) < -1e-3
     assert max(gaps(LANML(3.0, 2.0, 0.1, loss=loss), x, y)) > 1e-3

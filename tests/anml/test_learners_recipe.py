@@ -67,12 +67,12 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
 
     # the run's weights are what fitting on the run's training items gives
-    made = loaded.recipe.build("learner", features=64)
+    built = loaded.recipe.build("learner", features=64)
     train = loaded.splits.train
-    made.fit(x[train].astype(np.float64), y[train])
-    found = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
+    built.fit(x[train].astype(np.float64), y[train])
+    actual = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
     np.testing.assert_allclose(
-        found, made.transform(x[:100].astype(np.float64)), rtol=1e-3, atol=1e-3
+        actual, built.transform(x[:100].astype(np.float64)), rtol=1e-3, atol=1e-3
     )
     assert sum(p.numel() for p in head.parameters()) == 16 * 64
 

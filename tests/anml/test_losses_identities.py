@@ -40,8 +40,8 @@ X = torch.randn(24, 5, generator=torch.Generator().manual_seed(0), dtype=torch.f
 
 def gradient(loss: Any, x: Tensor = X, y: Tensor = Y, *more: Any) -> Tensor:
     leaf = x.clone().requires_grad_()
-    (found,) = torch.autograd.grad(loss(leaf, y, *more), leaf)
-    return found
+    (actual,) = torch.autograd.grad(loss(leaf, y, *more), leaf)
+    return actual
 
 
 @pytest.mark.parametrize("mining", [False, True])
@@ -144,9 +144,9 @@ def test_proxy_nca_up_to_the_number_of_classes() -> None:
     loss = ImprovedProxyNCALoss(5, 7, 3.0, 1.0, outer="identity").double()
     s, proxy_nca = loops.cosines(X, loss.proxies.detach()), 0.0
     for row, label in zip(s, Y.tolist(), strict=True):
-        distances = [2 - 2 * each for each in row]
-        others = sum(math.exp(-d) for k, d in enumerate(distances) if k != label)
-        proxy_nca -= math.log(math.exp(-distances[label]) / others)
+        distances = [2 - 2 * value for value in row]
+        rivals = sum(math.exp(-d) for k, d in enumerate(distances) if k != label)
+        proxy_nca -= math.log(math.exp(-distances[label]) / rivals)
     assert loss(X, Y).item() + math.log(6) == pytest.approx(proxy_nca / 24, rel=1e-10)
 
 

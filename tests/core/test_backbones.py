@@ -36,8 +36,10 @@ def lite0() -> Backbone:
 
 
 def build(plugins: Plugins, name: str, **values: Any) -> Backbone:
-    made: Backbone = plugins.build("backbones", {"name": f"core.{name}", **values}, {"features": 5})
-    return made
+    built: Backbone = plugins.build(
+        "backbones", {"name": f"core.{name}", **values}, {"features": 5}
+    )
+    return built
 
 
 @pytest.mark.parametrize(
@@ -311,8 +313,8 @@ def test_lite0_normalises_as_its_weights_want(lite0: Backbone) -> None:
     pixels = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8)
     with torch.no_grad():
         expected = lite0((pixels.double() - 127).div(128).float())
-        found = Model(lite0, nn.Identity()).features(pixels)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        actual = Model(lite0, nn.Identity()).features(pixels)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_lite0_knows_what_it_sees(lite0: Backbone) -> None:
@@ -341,15 +343,15 @@ def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pixels_are_the_images_own(plugins: Plugins, channels: int) -> None:
-    made = build(plugins, "pixels", size=6, channels=channels).eval()
+    built = build(plugins, "pixels", size=6, channels=channels).eval()
     assert (
-        made.features == 36 * channels
-        and not list(made.parameters())
-        and made.preprocessing is not None
+        built.features == 36 * channels
+        and not list(built.parameters())
+        and built.preprocessing is not None
     )
     image = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8)
-    pixels = made.preprocessing(Image.fromarray(image))
-    normalise = Model(made, nn.Identity())
+    pixels = built.preprocessing(Image.fromarray(image))
+    normalise = Model(built, nn.Identity())
     features = normalise(torch.tensor(pixels)[None])[0][0].numpy()
     expected = (
         np.asarray(Image.fromarray(image).convert("L"))[None]

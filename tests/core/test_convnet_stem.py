@@ -75,11 +75,11 @@ def test_a_bundle_gives_what_torch_gives(
         model(images)  # batch statistics
     manifest = export_model(model, images.numpy(), tmp_path / "b", name="b")
     assert manifest.verified.largest_difference <= 1e-4
-    found = Bundle.open(tmp_path / "b", threads=1).encode(images[:5].numpy()).vector
+    actual = Bundle.open(tmp_path / "b", threads=1).encode(images[:5].numpy()).vector
     with torch.inference_mode():
         expected = model.eval()(images[:5])[1].numpy()
         apart = model(images[:5].to(memory_format=torch.channels_last))[1].numpy()
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
     np.testing.assert_allclose(apart, expected, atol=1e-5)
 
 

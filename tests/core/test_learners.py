@@ -29,8 +29,8 @@ each = pytest.mark.parametrize("learner", LEARNERS, ids=str)
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    found = load_digits()
-    return found.data[:400], found.target[:400]
+    actual = load_digits()
+    return actual.data[:400], actual.target[:400]
 
 
 def scikit(learner: LinearMap) -> Any:
@@ -60,8 +60,8 @@ def test_codes_are_scikit_learns(learner: LinearMap, digits: Any) -> None:
     expected = theirs.transform(x)
     if not isinstance(learner, PCA):  # ours are centred, which changes no distance
         expected = expected - theirs.transform(x.mean(0, keepdims=True))
-    found = learner.fit(x, y).transform(x)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8 * np.abs(expected).max())
+    actual = learner.fit(x, y).transform(x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("learner", [PCA(1), LDA(), NCA(max_iter=5)], ids=str)
@@ -71,12 +71,12 @@ def test_keeps_scikit_learns_rules(learner: LinearMap) -> None:
 
 def test_from_a_recipe() -> None:
     plugins = load_plugins(block=["pml"])
-    made = plugins.build("learners", {"name": "core.pca", "n_components": 5}, {"features": 9})
-    assert made.get_params()["n_components"] == 5
-    made = plugins.build(
+    built = plugins.build("learners", {"name": "core.pca", "n_components": 5}, {"features": 9})
+    assert built.get_params()["n_components"] == 5
+    built = plugins.build(
         "learners", {"name": "core.lda", "n_components": 3, "shrinkage": "auto"}, {"features": 9}
     )
-    assert made.get_params() == {"n_components": 3, "shrinkage": "auto"}
+    assert built.get_params() == {"n_components": 3, "shrinkage": "auto"}
     with pytest.raises(RecipeError, match="shrinkage"):
         plugins.build("learners", {"name": "core.lda", "shrinkage": 1.5})
 

@@ -134,10 +134,11 @@ def test_normalised_output_keeps_the_length_of_what_it_replaces(cls: type[Any]) 
 
 def test_the_contrastive_form_sees_no_positive() -> None:
     generator = made(HardNegativeGenerator, {"form": "contrastive"})
-    one, other = generator(A, P, N), generator(A, 2 * P, N)
-    assert torch.equal(one, other)
+    left, other = generator(A, P, N), generator(A, 2 * P, N)
+    assert torch.equal(left, other)
     assert torch.equal(
-        generator.objective(A, P, N, one, distance), generator.objective(A, 3 * P, N, one, distance)
+        generator.objective(A, P, N, left, distance),
+        generator.objective(A, 3 * P, N, left, distance),
     )
 
 

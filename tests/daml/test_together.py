@@ -154,9 +154,9 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
         trainer(tmp_path / str(w), make(train=options | {"loss_weight": w}, **tables))
         for w in (1.0, weight)
     )
-    for one in (plain, of):
-        one.run.model.double()
-        one.objective.generator.double()  # type: ignore[union-attr]
+    for left in (plain, of):
+        left.run.model.double()
+        left.objective.generator.double()  # type: ignore[union-attr]
     features, labels = next(iter(of.batches.epoch(0)))
     features = features.double()
     parts = {name: [p for p in group if p.requires_grad] for name, group in of.step.parts.items()}
@@ -253,16 +253,16 @@ def test_one_metric_is_bit_for_bit_the_run_without_a_combiner(
             {k: state[k] for k in ("model", "modules", "optimizers", "random")}, "", tensors
         )
         states.append((skeleton, tensors))
-    (one, ours), (plain, theirs) = states
-    assert one == plain and len(ours) > 10
+    (left, ours), (plain, theirs) = states
+    assert left == plain and len(ours) > 10
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     logs = [
         (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
         for folder in ("one", "plain")
     ]
     for mine, other in zip(*logs, strict=True):
-        one, plain = json.loads(mine), json.loads(other)
-        assert {**one, "images_per_second": 0} == {**plain, "images_per_second": 0}
+        left, plain = json.loads(mine), json.loads(other)
+        assert {**left, "images_per_second": 0} == {**plain, "images_per_second": 0}
 
 
 @pytest.mark.parametrize("loss", ["pml.circle", "pml.cos_face", "pml.arc_face"])

@@ -37,11 +37,11 @@ def test_gradients_are_those_of_the_couplings_objectives(
     def gradients(value: torch.Tensor, of: list[Any]) -> list[Any]:
         return list(torch.autograd.grad(value, of, retain_graph=True, allow_unused=True))
 
-    for value, others in (
+    for value, rivals in (
         (losses.metric, generator),
         (losses.generator, [*of.run.model.backbone.parameters()]),
     ):
-        assert any(g is not None and bool(g.any()) for g in gradients(value, others))
+        assert any(g is not None and bool(g.any()) for g in gradients(value, rivals))
     if coupling == "joint":
         expected = gradients(total, metric + generator)
     else:
@@ -77,21 +77,21 @@ def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path: Path,
     of.step.backward(losses)
     trained = [p.grad.clone() for p in of.run.model.backbone.parameters() if p.grad is not None]
 
-    made = copy.deepcopy(of.objective.generator)
-    assert made is not None
-    made.requires_grad_(False)
+    built = copy.deepcopy(of.objective.generator)
+    assert built is not None
+    built.requires_grad_(False)
     features, _ = of.run.model(images, False)
     a, p, n = (features[i : i + 1] for i in range(3))
-    synthetic = made(a, p, n)
-    p, n = (synthetic, n) if made.replaces == "positive" else (p, synthetic)
+    synthetic = built(a, p, n)
+    p, n = (synthetic, n) if built.replaces == "positive" else (p, synthetic)
     ea, ep, en = (of.run.model.head(x) for x in (a, p, n))
     value = ((ea - ep).square().sum() - (ea - en).square().sum() + 3.0).relu()
     assert losses.metric.item() == pytest.approx(value.item(), rel=1e-5)
     slope, *expected = torch.autograd.grad(value, [features, *of.run.model.backbone.parameters()])
     assert all(bool(slope[row].any()) for row in range(3)) and not slope[3:].any()
     assert len(trained) == len(expected)
-    for found, each in zip(trained, expected, strict=True):
-        torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-6)
+    for actual, entry in zip(trained, expected, strict=True):
+        torch.testing.assert_close(actual, entry, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])

@@ -69,8 +69,8 @@ def test_learns_a_map(learner: Any, wine: Any) -> None:
     head, combiner = learner.to_model_parts()
     assert combiner is None
     with torch.no_grad():
-        found = head(torch.from_numpy(x).float()).numpy()
-    np.testing.assert_allclose(found, codes, rtol=1e-4, atol=1e-4 * np.abs(codes).max())
+        actual = head(torch.from_numpy(x).float()).numpy()
+    np.testing.assert_allclose(actual, codes, rtol=1e-4, atol=1e-4 * np.abs(codes).max())
     m = learner.get_mahalanobis_matrix()
     d = x[0] - x[1]
     assert d @ m @ d == pytest.approx(((codes[0] - codes[1]) ** 2).sum(), rel=1e-8)
@@ -149,9 +149,9 @@ def test_keeps_scikit_learns_rules_but_for_what_metric_learn_cannot_fit(learner:
 
 def test_refuses(wine: Any) -> None:
     x, y = wine
-    few = np.where(np.arange(178) < 2, 7, y)
+    small = np.where(np.arange(178) < 2, 7, y)
     with pytest.raises(ValueError, match="each class needs 4 members; the smallest has 2"):
-        LMNN(3).fit(x, few)
+        LMNN(3).fit(x, small)
     with pytest.raises(ValueError, match="Each class needs 2 members"):
         SCML().fit(x, np.where(np.arange(178) < 1, 7, y))
     with pytest.raises(ValueError, match="hold 88 chunks"):
@@ -191,8 +191,8 @@ def test_answers_are_those_of_metric_learns_own_estimator(
     if isinstance(learner, LFDA):  # it learns all directions, and we keep the first
         theirs.components_ = theirs.components_[: learner.n_components]
     pairs = np.stack([x[:40], x[60:100]], axis=1)
-    found = learner.pair_distance(pairs)
-    np.testing.assert_allclose(found, theirs.pair_distance(pairs), rtol=1e-6)
+    actual = learner.pair_distance(pairs)
+    np.testing.assert_allclose(actual, theirs.pair_distance(pairs), rtol=1e-6)
     np.testing.assert_allclose(learner.pair_score(pairs), theirs.pair_score(pairs), rtol=1e-6)
     matrix = theirs.get_mahalanobis_matrix()
     np.testing.assert_allclose(
@@ -221,10 +221,10 @@ def test_from_a_recipe() -> None:
     assert {name.removeprefix("metric_learn.") for name in plugins.factories("learners")} >= set(
         LEARNERS
     )
-    made = plugins.build(
+    built = plugins.build(
         "learners", {"name": "metric_learn.lmnn", "n_neighbors": 4}, {"features": 9}
     )
-    assert isinstance(made, LMNN) and made.n_neighbors == 4
+    assert isinstance(built, LMNN) and built.n_neighbors == 4
     with pytest.raises(RecipeError, match="regularization"):
         plugins.build("learners", {"name": "metric_learn.lmnn", "regularization": 2.0})
 

@@ -36,8 +36,8 @@ LABELS = torch.tensor([0, 0, 0, 1, 1, 2])
 
 
 def batch(width: int = 4) -> torch.Tensor:
-    made = torch.randn(6, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return made.requires_grad_()
+    built = torch.randn(6, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return built.requires_grad_()
 
 
 def triplets(labels: list[int]) -> list[tuple[int, int, int]]:
@@ -98,11 +98,11 @@ def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind: An
     means = []
     for level in range(2):
         rows = x.detach()[:, 2 * level : 2 * level + 2].tolist()
-        each = []
+        entry = []
         for a, p, n in triplets(LABELS.tolist()):
             d = loops.distance(rows[a], rows[p]), loops.distance(rows[a], rows[n])
-            each.append(loops.local_loss(*d, *loops.thresholds(*d, 0.4)))
-        means.append(sum(each) / len(each))
+            entry.append(loops.local_loss(*d, *loops.thresholds(*d, 0.4)))
+        means.append(sum(entry) / len(entry))
     assert value.item() == pytest.approx(0.3 * means[0] + 0.7 * means[1], abs=1e-6)
     assert combiner.alpha.tolist() == pytest.approx(
         loops.hedge([0.3, 0.7], means, 0.5, 0.1, "exp"), abs=1e-6
@@ -169,9 +169,9 @@ def test_served_answers_are_eq_27_exactly(k: int, tmp_path: Path) -> None:
             expected = loops.retrieve(query, references, learner.alpha_.tolist(), k)
             scores = [float(np.exp(-hit.distance)) for hit in hits]
             assert scores == pytest.approx([score for _, score in expected], abs=1e-4)
-            found = {hit.id for hit in hits}
+            actual = {hit.id for hit in hits}
             assert (
-                len(found & {f"{row:04}" for row, _ in expected}) >= k - 1
+                len(actual & {f"{row:04}" for row, _ in expected}) >= k - 1
             )  # the last may be a tie in float32
 
 

@@ -122,10 +122,10 @@ def test_constant_features_and_quiet_ones_stay_finite() -> None:
 
 def test_utilisation_is_exactly_one_and_seeds_decide_everything() -> None:
     x, y = clouds()
-    one, two, other = (OAHU(**SMALL, seed=s).fit(x, y) for s in (4, 4, 5))
-    same(one, two)
-    assert one.constraint_utilization_ == 1.0 and one.n_triplets_ == 120
-    assert (one.input_layer_ != other.input_layer_).any()
+    left, two, other = (OAHU(**SMALL, seed=s).fit(x, y) for s in (4, 4, 5))
+    same(left, two)
+    assert left.constraint_utilization_ == 1.0 and left.n_triplets_ == 120
+    assert (left.input_layer_ != other.input_layer_).any()
 
 
 @pytest.mark.parametrize("tau", [0.1, 0.3, 0.6])
@@ -243,12 +243,12 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
 
 def test_copies_learn_apart() -> None:
     triplets = stream(20)
-    one = OAHU(**SMALL).partial_fit(triplets[:10])
-    two = copy.deepcopy(one)
+    left = OAHU(**SMALL).partial_fit(triplets[:10])
+    two = copy.deepcopy(left)
     kept = two.layers_.copy()
-    one.partial_fit(triplets[10:])
+    left.partial_fit(triplets[10:])
     assert np.array_equal(two.layers_, kept)
-    same(two.partial_fit(triplets[10:]), one)
+    same(two.partial_fit(triplets[10:]), left)
 
 
 def test_scikit_learn_conventions() -> None:
@@ -276,13 +276,13 @@ def test_the_three_uses_are_those_of_plain_loops(k: int) -> None:
     r = references.embeddings.transpose(1, 0, 2).tolist()
     q = queries.embeddings.transpose(1, 0, 2).tolist()
     alpha = learner.alpha_.tolist()
-    found = learner.classify(x[60:], references, names[:60], k)
-    assert found.tolist() == [
-        loops.predict(each, r, names[:60].tolist(), alpha, min(k, 60)) for each in q
+    actual = learner.classify(x[60:], references, names[:60], k)
+    assert actual.tolist() == [
+        loops.predict(value, r, names[:60].tolist(), alpha, min(k, 60)) for value in q
     ]
     rows, scores = learner.retrieve(x[60:], references, k)
-    for i, each in enumerate(q):
-        expected = loops.retrieve(each, r, alpha, min(k, 60))
+    for i, value in enumerate(q):
+        expected = loops.retrieve(value, r, alpha, min(k, 60))
         assert np.allclose(scores[i], [score for _, score in expected])
         if k < 60:  # all items: some scores are equal up to rounding
             assert rows[i].tolist() == [row for row, _ in expected]

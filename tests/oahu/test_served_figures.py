@@ -74,27 +74,27 @@ def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path)
         assert cli(*words).code == 0
     run = load_run(tmp_path / "run")
     metrics = ["recall_at_1", "recall_at_10"]
-    found = evaluate_run(run, metrics=metrics, bundle=tmp_path / "bundle").figures["bundle"]
+    actual = evaluate_run(run, metrics=metrics, bundle=tmp_path / "bundle").figures["bundle"]
     bundle = Bundle.open(tmp_path / "bundle", threads=1)
     assert bundle.manifest.merge == "score"
     query, labels = run.splits.query, run.splits.labels
     gallery = run.splits.gallery
     ours = encoded(bundle, run, query)["vector"].astype(np.float64)
-    others = ours if gallery is None else encoded(bundle, run, gallery)["vector"].astype(np.float64)
+    rivals = ours if gallery is None else encoded(bundle, run, gallery)["vector"].astype(np.float64)
     theirs = labels[query if gallery is None else gallery]
     alpha = [space.weight for space in bundle.manifest.subspaces]
     rows = [
-        ranking(v, others, number if gallery is None else None, alpha, 10)
+        ranking(v, rivals, number if gallery is None else None, alpha, 10)
         for number, v in enumerate(ours)
     ]
     right = theirs[np.array(rows)] == labels[query][:, None]
-    assert found == pytest.approx(
+    assert actual == pytest.approx(
         {"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()}
     )
     # the whole vector's Euclidean order is another one
     exclude = np.arange(len(ours)) if gallery is None else None
-    whole = nearest_in_each(ours, others, 10, (), exclude)[0]
-    assert (theirs[whole[:, 0]] == labels[query]).mean() != found["recall_at_1"]
+    whole = nearest_in_each(ours, rivals, 10, (), exclude)[0]
+    assert (theirs[whole[:, 0]] == labels[query]).mean() != actual["recall_at_1"]
 
 
 def test_a_variants_drift_is_of_eq_27() -> None:

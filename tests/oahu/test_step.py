@@ -72,13 +72,13 @@ def test_hedge_is_that_of_a_loop(rule: Any) -> None:
             for low in (0.0, 0.3, 0.7):
                 loss = rng.uniform(low, 1, 4)
                 kinds.add(beta ** loss.min() * math.log(beta) > beta - 1)
-                found = hedge_update(alpha, loss, beta, s, rule)
+                actual = hedge_update(alpha, loss, beta, s, rule)
                 assert np.allclose(
-                    found, loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule), atol=1e-15
+                    actual, loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule), atol=1e-15
                 )
                 assert (
-                    found.sum() == pytest.approx(1)
-                    and found.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
+                    actual.sum() == pytest.approx(1)
+                    and actual.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
                 )
     assert kinds == {True, False}  # both branches of Eq 20 were taken
 
@@ -110,8 +110,8 @@ def test_a_step_moves_every_weight_down_the_numerical_gradient(depth: int) -> No
     rows = triplet.tolist()
     fixed = loops.fixed_thresholds(rows, w, theta, tau)
     before = [level.copy() for level in network.levels]
-    found = network.step(triplet, alpha, tau, rate)
-    assert np.allclose(found, loops.losses(rows, w, theta, tau), atol=1e-14)
+    actual = network.step(triplet, alpha, tau, rate)
+    assert np.allclose(actual, loops.losses(rows, w, theta, tau), atol=1e-14)
     after_w, after_theta = parts(network)
     step = 1e-6
     for old, new in ((w, after_w), (theta, after_theta)):
@@ -142,21 +142,21 @@ def test_zero_and_equal_embeddings_have_no_gradient_and_stay_finite() -> None:
 def test_embedding_is_that_of_a_loop_and_float32_follows_it() -> None:
     network = Network.random(6, 3, 5, 4, 1, np.float64)
     x = np.random.default_rng(0).standard_normal((7, 6))
-    found = network.embed(x)
+    actual = network.embed(x)
     w, theta = parts(network)
     for i in range(7):
-        assert np.allclose(found[:, i], loops.embed(x[i].tolist(), w, theta), atol=1e-14)
-    lengths = np.linalg.norm(found, axis=2)
+        assert np.allclose(actual[:, i], loops.embed(x[i].tolist(), w, theta), atol=1e-14)
+    lengths = np.linalg.norm(actual, axis=2)
     assert (np.isclose(lengths, 1) | (lengths == 0)).all() and np.isclose(lengths, 1).mean() > 0.9
     single = Network.random(6, 3, 5, 4, 1, np.float32).embed(x.astype(np.float32))
-    assert single.dtype == np.float32 and np.abs(single - found).max() < 1e-5
+    assert single.dtype == np.float32 and np.abs(single - actual).max() < 1e-5
 
 
 def test_history_is_bounded_and_keeps_equal_steps() -> None:
     kept: NDArray[Any] = np.zeros((1, 1))
-    at, stride = np.zeros(1, np.int64), 1
+    place, stride = np.zeros(1, np.int64), 1
     for step in range(1, 20_000):
-        kept, at, stride = recorded(kept, at, stride, np.array([float(step)]), step)
+        kept, place, stride = recorded(kept, place, stride, np.array([float(step)]), step)
         assert len(kept) <= ROWS
-    assert (np.diff(at) == stride).all() and at[0] == 0 and (kept[:, 0] == at).all()
+    assert (np.diff(place) == stride).all() and place[0] == 0 and (kept[:, 0] == place).all()
     assert len(kept) > ROWS // 2 - 1
