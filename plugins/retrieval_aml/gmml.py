@@ -141,18 +141,12 @@ def symmetric(m: Floats) -> Floats:
     return half
 
 
-def geodesic(a: Floats, b: Floats, t: float) -> Floats:
-    """Return A⁻¹ #_t B, the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1); t = .5 is the
-    geometric mean.
-
-    At t = .5 it solves M A M = B (Zadeh et al., Eq 8 and 13).
-    """
-    half = geodesic_factor(a, b, t)
-    return symmetric(half @ half.T)
-
-
 def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
-    """Return H (F, F) with HHᵀ = A⁻¹ #_t B = L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ; see `geodesic`."""
+    """Return H (F, F) with HHᵀ = A⁻¹ #_t B = L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ.
+
+    That is the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1). At t = .5, the geometric
+    mean, it solves M A M = B (Zadeh et al., Eq 8 and 13).
+    """
     lower = np.linalg.cholesky(a)
     # singular values of a factor keep the digits that eigenvalues of the product would lose
     _, values, right = np.linalg.svd(np.linalg.cholesky(b).T @ lower)

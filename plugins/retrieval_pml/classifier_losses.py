@@ -237,6 +237,8 @@ def _plain(
 class ClassWeights(PreciseLoss):
     """A loss of each item against class weights, by one matrix of their products.
 
+    A loss defines `of_items(embeddings, labels)`, the items' losses (N,).
+
     Upstream's own way is taken for distances that are no product of vectors, and where statistics
     are collected.
     """
@@ -268,10 +270,6 @@ class ClassWeights(PreciseLoss):
     def written_for(self, labels: Tensor) -> bool:
         """Return whether `of_items` measures as this loss's distance does."""
         return is_product(self.distance)
-
-    def of_items(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Return the items' losses (N,)."""
-        raise NotImplementedError(f"{type(self).__name__} must define of_items(embeddings, labels)")
 
     def class_weights(self) -> Tensor:
         """Return the class weights as rows, for their regulariser."""
@@ -305,6 +303,9 @@ class MarginAtTarget(ClassWeights):
 class MultipleAngle(MarginAtTarget):
     """The coefficients of cos(mθ), equation 7 of large-margin softmax, made without SciPy calls
     that NumPy deprecates.
+
+    A loss defines `lengths_of(embeddings, labels)`: the class weights (C, K) of the logits, and what
+    the items' cosines with their own are multiplied by there (N,).
     """
 
     margin: int
@@ -323,14 +324,6 @@ class MultipleAngle(MarginAtTarget):
         """Return the items' losses (N,)."""
         weights, lengths = self.lengths_of(embeddings, labels)
         return cross_entropy(embeddings * self.scale, weights, labels, self._with_lengths, lengths)
-
-    def lengths_of(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class weights (C, K) of the logits, and what the items' cosines with their own
-        are multiplied by there (N,).
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define lengths_of(embeddings, labels)"
-        )
 
     def _with_lengths(self, logits: Tensor, lengths: Tensor) -> Tensor:
         cosines = logits / (self.scale * lengths).clamp(min=torch.finfo(lengths.dtype).tiny)

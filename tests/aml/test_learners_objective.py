@@ -18,7 +18,7 @@ from sklearn.datasets import load_wine
 from retrieval_aml import AML, GMML
 from retrieval_aml.aml import Objective, adversarial_pairs, divided_difference, spectrum
 from retrieval_aml.gmml import (
-    geodesic,
+    geodesic_factor,
     lifted,
     moments_of_classes,
     moments_of_drawn_pairs,
@@ -36,6 +36,11 @@ RANDOM = np.random.default_rng(0)
 Y = np.repeat([0, 1, 2], [5, 6, 1])
 X = RANDOM.normal(size=(12, 4)) + Y[:, None] + 3
 PAIRS, SIMILAR = loops.all_pairs(X, Y)
+
+
+def geodesic(a: Any, b: Any, t: float) -> Any:
+    half = geodesic_factor(a, b, t)
+    return half @ half.T
 
 
 def spd(size: int, spread: float, seed: int = 0) -> Any:
