@@ -1,5 +1,4 @@
-"""GMML, geometric mean metric learning, and what AML shares with it: checked labels or pairs, their
-moments, symmetric positive definite matrices, and the map of the metric found."""
+"""GMML, geometric mean metric learning, and what AML shares with it: pairs, moments, matrices."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Moments:
 
 
 def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
-    """Return the moments over *all* unordered pairs of items, from sums of classes: no pair is
-    formed.
+    """Return the moments over all unordered pairs of items, from sums of classes.
 
     With the scatter S_c of class c about its mean m_c, of n_c of all n items, and the mean m of
     all,
@@ -100,9 +98,7 @@ def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
 
 
 def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, seed: int) -> Moments:
-    """Return the moments over pairs of two different items drawn alike, with replacement, as in the
-    papers' experiments.
-    """
+    """Return the moments over drawn pairs of two items, as in the papers' experiments."""
     random = np.random.default_rng(seed)
     first = random.integers(0, len(x), n_pairs)
     second = random.integers(0, len(x) - 1, n_pairs)
@@ -155,9 +151,7 @@ def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
 
 
 def eigen_of_factor(half: Floats) -> tuple[Floats, Floats]:
-    """Return the eigenvalues (F,) and eigenvectors (F, F) of HHᵀ, largest first: positive, however
-    ill-conditioned it is.
-    """
+    """Return the eigenvalues (F,), all positive, and eigenvectors (F, F) of HHᵀ, largest first."""
     vectors, values, _ = np.linalg.svd(half)
     return values**2, vectors
 
@@ -172,8 +166,7 @@ def lifted(m: Floats, unit: float) -> Floats:
 
 
 def spread_of(m: Floats) -> tuple[Floats, Floats]:
-    """Return orthonormal columns for where M has any spread (F, R), and for the rest (F, F − R);
-    the identity if R = F.
+    """Return orthonormal columns for where M has spread (F, R), and for the rest (F, F − R).
 
     Spread is an eigenvalue above `FLOOR` × the mean of all.
     """
@@ -185,9 +178,7 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
 
 
 def completed(half: Floats, still: Floats) -> Floats:
-    """Return the factor (F, F) of a metric that is HHᵀ where it was learned, and its geometric mean
-    elsewhere.
-    """
+    """Return the factor (F, F) of HHᵀ where it was learned, and of its geometric mean elsewhere."""
     if not still.shape[1]:
         return half
     values = np.linalg.svd(half, compute_uv=False)
@@ -195,9 +186,7 @@ def completed(half: Floats, still: Floats) -> Floats:
 
 
 def components(half: Floats) -> Floats:
-    """Return C (F, F) with CᵀC = HHᵀ: eigenvectors times roots of their eigenvalues, the largest
-    first, signs fixed.
-    """
+    """Return C (F, F) with CᵀC = HHᵀ: scaled eigenvectors, the largest first, signs fixed."""
     values, vectors = eigen_of_factor(half)
     largest = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest, np.arange(len(half))] < 0, -1.0, 1.0)
@@ -235,9 +224,7 @@ class PairLearner(LinearMap):
     n_iter_: int
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
-        """Return H (F, F), M = HHᵀ, of two positive definite moments, and set `converged_` and
-        `n_iter_`.
-        """
+        """Return H (F, F), M = HHᵀ, and set `converged_` and `n_iter_`."""
         raise NotImplementedError
 
     def __sklearn_tags__(self) -> Any:
@@ -246,8 +233,7 @@ class PairLearner(LinearMap):
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Learn from features (N, F) and labels (N,), which may be text: pairs of a class are
-        similar, all others dissimilar.
+        """Learn from features (N, F) and labels (N,): pairs of one class are similar.
 
         All pairs count, in closed form from sums of classes, unless `n_pairs` says how many to
         draw.

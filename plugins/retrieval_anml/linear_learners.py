@@ -31,8 +31,7 @@ NEAREST = 10
 
 
 class NeighborhoodLearner(LinearMap):
-    """A linear map found by L-BFGS on L (F, C), M = LLᵀ, from M₀ = I / √N; subclasses give the
-    objective.
+    """A linear map L (F, C), M = LLᵀ, found by L-BFGS; subclasses give the objective.
 
     Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`,
     `tol`, `seed`, `random_state`.
@@ -98,8 +97,7 @@ class NeighborhoodLearner(LinearMap):
         return self
 
     def objective(self, L: ArrayLike, X: ArrayLike, y: ArrayLike) -> tuple[float, Floats]:
-        """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C): codes are X L, M
-        = LLᵀ.
+        """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C).
 
         All items are queries, whatever `max_queries` says, and the features are taken as they come,
         whatever `standardize` says. Nothing needs to be fitted, and nothing is kept.
@@ -177,8 +175,7 @@ def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
 
 
 class LANML(NeighborhoodLearner):
-    """A linear map under which each item's own class lies nearer than the others, up to the few
-    that cannot.
+    """A linear map under which most items' own class lies nearer than the other classes.
 
     Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, with the margin that it lacks
     (without one M = 0 is optimal): it minimises
@@ -328,8 +325,7 @@ class LANML(NeighborhoodLearner):
 
 
 class PNCA(NeighborhoodLearner):
-    """The linear map that makes a soft nearest neighbour's class right most often; `alpha` = 1 is
-    NCA exactly.
+    """The linear map that makes a soft nearest neighbour's class right most often.
 
     Song et al., "Adaptive Neighborhood Metric Learning", Eq 21: it minimises 1 − mean over i of
     p_i, the share of items that the soft neighbour gets wrong, with

@@ -1,5 +1,4 @@
-"""The gap between an anchor's positive and its negative neighbourhood, and its derivative, block by
-block of anchors.
+"""The gap between an anchor's positive and negative neighbourhoods, and its derivative.
 
 With similarities s, larger is closer, positives S and negatives D of an anchor:
 
@@ -12,7 +11,8 @@ positives, the second the greatest of the negatives. A threshold may be left out
 count; sums may replace the means (equation 25).
 
 The derivative of x is a row of softmax weights. It is made together with x and in the place of the
-similarities: autograd would keep some ten matrices of the batch's size."""
+similarities: autograd would keep some ten matrices of the batch's size.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ class Columns:
     count: Tensor
 
     def rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return these anchors' columns (last − first, M), padded, and bool of that shape: False
-        for padding.
-        """
+        """Return these anchors' columns (last − first, M), padded, and False for padding."""
         start, count = self.start[first:last, None], self.count[first:last, None]
         step = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
         member = step < count
@@ -253,8 +251,7 @@ def gap_of_rows(block: Tensor, pairs: Pairs, first: int, rule: Rule) -> tuple[Te
 
 
 def _mine(positive: Tensor, negative: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Set to −∞ the pairs that the Multi-Similarity miner drops, and return how many are left, (n,)
-    and (n,).
+    """Set to −∞ the pairs that the Multi-Similarity miner drops; return how many are left.
 
     Positives, which come with their sign turned, are kept where the most similar negative is nearer
     than ε beyond them; negatives where the least similar positive is less than ε beyond them.
@@ -340,17 +337,13 @@ class _GapOfCosines(torch.autograd.Function):
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of length 1, and their lengths (B, 1), at least `SHORTEST`: what F.normalize
-    does.
-    """
+    """Return rows of length 1, as F.normalize does, and their lengths (B, 1)."""
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(SHORTEST)
     return x / lengths, lengths
 
 
 def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
-    """Overwrite a unit vector's gradient by its vector's; in blocks, as all that is as large as the
-    batch counts here.
-    """
+    """Overwrite a unit vector's gradient by its vector's, in blocks."""
     for i, j in _blocks((len(unit), unit.shape[1])):
         along = torch.einsum("bc,bc->b", gradient[i:j], unit[i:j])[:, None]
         # a row that is too short was divided by a constant

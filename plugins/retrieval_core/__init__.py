@@ -1,5 +1,4 @@
-"""Backbones, datasets, learners and a wrapper of losses that every user needs, and the metrics,
-index back ends and store of the package itself."""
+"""Backbones, datasets, learners and losses that every user needs, and the package's own parts."""
 
 from __future__ import annotations
 
@@ -55,9 +54,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_backbones() -> Factories:
-    """Small convolutional nets, torchvision's and timm's models, EfficientNet-Lite0, and pixels or
-    vectors as they are.
-    """
+    """Small nets, torchvision's and timm's models, EfficientNet-Lite0, pixels and vectors."""
     from retrieval_core import (
         ConvNet,
         Features,
@@ -79,9 +76,7 @@ def retrieval_backbones() -> Factories:
 
 @hookimpl
 def retrieval_datasets() -> Factories:
-    """Digits, Fashion-MNIST, EMNIST, CIFAR-10, what other libraries read, and the user's own
-    folders, manifests, shards, faces and vectors.
-    """
+    """Small public sets, what other libraries read, and the user's own images and vectors."""
     import retrieval_core as own
 
     return {
@@ -110,9 +105,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Softmax over very many classes, divided over processes, and a wrapper of any loss, by which
-    embeddings can be cut short.
-    """
+    """Softmax over very many classes, and a wrapper after which embeddings can be cut short."""
     from retrieval_core import PartialFC, matryoshka
 
     return {"matryoshka": matryoshka, "partial_fc": PartialFC}

@@ -130,8 +130,7 @@ def _angles(degrees: float | tuple[float, float]) -> float | list[float]:
 
 
 def vertical_flip(p: Probability = 0.5) -> v2.RandomVerticalFlip:
-    """Mirror the image top to bottom, where both are the same thing: photographs from above, for
-    example.
+    """Mirror the image top to bottom, as suits photographs from above.
 
     Args:
         p: with what probability.

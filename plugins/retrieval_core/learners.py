@@ -59,8 +59,7 @@ class PCA(LinearMap):
 
 
 class LDA(LinearMap):
-    """Linear discriminants: directions that separate the classes most, measured by their spread
-    within.
+    """Linear discriminants: directions that separate the classes most, by their spread within.
 
     Fisher, "The Use of Multiple Measurements in Taxonomic Problems", 1936; scikit-learn's
     `LinearDiscriminantAnalysis` with its eigenvalue solver.
@@ -95,8 +94,7 @@ class LDA(LinearMap):
 
 
 class NCA(LinearMap):
-    """Neighbourhood components: the linear map that makes a soft nearest neighbour's class right
-    most often.
+    """Neighbourhood components: the map that makes a soft neighbour's class right most often.
 
     Goldberger et al., "Neighbourhood Components Analysis", NeurIPS 2004; scikit-learn's
     `NeighborhoodComponentsAnalysis`. Memory and time of a step grow with the square of the number

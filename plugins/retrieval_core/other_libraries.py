@@ -1,5 +1,4 @@
-"""Data sets that other libraries read: torchvision's, Hugging Face's, and tar shards as WebDataset
-writes them."""
+"""Data sets that torchvision and Hugging Face read, and tar shards in WebDataset's layout."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def torchvision_dataset(
     download: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Load any of torchvision's data sets of labelled images: both of its sides where it has them,
-    else all of it without a split.
+    """Load any of torchvision's data sets of labelled images, with both sides where it has them.
 
     Labels are the names of classes where torchvision knows them, its numbers otherwise. A class
     that unpickles a file is refused: CIFAR-10 and CIFAR-100 have readers of their own; LSUN
@@ -196,8 +194,7 @@ def huggingface(
     train: str = "train",
     test: str | None = "test",
 ) -> Dataset:
-    """Load images and labels by Hugging Face's package `datasets`: from a folder that it saved, or
-    by name from its hub.
+    """Load images and labels by Hugging Face's `datasets`: from a saved folder, or from its hub.
 
     No code that comes with the data is run.
 
@@ -259,9 +256,7 @@ def huggingface(
 
 
 def _named(value: Any, names: Sequence[str] | None) -> str:
-    """Return a label of Hugging Face's as text; "" for none, which a column of named classes has as
-    -1.
-    """
+    """Return a label of Hugging Face's as text; "" for a missing one (−1 of named classes)."""
     if is_missing(value) or (names and value == -1):
         return ""
     named = names and isinstance(value, int) and 0 <= value < len(names)
@@ -309,8 +304,7 @@ class _Shards(Dataset):
 
 
 def shards(path: Path) -> Dataset:
-    """Read images from tar shards in the layout of WebDataset: `a.jpg`, `a.cls` or `a.txt` (the
-    label), `a.json` (metadata).
+    """Read images from tar shards in the layout of WebDataset.
 
     Images are read where they lie in the archive: nothing is unpacked. `split` ("train",
     "validation", "test") and `role` ("query", "gallery", "") are taken from the metadata, where all

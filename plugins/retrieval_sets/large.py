@@ -106,9 +106,7 @@ def inaturalist2018(
 
 
 def _of_path(path: str) -> tuple[str, str, str] | None:
-    """Return an image's path from train_val2018 on, its group and its species; lists may name
-    folders above.
-    """
+    """Return an image's path from train_val2018 on, its group and its species."""
     parts = path.split("/")
     if "train_val2018" not in parts or len(parts) - parts.index("train_val2018") != 4:
         return None
@@ -150,8 +148,7 @@ def google_landmarks_v2(
     counts: Counts = "published",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Load Google Landmarks v2: over five million photographs of landmarks, with queries and an
-    index.
+    """Load Google Landmarks v2: over five million photographs, with queries and an index.
 
     Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
     Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. 1,580,470 images of
@@ -220,8 +217,7 @@ def _place(side: str, image: str) -> str:
 def stanford_online_products(
     folder: Path, counts: Counts = "published", skip_bad: bool = False
 ) -> Dataset:
-    """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay, in twelve
-    categories.
+    """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay.
 
     Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted Structured Feature
     Embedding", CVPR 2016. Nothing is downloaded. 11,318 products train (59,551 images), 11,316

@@ -145,9 +145,7 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 
 def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:
-    """Yield the images of folders whose names say who is seen, and by which camera:
-    0002_c1s1_000451_03.jpg.
-    """
+    """Yield the images of folders whose names say who is seen by which camera."""
     strange = []
     for name, (split, role) in sides.items():
         try:
