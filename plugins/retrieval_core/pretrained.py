@@ -182,9 +182,7 @@ class Levels(nn.Module):
             self.register_buffer(f"columns_{level}", _averages(grid, width).T, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (B, F) of images (B, 3, H, W): level after level, channel after channel,
-        row after row.
-        """
+        """Return features (B, F) of images (B, 3, H, W), level by level."""
         maps, parts = self._maps(x), []
         for level in self.grids:
             cells = (

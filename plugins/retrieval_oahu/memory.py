@@ -1,5 +1,4 @@
-"""The latest items of a stream, which of them are known to be alike or unlike, and how each item's
-neighbours vote.
+"""The latest items of a stream, what is known of them, and how each item's neighbours vote.
 
 What is known is what follows from the triplets (the rules of `closure`), as far as the memory
 reaches: similar pairs join items into groups, a dissimilar one parts two groups. Where a triplet
@@ -61,9 +60,7 @@ class Memory:
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
-        """Return the place of an item, and whether it is new there; another was let go for it if
-        the size stayed the same.
-        """
+        """Return an item's place and whether it is new there, maybe instead of the oldest."""
         self._clock += 1
         place = self._place.get(key)
         new = place is None
@@ -98,8 +95,7 @@ class Memory:
         parted[kept_group, group[negative]] = parted[group[negative], kept_group] = True
 
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
-        """Return how the neighbours of items vote (A,), the mean over `VOTERS`: 1 for the item's
-        own group, 0 for another, ½ for a tie or for nobody.
+        """Return items' votes (A,): 1 for the own group, 0 for another, ½ for a tie or nobody.
 
         `distances` (A, size) to every item are changed; for `share` see `NEAR`.
         """
