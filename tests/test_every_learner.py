@@ -5,11 +5,14 @@ names, and one seed by two names.
 from __future__ import annotations
 
 import inspect
+import io
 import math
 from typing import Any
 
+import joblib
 import numpy as np
 import pytest
+import torch
 from retrieval.errors import MissingDependency
 from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Learner
@@ -225,6 +228,34 @@ def test_pairs_that_cannot_be_compared(name: str, fitted: Any, wine: Any) -> Non
             getattr(clone(learner), call.__name__)(pairs)
     with pytest.raises(NotFittedError):
         clone(learner).get_metric()
+
+
+@each
+def test_saved_and_set_again_it_is_the_same(name: str, fitted: Any, wine: Any) -> None:
+    learner, x = fitted(name), wine[0]
+    file = io.BytesIO()
+    joblib.dump(learner, file)
+    file.seek(0)
+    np.testing.assert_array_equal(joblib.load(file).transform(x), learner.transform(x))
+    again = clone(learner)
+    for attribute, value in vars(learner).items():
+        if attribute.endswith("_"):
+            setattr(again, attribute, value)
+    np.testing.assert_array_equal(again.transform(x), learner.transform(x))
+    np.testing.assert_array_equal(clone(learner).fit(*wine).transform(x), learner.transform(x))
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in NOT_LINEAR])
+def test_the_model_keeps_its_digits_far_from_zero(name: str, fitted: Any, wine: Any) -> None:
+    """A bias would lose them."""
+    fitted(name)
+    x, y = wine
+    learner = FACTORIES[name].make(**SMALL[name]).fit(x + 1000, y)
+    head, _ = learner.to_model_parts()
+    codes = learner.transform(x + 1000)
+    with torch.no_grad():
+        found = head(torch.from_numpy(x + 1000).float()).numpy()
+    np.testing.assert_allclose(found, codes, rtol=1e-4, atol=3e-4 * np.abs(codes).max())
 
 
 @each

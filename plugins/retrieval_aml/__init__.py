@@ -1,8 +1,8 @@
-"""Adversarial metric learning: `GMML` and `AML`, in closed form and by L-BFGS on the moments of the
-pairs.
+"""Adversarial metric learning: `GMML` and `AML`, in closed form and by L-BFGS on pairs' moments.
 
 Chen et al., "Adversarial Metric Learning" (IJCAI 2018); Zadeh et al., "Geometric Mean Metric
-Learning" (ICML 2016). The learners need no torch to fit."""
+Learning" (ICML 2016). The learners need no torch to fit.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """Linear maps under which similar pairs are near and dissimilar ones far: a point on a geodesic
-    of matrices.
-    """
+    """Linear maps under which similar pairs are near and dissimilar ones far."""
     from retrieval_aml import AML, GMML
 
     return {"aml": AML, "gmml": GMML}

@@ -24,11 +24,24 @@ from retrieval_aml.gmml import (
 )
 
 Floats = NDArray[np.floating[Any]]
+FARTHEST = 20.0
+"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of
+GMML.
+"""
+ROUND = 25
+"""Iterations after which the search begins again around the metric reached, with the second
+derivatives of that place.
+"""
+RESOLVED = 1e-7
+"""Slope below which steps follow the gradient alone: what they gain is lost in the value's
+rounding.
+"""
+FLATTEST = 1e-8
+"""Least curvature, relative to the largest, that the search scales a direction by."""
 
 
 def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta: float) -> Floats:
-    """Return the points π, π′ (N, 2, F) that minimise the confusion of each pair (Chen et al., Eq 3
-    and 9).
+    """Return the points π, π′ (N, 2, F) that confuse each pair most (Chen et al., Eq 3 and 9).
 
     For a pair x, x′ with y = 1 (similar) or −1 they minimise
 
@@ -56,8 +69,7 @@ def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta
 
 @dataclass(frozen=True)
 class Objective:
-    """D(M) = tr(A M) + α tr(A h(M)) + c tr(B M⁻¹), Eq 11 with the adversarial pairs put in (Eq 12,
-    corrected).
+    """D(M) = tr(A M) + α tr(A h(M)) + c tr(B M⁻¹): Eq 11 with Eq 12, corrected, put in.
 
     The adversarial pair of a similar pair with difference δ has the difference βM²(2I + βM²)⁻¹ δ,
     that of a dissimilar pair β/(2 + β) δ. So, A and B the mean of δδᵀ over similar and dissimilar
@@ -103,9 +115,7 @@ class Objective:
         return float(value), symmetric(effective - self.pull * back)
 
     def effective_similar(self, m: Floats) -> Floats:
-        """Return A_eff(M) = U [F ∘ (Uᵀ A U)] Uᵀ, F_ab = 1 + α h[λ_a, λ_b]: a minimiser is M =
-        A_eff⁻¹ # cB.
-        """
+        """Return A_eff(M) = U [F ∘ (Uᵀ A U)] Uᵀ, F_ab = 1 + α h[λ_a, λ_b]."""
         return self.effective_similar_at(*np.linalg.eigh(m))
 
     def effective_similar_at(self, values: Floats, vectors: Floats) -> Floats:
@@ -118,38 +128,18 @@ class Objective:
 
 
 def spectrum(values: Floats, beta: float) -> Floats:
-    """Return h(λ) = β² λ⁵ / (2 + βλ²)², elementwise: what a similar pair's adversarial distance is
-    along an eigenvector.
-    """
+    """Return h(λ) = β² λ⁵ / (2 + βλ²)², the adversarial distance along an eigenvector."""
     values_of_h: Floats = values / (1 + 2 / (beta * values**2)) ** 2
     return values_of_h
 
 
 def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
-    """Return h[a, b] = (h(a) − h(b)) / (a − b), written out so that nothing cancels; h′(a) where a
-    = b.
-    """
+    """Return (h(a) − h(b)) / (a − b), written so that nothing cancels; h′(a) where a = b."""
     aa, bb = a * a, b * b
     ab = a * b
     top = 4 * (aa * aa + aa * ab + aa * bb + ab * bb + bb * bb)
     top = top + 4 * beta * aa * bb * (aa + ab + bb) + beta**2 * aa**2 * bb**2
     return beta**2 * top / ((2 + beta * aa) ** 2 * (2 + beta * bb) ** 2)
-
-
-FARTHEST = 20.0
-"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of
-GMML.
-"""
-ROUND = 25
-"""Iterations after which the search begins again around the metric reached, with the second
-derivatives of that place.
-"""
-RESOLVED = 1e-7
-"""Slope below which steps follow the gradient alone: what they gain is lost in the value's
-rounding.
-"""
-FLATTEST = 1e-8
-"""Least curvature, relative to the largest, that the search scales a direction by."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +161,7 @@ class Found:
 
 
 def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
-    """Minimise D(M) over M = W exp(S) W, S symmetric, from S = 0, where W² = √c A⁻¹ # B is GMML's
-    metric.
+    """Minimise D(M) over M = W exp(S) W from S = 0, where W² = √c A⁻¹ # B is GMML's metric.
 
     It begins again around the metric reached every `ROUND` iterations, and where a line search
     fails (moments of low rank with a large α).

@@ -1,5 +1,4 @@
-"""The adversarial negative in closed form, under the head's current metric: the confusion stage for
-deep losses."""
+"""The adversarial negative in closed form, under the head's current metric."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ CANCELLED = 1e-3
 
 
 class Confusion(Generator):
-    """The negative that misleads the current metric most near the real one, in closed form; only
-    the negative moves.
+    """The negative near the real one that misleads the current metric most, in closed form.
 
     Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 9 for a dissimilar pair, anchor a
     and negative n. Its two points move together to the pair π, π′ with the difference β/(2 + β) ·
@@ -99,9 +97,7 @@ def _before_scaling(head: nn.Module) -> nn.Sequential | None:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Within, a module is in evaluation mode: no batch statistics are moved, and no random number
-    is drawn.
-    """
+    """Keep a module in evaluation mode inside: no batch statistic moves, nothing is drawn."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,5 +1,4 @@
-"""AML's whole objective as a loss on embeddings: the geometric-mean loss of Eq 7 with the
-adversarial pairs of Eq 9."""
+"""AML's objective as a loss on embeddings: Eq 7 with the adversarial pairs of Eq 9."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, nothing
 from torch import Tensor, nn
 
 STEPS = 60
+Squares = dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
@@ -43,12 +43,8 @@ def best_scale(
     return float(((low + high) / 2).exp())
 
 
-Squares = dict[str, dict[str, Any]]
-
-
 class GeometricMeanLoss(CheckedLoss):
-    """Similar pairs near by the metric, dissimilar ones near by its inverse, and the same of their
-    adversarial pairs.
+    """Similar pairs near by the metric, dissimilar ones by its inverse, with adversarial pairs.
 
     Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11 (Eq 7 and Eq 9; Eq 12 corrected),
     with the network in the place of the linear map. The metric is the embeddings' own covariance Σ:
@@ -169,9 +165,7 @@ def _part(losses: Tensor, pairs: tuple[Tensor, Tensor], kind: str) -> dict[str, 
 
 
 def _squares(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:
-    """Return ‖x_a − x_b‖² (P,) of pairs; a counts from the first row, b from the first reference
-    (see `_reference`).
-    """
+    """Return ‖x_a − x_b‖² (P,) of pairs; b counts as in `_reference`."""
     q, r = x[:queries], _reference(x, queries)
     matrix = q.square().sum(1)[:, None] + r.square().sum(1) - 2 * (q @ r.T)
     return matrix[pairs].clamp_min(0)

@@ -1,5 +1,4 @@
-"""GMML, geometric mean metric learning, and what AML shares with it: checked labels or pairs, their
-moments, symmetric positive definite matrices, and the map of the metric found."""
+"""GMML, geometric mean metric learning, and what AML shares with it: pairs, moments, matrices."""
 
 from __future__ import annotations
 
@@ -17,6 +16,17 @@ from threadpoolctl import threadpool_limits
 Floats = NDArray[np.floating[Any]]
 BLOCK = 2**20
 """How many pairs are differenced at a time, over the number of features."""
+FLOOR = 1e-10
+"""Least eigenvalue of a moment, relative to the mean of its eigenvalues."""
+ONE_THREAD = 200
+"""Up to so many features, one thread: several gain nothing on small matrices, and cost dearly where
+cores are busy.
+"""
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Prior = Literal["identity", "covariance"] | list[list[float]] | None
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,7 @@ class Moments:
 
 
 def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
-    """Return the moments over *all* unordered pairs of items, from sums of classes: no pair is
-    formed.
+    """Return the moments over all unordered pairs of items, from sums of classes.
 
     With the scatter S_c of class c about its mean m_c, of n_c of all n items, and the mean m of
     all,
@@ -88,9 +97,7 @@ def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
 
 
 def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, seed: int) -> Moments:
-    """Return the moments over pairs of two different items drawn alike, with replacement, as in the
-    papers' experiments.
-    """
+    """Return the moments over drawn pairs of two items, as in the papers' experiments."""
     random = np.random.default_rng(seed)
     first = random.integers(0, len(x), n_pairs)
     second = random.integers(0, len(x) - 1, n_pairs)
@@ -123,28 +130,18 @@ def _sum_of_squares(
     return total
 
 
-FLOOR = 1e-10
-"""Least eigenvalue of a moment, relative to the mean of its eigenvalues."""
-
-
 def symmetric(m: Floats) -> Floats:
     """Return (M + Mᵀ) / 2."""
     half: Floats = (m + m.T) / 2
     return half
 
 
-def geodesic(a: Floats, b: Floats, t: float) -> Floats:
-    """Return A⁻¹ #_t B, the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1); t = .5 is the
-    geometric mean.
-
-    At t = .5 it solves M A M = B (Zadeh et al., Eq 8 and 13).
-    """
-    half = geodesic_factor(a, b, t)
-    return symmetric(half @ half.T)
-
-
 def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
-    """Return H (F, F) with HHᵀ = A⁻¹ #_t B = L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ; see `geodesic`."""
+    """Return H (F, F) with HHᵀ = A⁻¹ #_t B = L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ.
+
+    That is the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1). At t = .5, the geometric
+    mean, it solves M A M = B (Zadeh et al., Eq 8 and 13).
+    """
     lower = np.linalg.cholesky(a)
     # singular values of a factor keep the digits that eigenvalues of the product would lose
     _, values, right = np.linalg.svd(np.linalg.cholesky(b).T @ lower)
@@ -153,9 +150,7 @@ def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
 
 
 def eigen_of_factor(half: Floats) -> tuple[Floats, Floats]:
-    """Return the eigenvalues (F,) and eigenvectors (F, F) of HHᵀ, largest first: positive, however
-    ill-conditioned it is.
-    """
+    """Return the eigenvalues (F,), all positive, and eigenvectors (F, F) of HHᵀ, largest first."""
     vectors, values, _ = np.linalg.svd(half)
     return values**2, vectors
 
@@ -170,8 +165,7 @@ def lifted(m: Floats, unit: float) -> Floats:
 
 
 def spread_of(m: Floats) -> tuple[Floats, Floats]:
-    """Return orthonormal columns for where M has any spread (F, R), and for the rest (F, F − R);
-    the identity if R = F.
+    """Return orthonormal columns for where M has spread (F, R), and for the rest (F, F − R).
 
     Spread is an eigenvalue above `FLOOR` × the mean of all.
     """
@@ -183,9 +177,7 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
 
 
 def completed(half: Floats, still: Floats) -> Floats:
-    """Return the factor (F, F) of a metric that is HHᵀ where it was learned, and its geometric mean
-    elsewhere.
-    """
+    """Return the factor (F, F) of HHᵀ where it was learned, and of its geometric mean elsewhere."""
     if not still.shape[1]:
         return half
     values = np.linalg.svd(half, compute_uv=False)
@@ -193,19 +185,11 @@ def completed(half: Floats, still: Floats) -> Floats:
 
 
 def components(half: Floats) -> Floats:
-    """Return C (F, F) with CᵀC = HHᵀ: eigenvectors times roots of their eigenvalues, the largest
-    first, signs fixed.
-    """
+    """Return C (F, F) with CᵀC = HHᵀ: scaled eigenvectors, the largest first, signs fixed."""
     values, vectors = eigen_of_factor(half)
     largest = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest, np.arange(len(half))] < 0, -1.0, 1.0)
     return np.ascontiguousarray((vectors * signs * np.sqrt(values)).T)
-
-
-ONE_THREAD = 200
-"""Up to so many features, one thread: several gain nothing on small matrices, and cost dearly where
-cores are busy.
-"""
 
 
 class PairLearner(LinearMap):
@@ -239,9 +223,7 @@ class PairLearner(LinearMap):
     n_iter_: int
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
-        """Return H (F, F), M = HHᵀ, of two positive definite moments, and set `converged_` and
-        `n_iter_`.
-        """
+        """Return H (F, F), M = HHᵀ, and set `converged_` and `n_iter_`."""
         raise NotImplementedError
 
     def __sklearn_tags__(self) -> Any:
@@ -250,8 +232,7 @@ class PairLearner(LinearMap):
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Learn from features (N, F) and labels (N,), which may be text: pairs of a class are
-        similar, all others dissimilar.
+        """Learn from features (N, F) and labels (N,): pairs of one class are similar.
 
         All pairs count, in closed form from sums of classes, unless `n_pairs` says how many to
         draw.
@@ -427,13 +408,6 @@ def _refuse_missing(moments: Moments) -> None:
                 f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds; draw"
                 " more of them, or give some."
             )
-
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Prior = Literal["identity", "covariance"] | list[list[float]] | None
 
 
 class GMML(PairLearner):

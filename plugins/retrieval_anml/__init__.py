@@ -1,8 +1,8 @@
-"""Adaptive neighbourhood metric learning, linear and deep: `LANML`, `PNCA`, and the losses and
-miners of the deep half.
+"""Adaptive neighbourhood metric learning: `LANML` and `PNCA`, and deep losses and miners.
 
 Song et al., "Adaptive Neighborhood Metric Learning". The learners and the log-exp mean need no
-torch to fit."""
+torch to fit.
+"""
 
 from __future__ import annotations
 

@@ -16,19 +16,21 @@ from scipy.optimize import minimize
 from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits
 
-from retrieval_anml.neighborhoods import (
-    Neighborhoods,
-    Outer,
-)
+from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
 Floats = NDArray[np.floating[Any]]
 ONE_THREAD = 10_000_000
 """Below so many pairs, one thread."""
+Count = Annotated[int, Field(ge=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NEAREST = 10
+"""How many neighbours of its class a query has for γ₁ < 0, as in the paper's experiments."""
 
 
 class NeighborhoodLearner(LinearMap):
-    """A linear map found by L-BFGS on L (F, C), M = LLᵀ, from M₀ = I / √N; subclasses give the
-    objective.
+    """A linear map L (F, C), M = LLᵀ, found by L-BFGS; subclasses give the objective.
 
     Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`,
     `tol`, `seed`, `random_state`.
@@ -94,8 +96,7 @@ class NeighborhoodLearner(LinearMap):
         return self
 
     def objective(self, L: ArrayLike, X: ArrayLike, y: ArrayLike) -> tuple[float, Floats]:
-        """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C): codes are X L, M
-        = LLᵀ.
+        """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C).
 
         All items are queries, whatever `max_queries` says, and the features are taken as they come,
         whatever `standardize` says. Nothing needs to be fitted, and nothing is kept.
@@ -172,17 +173,8 @@ def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
     return value_and_gradient[0], value_and_gradient[1].ravel()
 
 
-Count = Annotated[int, Field(ge=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-NEAREST = 10
-"""How many neighbours of its class a query has for γ₁ < 0, as in the paper's experiments."""
-
-
 class LANML(NeighborhoodLearner):
-    """A linear map under which each item's own class lies nearer than the others, up to the few
-    that cannot.
+    """A linear map under which most items' own class lies nearer than the other classes.
 
     Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, with the margin that it lacks
     (without one M = 0 is optimal): it minimises
@@ -332,8 +324,7 @@ class LANML(NeighborhoodLearner):
 
 
 class PNCA(NeighborhoodLearner):
-    """The linear map that makes a soft nearest neighbour's class right most often; `alpha` = 1 is
-    NCA exactly.
+    """The linear map that makes a soft nearest neighbour's class right most often.
 
     Song et al., "Adaptive Neighborhood Metric Learning", Eq 21: it minimises 1 − mean over i of
     p_i, the share of items that the soft neighbour gets wrong, with

@@ -1,5 +1,4 @@
-"""The log-exp mean: a smooth passage from the smallest of some numbers over their mean to the
-largest."""
+"""The log-exp mean: a smooth passage from the smallest number over the mean to the largest."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 T = TypeVar("T", NDArray[np.floating[Any]], "Tensor")
 
 
@@ -96,8 +96,7 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
 
 
 def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) -> float:
-    """Return the γ > 0 whose log-exp mean is the mean of the `k` smallest numbers (Song et al.,
-    Theorem 3).
+    """Return the γ whose log-exp mean is the mean of the `k` smallest (Song et al., Theorem 3).
 
     It says what a γ means: how many of a query's neighbours it listens to. For the `k` largest,
     negate the numbers, and γ.

@@ -28,6 +28,11 @@ from scipy.special import expit
 
 Floats = NDArray[np.floating[Any]]
 Name = Literal["hinge", "smooth_hinge", "logistic", "identity", "sigmoid"]
+Ints = NDArray[np.intp]
+NEGLIGIBLE = -37.0
+"""e to this is half a unit in the last place of 1."""
+BLOCK = 1 << 21
+"""How many distances are held at a time: 16 MB."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,8 @@ class Outer:
         return np.where(t < self.width, t * slope / 2, t - self.width / 2), slope
 
 
-Ints = NDArray[np.intp]
-NEGLIGIBLE = -37.0
-"""e to this is half a unit in the last place of 1."""
-
-
 def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return the log-exp mean of each row of d (B, K), and its derivative by each number (B, K),
-    whose rows sum to 1.
+    """Return each row's log-exp mean (B,), and its derivative by each number (B, K).
 
     `skip` (B,) is one column per row that does not count: a query is not its own neighbour.
     """
@@ -92,8 +91,7 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
 
 
 def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return the mean of the k smallest, or for k < 0 the −k largest, of each row of d (B, K), and
-    1/|k| where they stand.
+    """Return each row's mean of the k smallest (k < 0: −k largest), and 1/|k| where they stand.
 
     Song et al., Eq 6, r(S, θ, x, Kα). As Eq 10 writes it, it is the least (greatest) mean of any
     |k| of the numbers.
@@ -112,9 +110,7 @@ def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Fl
 
 
 def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
-    """Return −(the mean of the k largest of each row of t), ones where they stand (B, K), and how
-    many they are (B,).
-    """
+    """Return −(each row's mean of the k largest), ones where they stand (B, K), and their count."""
     count = min(k, t.shape[1])
     places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
     ends = np.arange(0, places.size + 1, count)
@@ -123,8 +119,7 @@ def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
 
 
 def exponentials(t: Floats) -> tuple[Any, Floats]:
-    """Return e^t (B, K) and the sum of each row (B,), for t ≤ 0 with a 0 in each row; t is
-    overwritten.
+    """Return e^t (B, K) and each row's sum (B,), for t ≤ 0 with a 0 in each row.
 
     What cannot change a sum in float64 is left out, and where that is most of it, as it is in large
     data under a sharp γ₂, the rest is a sparse array.
@@ -141,22 +136,14 @@ def exponentials(t: Floats) -> tuple[Any, Floats]:
     )
 
 
-BLOCK = 1 << 21
-"""How many distances are held at a time: 16 MB."""
-
-
 def is_small(queries: int, count: int, items: int) -> bool:
-    """Return whether a class of `count` among `items` items, with so many queries, goes together
-    with others.
-    """
+    """Return whether a class is so small that it goes together with others."""
     return queries <= 64 and count <= items // 8
 
 
 @dataclass(frozen=True)
 class _Class:
-    """The items `start` to `stop` of one class, sorted together; queries and neighbours are counted
-    from `start`.
-    """
+    """The items `start` to `stop` of one class; queries and neighbours count from `start`."""
 
     start: int
     stop: int
@@ -262,9 +249,7 @@ class Neighborhoods:
             start += count
 
     def _spread(self) -> Floats:
-        """Return A (F, F) with Ω(M) = tr(A M): the mean over queries and their S_i of (x_i −
-        x_j)(x_i − x_j)ᵀ.
-        """
+        """Return A (F, F), Ω(M) = tr(A M): the mean (x_i − x_j)(x_i − x_j)ᵀ of queries and S_i."""
         total = np.zeros((self.x.shape[1],) * 2)
         for c in self.classes:
             x = self.x[c.start : c.stop]
@@ -306,9 +291,8 @@ class Neighborhoods:
     def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
         """Add a class's queries to the gradient in z; return the sum of their ℓ."""
         rivals = np.concatenate([right[: c.start], right[c.stop :]])
-        pushed = np.zeros(
-            (len(rivals), z.shape[1] + 1)
-        )  # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
+        # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
+        pushed = np.zeros((len(rivals), z.shape[1] + 1))
         own, total = z[c.start : c.stop], 0.0
         offset = self.offset(c.similar, len(rivals))
         rows = max(1, BLOCK // max(len(rivals), c.count))
@@ -360,9 +344,7 @@ class Neighborhoods:
     def _small_classes(
         self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
     ) -> float:
-        """Add small classes' queries to the gradient in z, and to `pushed` Σ_i W_ij z_i and Σ_i
-        W_ij; return the sum of their ℓ.
-        """
+        """Add small classes' queries to the gradient and to `pushed`; return the sum of their ℓ."""
         dissimilar, similar = len(z) - s.members.shape[1], s.neighbors.shape[1]
         offset, total = self.offset(similar, dissimilar), 0.0
         sharpness = self.gamma2 if self.k2 is None else 1.0
@@ -412,9 +394,7 @@ class Neighborhoods:
     def _reach(
         self, t: Floats, top: Floats, least: Floats, dissimilar: int
     ) -> tuple[Floats, Any, Floats]:
-        """Return b of each query's D_i (B,), and what W's rows are proportional to (B, K), with
-        their sums (B,); t is overwritten.
-        """
+        """Return b of each D_i (B,), W's rows up to a factor (B, K), and their sums (B,)."""
         if self.k2 is not None:
             return largest(t, min(self.k2, dissimilar))
         t -= top[:, None]
@@ -424,9 +404,7 @@ class Neighborhoods:
     def _similar(
         self, own: Floats, query: Ints, near: Ints | None, a: Floats, b: Floats
     ) -> tuple[Floats, Any]:
-        """Return b_{γ₁} of each query's S_i (B,), and its derivative by each distance to the class
-        (B, class).
-        """
+        """Return b_{γ₁} of each S_i (B,), and its derivative by each distance (B, class)."""
         if near is not None:
             difference = own[query, None] - own[near]
             radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
@@ -443,9 +421,7 @@ class Neighborhoods:
 
 
 class _Waiting:
-    """Adds Wᵀ [z 1] of sparse blocks of W to `pushed`, many blocks at once: each sum runs over all
-    items, however few a block has.
-    """
+    """Adds Wᵀ [z 1] of sparse blocks of W to `pushed`, many blocks at once."""
 
     def __init__(self, pushed: Floats) -> None:
         self.pushed = pushed
@@ -483,9 +459,7 @@ def _together(classes: list[_Class]) -> _Small:
 
 
 def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:
-    """Return the `count` nearest of x (N, F) to each chosen item, itself left out, by the Euclidean
-    distance.
-    """
+    """Return the `count` nearest of x (N, F) to each chosen item, without itself."""
     square = np.einsum("ij,ij->i", x, x)
     nearest = np.empty((len(chosen), count), dtype=np.intp)
     rows = max(1, BLOCK // len(x))

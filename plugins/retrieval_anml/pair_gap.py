@@ -1,5 +1,4 @@
-"""The gap between an anchor's positive and its negative neighbourhood, and its derivative, block by
-block of anchors.
+"""The gap between an anchor's positive and negative neighbourhoods, and its derivative.
 
 With similarities s, larger is closer, positives S and negatives D of an anchor:
 
@@ -12,7 +11,8 @@ positives, the second the greatest of the negatives. A threshold may be left out
 count; sums may replace the means (equation 25).
 
 The derivative of x is a row of softmax weights. It is made together with x and in the place of the
-similarities: autograd would keep some ten matrices of the batch's size."""
+similarities: autograd would keep some ten matrices of the batch's size.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ import torch
 from retrieval.plugin import listed_pairs
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+# similarities worked on at a time: what a processor's cache holds
+BLOCK = 1 << 18
+# what F.normalize divides by at the least
+SHORTEST = 1e-12
+# below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its
+# rounding by γ would show
+SMALL_GAMMA = 0.5
 
 
 @dataclass
@@ -41,9 +49,7 @@ class Columns:
     count: Tensor
 
     def rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return these anchors' columns (last − first, M), padded, and bool of that shape: False
-        for padding.
-        """
+        """Return these anchors' columns (last − first, M), padded, and False for padding."""
         start, count = self.start[first:last, None], self.count[first:last, None]
         step = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
         member = step < count
@@ -106,15 +112,6 @@ def _columns(anchors: Tensor, partners: Tensor, shape: tuple[int, int]) -> Colum
     keys = torch.unique(anchors * shape[1] + partners)
     count = torch.bincount(keys // max(shape[1], 1), minlength=shape[0])
     return Columns(keys % max(shape[1], 1), count.cumsum(0) - count, count)
-
-
-# similarities worked on at a time: what a processor's cache holds
-BLOCK = 1 << 18
-# what F.normalize divides by at the least
-SHORTEST = 1e-12
-# below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its
-# rounding by γ would show
-SMALL_GAMMA = 0.5
 
 
 @dataclass(frozen=True)
@@ -192,9 +189,8 @@ def soft_maximum(
             empty, 0.0
         )
 
-    values[:, 0].masked_fill_(
-        empty, 0.0
-    )  # softmax of nothing is NaN; these weights are multiplied by 0
+    # softmax of nothing is NaN; these weights are multiplied by 0
+    values[:, 0].masked_fill_(empty, 0.0)
     torch.softmax(values.mul_(gamma), 1, out=values)
     # the largest weight is 1 / Σ e^{γ (a − top)}
     logarithm = (shift * gamma - values.amax(1).log()).masked_fill(empty, -math.inf)
@@ -255,8 +251,7 @@ def gap_of_rows(block: Tensor, pairs: Pairs, first: int, rule: Rule) -> tuple[Te
 
 
 def _mine(positive: Tensor, negative: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Set to −∞ the pairs that the Multi-Similarity miner drops, and return how many are left, (n,)
-    and (n,).
+    """Set to −∞ the pairs that the Multi-Similarity miner drops; return how many are left.
 
     Positives, which come with their sign turned, are kept where the most similar negative is nearer
     than ε beyond them; negatives where the least similar positive is less than ε beyond them.
@@ -342,17 +337,13 @@ class _GapOfCosines(torch.autograd.Function):
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of length 1, and their lengths (B, 1), at least `SHORTEST`: what F.normalize
-    does.
-    """
+    """Return rows of length 1, as F.normalize does, and their lengths (B, 1)."""
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(SHORTEST)
     return x / lengths, lengths
 
 
 def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
-    """Overwrite a unit vector's gradient by its vector's; in blocks, as all that is as large as the
-    batch counts here.
-    """
+    """Overwrite a unit vector's gradient by its vector's, in blocks."""
     for i, j in _blocks((len(unit), unit.shape[1])):
         along = torch.einsum("bc,bc->b", gradient[i:j], unit[i:j])[:, None]
         # a row that is too short was divided by a constant

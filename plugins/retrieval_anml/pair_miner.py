@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 
 class PairMiner(BaseMiner):
-    """Hard pairs: positives less similar than some negative plus ε, negatives more similar than
-    some positive less ε.
+    """Hard pairs: positives about as far as some negative, negatives about as near as a positive.
 
     Wang, Han, Huang, Dong & Scott, "Multi-Similarity Loss with General Pair Weighting for Deep
     Metric Learning", CVPR 2019, equations 11 and 12; section 7.2.1 of Song, Nie, Han & Li uses it.

@@ -67,9 +67,7 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
 
 
 def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
-    """Return the thresholds, refusing those that are not similarities, and those that ask positives
-    to be *less* similar than negatives.
-    """
+    """Return the thresholds; refuse those that ask positives to be less similar than negatives."""
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
         raise ValueError(
@@ -143,8 +141,7 @@ def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
 
 
 class DANMLoss(SimilarityLoss):
-    """Deep adaptive neighbourhoods: the least similar positives, softly, against the most similar
-    negatives, softly.
+    """Deep adaptive neighbourhoods: the least similar positives against the most similar negatives.
 
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22. For each anchor with
     positives S and negatives D, s the cosine and g = |γ₁|,
@@ -486,8 +483,7 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, T
 
 @traits(ref_emb=False, miner=False)
 class ImprovedProxyNCALoss(SimilarityLoss):
-    """Proxy-NCA with a γ and a threshold: DANML where the only positive is the class's proxy, the
-    negatives the others.
+    """Proxy-NCA with a γ and a threshold: DANML whose positives and negatives are proxies.
 
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3, which gives no equation.
     With d the squared Euclidean distance on the sphere, 2 − 2 cosine,

@@ -1,5 +1,4 @@
-"""Backbones, datasets, learners and a wrapper of losses that every user needs, and the metrics,
-index back ends and store of the package itself."""
+"""Backbones, datasets, learners and losses that every user needs, and the package's own parts."""
 
 from __future__ import annotations
 
@@ -51,9 +50,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_backbones() -> Factories:
-    """Small convolutional nets, torchvision's and timm's models, EfficientNet-Lite0, and pixels or
-    vectors as they are.
-    """
+    """Small nets, torchvision's and timm's models, EfficientNet-Lite0, pixels and vectors."""
     return {
         "convnet": "retrieval_core.convnet:ConvNet",
         "efficientnet_lite0": "retrieval_core.pretrained:efficientnet_lite0",
@@ -66,9 +63,7 @@ def retrieval_backbones() -> Factories:
 
 @hookimpl
 def retrieval_datasets() -> Factories:
-    """Digits, Fashion-MNIST, EMNIST, CIFAR-10, what other libraries read, and the user's own
-    folders, manifests, faces and vectors.
-    """
+    """Small public sets, what other libraries read, and the user's own images and vectors."""
     return {
         "cifar10": "retrieval_core.small_images:cifar10",
         "csv": "retrieval_core.folders:manifest",
@@ -96,9 +91,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Softmax over very many classes, divided over processes, and a wrapper of any loss, by which
-    embeddings can be cut short.
-    """
+    """Softmax over very many classes, and a wrapper after which embeddings can be cut short."""
     return {
         "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",

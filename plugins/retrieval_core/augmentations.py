@@ -20,7 +20,6 @@ from torchvision.transforms import InterpolationMode, v2
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Quality = Annotated[int, Field(ge=1, le=100)]
 Interpolation = Literal["nearest", "bilinear"]
-
 AS_THEY_ARE = (
     "AugMix",
     "AutoAugment",
@@ -42,6 +41,7 @@ AS_THEY_ARE = (
     "RandomSolarize",
     "TrivialAugmentWide",
 )
+Many = Annotated[list[Any], Part("augmentations")]
 
 
 class GaussianNoise:
@@ -129,16 +129,12 @@ def _angles(degrees: float | tuple[float, float]) -> float | list[float]:
 
 
 def vertical_flip(p: Probability = 0.5) -> v2.RandomVerticalFlip:
-    """Mirror the image top to bottom, where both are the same thing: photographs from above, for
-    example.
+    """Mirror the image top to bottom, as suits photographs from above.
 
     Args:
         p: with what probability.
     """
     return v2.RandomVerticalFlip(p)
-
-
-Many = Annotated[list[Any], Part("augmentations")]
 
 
 def random_apply(transforms: Many, p: Probability = 0.5) -> v2.RandomApply:

@@ -12,8 +12,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ConvNet(Backbone):
-    """Stages of 3 × 3 convolutions, halved in size and doubled in width from one to the next, then
-    averaged.
+    """Stages of 3 × 3 convolutions, each half the size and twice the width, then averaged.
 
     Its features are as wide as the last stage: width × 2^(depth − 1). The plain stack of Simonyan &
     Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR 2015),

@@ -25,8 +25,9 @@ from retrieval.plugin import (
 )
 
 Row = dict[str, str]
-
 log = logging.getLogger(__name__)
+REQUIRED = ("path", "label")
+OPTIONAL = ("split", "role")
 
 
 def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
@@ -94,17 +95,12 @@ def _folders(folder: Path) -> list[Path]:
         raise DataError(f"{folder} cannot be read: {error.strerror or error}.") from error
 
 
-REQUIRED = ("path", "label")
-OPTIONAL = ("split", "role")
-
-
 def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -> Dataset:
-    """Read a CSV file with a header line: `path,label[,split][,role]` and any further columns, kept
-    as metadata: numbers and true or false as such where all of a column is, text otherwise.
+    """Read a CSV file with a header line: `path,label[,split][,role]` and further columns.
 
     `split` is train, validation (or val) or test; `role` is query, gallery or empty. The names of
     these columns, and what `split` and `role` hold, may be in capitals. The file is UTF-8, with
-    commas, and quotes where a value holds a comma. Paths that Windows wrote (`a\\b.png`) are read.
+    commas, and quotes where a value holds a comma. Paths that Windows wrote (`a\b.png`) are read.
 
     Args:
         manifest: the CSV file; a relative path starts where the command runs.

@@ -58,8 +58,7 @@ class PCA(LinearMap):
 
 
 class LDA(LinearMap):
-    """Linear discriminants: directions that separate the classes most, measured by their spread
-    within.
+    """Linear discriminants: directions that separate the classes most, by their spread within.
 
     Fisher, "The Use of Multiple Measurements in Taxonomic Problems", 1936; scikit-learn's
     `LinearDiscriminantAnalysis` with its eigenvalue solver.
@@ -88,15 +87,13 @@ class LDA(LinearMap):
         ).fit(x, labels)
         width = fitted._max_components
         self.components_ = np.ascontiguousarray(fitted.scalings_[:, :width].T)
-        self.mean_ = x.mean(
-            axis=0
-        )  # no distance depends on it, and float32 codes near zero are more precise
+        # no distance depends on it, and float32 codes near zero are more precise
+        self.mean_ = x.mean(axis=0)
         return self
 
 
 class NCA(LinearMap):
-    """Neighbourhood components: the linear map that makes a soft nearest neighbour's class right
-    most often.
+    """Neighbourhood components: the map that makes a soft neighbour's class right most often.
 
     Goldberger et al., "Neighbourhood Components Analysis", NeurIPS 2004; scikit-learn's
     `NeighborhoodComponentsAnalysis`. Memory and time of a step grow with the square of the number
@@ -140,7 +137,6 @@ class NCA(LinearMap):
             random_state=self._chosen_seed(),
         ).fit(x, labels)
         self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
-        self.mean_ = x.mean(
-            axis=0
-        )  # no distance depends on it, and float32 codes near zero are more precise
+        # no distance depends on it, and float32 codes near zero are more precise
+        self.mean_ = x.mean(axis=0)
         return self

@@ -33,8 +33,7 @@ def lfw_people(
     lists: Path | None = None,
     skip_bad: bool = False,
 ) -> Dataset:
-    """Read people's images in the layout of Labeled Faces in the Wild: `folder/NAME/NAME_0001.jpg`,
-    and its lists.
+    """Read people's images in the layout of Labeled Faces in the Wild, and its lists.
 
     Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face
     Recognition in Unconstrained Environments", University of Massachusetts, TR 07-49, 2007. Nothing
@@ -127,9 +126,7 @@ def _sides(
     keys: list[str],
     problems: list[str],
 ) -> Sides:
-    """Return the side of each item that a view has; what is wrong with the lists is added to
-    `problems`.
-    """
+    """Return the side of each item that a view has; add the lists' faults to `problems`."""
     word = "pairs" if restricted else "people"
     names = [f"{word}.txt"] if view == "folds" else [f"{word}DevTrain.txt", f"{word}DevTest.txt"]
     # around a folder that is a link: where the link is, and where its target is
@@ -170,9 +167,7 @@ def _sides(
 
 
 def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items that each fold's pairs name (one group for a list without folds), and what
-    is wrong.
-    """
+    """Return the items that each fold's pairs name, and what is wrong."""
     pairs, problems = find_pairs(path, keys)
     if problems:
         return [], problems
@@ -189,9 +184,7 @@ def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set
 
 
 def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items of each fold's people (one group for a list without folds), and what is
-    wrong.
-    """
+    """Return the items of each fold's people, and what is wrong."""
     read, problems = read_people(path, folds)
     places = {key.rpartition(".")[0]: i for i, key in enumerate(keys)}
     listed: dict[str, int] = {}

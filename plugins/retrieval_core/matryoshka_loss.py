@@ -92,8 +92,7 @@ def matryoshka(
     weights: list[Weight] | None = None,
     normalize: bool = True,
 ) -> Matryoshka:
-    """Another loss of the whole embedding and of its first numbers, so that vectors can be cut
-    short after training.
+    """Another loss of the whole embedding and of its prefixes, so that vectors can be cut short.
 
     Kusupati et al., Matryoshka Representation Learning, NeurIPS 2022, equation 1: the weighted sum
     of the loss at each width. Each width has a loss of its own, made for that width: one with

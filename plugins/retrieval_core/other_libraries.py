@@ -71,8 +71,7 @@ def torchvision_dataset(
     download: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Load any of torchvision's data sets of labelled images: both of its sides where it has them,
-    else all of it without a split.
+    """Load any of torchvision's data sets of labelled images, with both sides where it has them.
 
     Labels are the names of classes where torchvision knows them, its numbers otherwise. A class
     that unpickles a file is refused: CIFAR-10 and CIFAR-100 have readers of their own; LSUN
@@ -138,9 +137,8 @@ def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) ->
         array = None if data is None or not len(part) else np.asarray(data)
         if array is None or array.dtype != np.uint8 or len(array) != len(part):
             return None
-        if not np.array_equal(
-            array[0], np.asarray(part[0][0])
-        ):  # as they lie is not as they are shown
+        # as they lie is not as they are shown
+        if not np.array_equal(array[0], np.asarray(part[0][0])):
             return None
         arrays.append(array)
     return ArrayDataset(
@@ -192,8 +190,7 @@ def huggingface(
     train: str = "train",
     test: str | None = "test",
 ) -> Dataset:
-    """Load images and labels by Hugging Face's package `datasets`: from a folder that it saved, or
-    by name from its hub.
+    """Load images and labels by Hugging Face's `datasets`: from a saved folder, or from its hub.
 
     No code that comes with the data is run.
 
@@ -255,9 +252,7 @@ def huggingface(
 
 
 def _named(value: Any, names: Sequence[str] | None) -> str:
-    """Return a label of Hugging Face's as text; "" for none, which a column of named classes has as
-    -1.
-    """
+    """Return a label of Hugging Face's as text; "" for a missing one (−1 of named classes)."""
     if is_missing(value) or (names and value == -1):
         return ""
     named = names and isinstance(value, int) and 0 <= value < len(names)

@@ -19,8 +19,7 @@ _ROWS = 4096
 
 @traits(ref_emb=False, miner=False)
 class PartialFC(nn.Module):
-    """Softmax over cosines with a margin at the target, and each process has the weights of its
-    share of the classes.
+    """Softmax over cosines with a margin, whose class weights are divided over processes.
 
     An et al., Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition
     CNNs by Partial FC, CVPR 2022. Processes tell one another each item's largest logit, sum of
@@ -120,9 +119,7 @@ class PartialFC(nn.Module):
         return as_given(loss, embeddings)
 
     def _with_margin(self, cosines: Tensor) -> Tensor:
-        """Return the targets' logits (T,); beyond 180° − m the line that goes on, as
-        pytorch-metric-learning's ArcFace has it.
-        """
+        """Return the targets' logits (T,) with the margin, a line beyond 180° − m."""
         if self.margin:
             edge = 1 - 4 * torch.finfo(cosines.dtype).eps
             angles = torch.acos(cosines.clamp(-edge, edge))
@@ -132,9 +129,7 @@ class PartialFC(nn.Module):
         return self.scale * (cosines - self.cosine_margin)
 
     def _part(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights (K, C) that take part, and each item's place among them (B,), −1 where
-        its class is another's.
-        """
+        """Return the weights (K, C) that take part, and each item's place among them (B,) or −1."""
         own = self._own
         place = labels - own.start
         local = (place >= 0) & (place < own.stop - own.start)
@@ -205,9 +200,7 @@ def _all(x: Tensor, how: Any) -> None:
 
 
 def _begun(shard: Shard, width: int) -> Tensor:
-    """Return the first weights of a share, normal with a deviation of .01, of one sequence over all
-    classes.
-    """
+    """Return the first weights of a share: normal, of one sequence over all classes."""
     weight = torch.empty(shard.stop - shard.start, width)
     for start in range(0, shard.whole, _ROWS):
         drawn = torch.randn(min(_ROWS, shard.whole - start), width) * 0.01

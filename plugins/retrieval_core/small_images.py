@@ -22,9 +22,7 @@ from retrieval.plugin import (
     refuse,
 )
 
-from retrieval_core.pretrained import (
-    fetch,
-)
+from retrieval_core.pretrained import fetch
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FASHION = (
@@ -39,11 +37,34 @@ FASHION = (
     "Bag",
     "Ankle boot",
 )
+CIFAR_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+CIFAR_COUNTS = {"train": [Count(50_000, 10)], "test": [Count(10_000, 10)]}
+EMNIST_COUNTS = {
+    "balanced": ((112_800, 47), (18_800, 47)),
+    "byclass": ((697_932, 62), (116_323, 62)),
+    "bymerge": ((697_932, 47), (116_323, 47)),
+    "digits": ((240_000, 10), (40_000, 10)),
+    "letters": ((124_800, 26), (20_800, 26)),
+    "mnist": ((60_000, 10), (10_000, 10)),
+}
+"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and
+14,800) than the files.
+"""
 
 
 def digits() -> Dataset:
-    """Load 1,797 handwritten digits of 8 × 8 pixels, which come with scikit-learn: nothing is
-    downloaded.
+    """Load scikit-learn's 1,797 handwritten digits of 8 × 8 pixels; nothing is downloaded.
 
     Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
     1998.
@@ -69,8 +90,7 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def fashion_mnist(folder: Path | None = None, download: bool = False) -> Dataset:
-    """Load Fashion-MNIST: 70,000 grey images of 28 × 28 pixels in ten classes, "0" to "9", with its
-    train and test split.
+    """Load Fashion-MNIST: 70,000 grey images of 28 × 28 pixels in ten classes, with its split.
 
     Xiao, Rasul & Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
     Algorithms", 2017. Each item's metadata names its class ("Sneaker").
@@ -140,39 +160,12 @@ def _file(folder: Path, name: str) -> Path:
     raise DataError(f"{folder} holds neither {name} nor {name}.gz.")
 
 
-CIFAR_CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
-)
-CIFAR_COUNTS = {"train": [Count(50_000, 10)], "test": [Count(10_000, 10)]}
-EMNIST_COUNTS = {
-    "balanced": ((112_800, 47), (18_800, 47)),
-    "byclass": ((697_932, 62), (116_323, 62)),
-    "bymerge": ((697_932, 47), (116_323, 47)),
-    "digits": ((240_000, 10), (40_000, 10)),
-    "letters": ((124_800, 26), (20_800, 26)),
-    "mnist": ((60_000, 10), (10_000, 10)),
-}
-"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and
-14,800) than the files.
-"""
-
-
 def emnist(
     folder: Path,
     variant: Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"] = "balanced",
     counts: Counts = "published",
 ) -> Dataset:
-    """Load EMNIST: handwritten letters and digits of 28 × 28 pixels, with their train and test
-    split.
+    """Load EMNIST: handwritten letters and digits of 28 × 28 pixels, with their split.
 
     Cohen, Afshar, Tapson & van Schaik, "EMNIST: an extension of MNIST to handwritten letters",
     2017. Its files hold images with rows and columns exchanged; they are turned back. Labels are
@@ -229,8 +222,7 @@ def emnist(
 
 
 def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:
-    """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their train and
-    test split.
+    """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their split.
 
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
     version*: the version for Python is made of pickles, which are never read. Labels are class
@@ -286,9 +278,7 @@ def _check_counts(
 
 
 def _mapping(path: Path) -> dict[int, str] | None:
-    """Return the characters of the labels from "label code [code]" lines, or None where the file is
-    missing.
-    """
+    """Return the labels' characters from "label code" lines; None where the file is missing."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
         return {int(words[0]): chr(int(words[1])) for words in map(str.split, lines) if words}

@@ -1,8 +1,8 @@
-"""Deep adversarial metric learning: generators of hard negatives, the paper's losses, and several
-metrics weighted per pair.
+"""Deep adversarial metric learning: generators, the paper's losses, and metrics weighted per pair.
 
 Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image Processing
-29, 2020."""
+29, 2020.
+"""
 
 from __future__ import annotations
 

@@ -221,8 +221,7 @@ def _squared(x: Tensor, y: Tensor) -> Tensor:
 
 
 class DisturbedNegative(Generator):
-    """Disturbs a negative several times, and keeps the copy that the metric puts nearest to the
-    anchor.
+    """Disturbs a negative several times, and keeps the copy nearest to the anchor.
 
     Not of the paper. For a triplet (a, p, n), with d drawn anew for each of `tries` copies,
 

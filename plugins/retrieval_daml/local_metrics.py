@@ -1,5 +1,4 @@
-"""Several local metrics: the embedding in K parts of unit length, and a distance that weighs their
-distances evenly (`daml.uniform`) or by a small network for each pair (`daml.discriminator`)."""
+"""Several local metrics in one embedding, weighed evenly or by a small network for each pair."""
 
 from __future__ import annotations
 
@@ -22,6 +21,27 @@ BLOCK = 2**20
 DIRECT = 2**22
 """Up to so many numbers in one tensor, all pairs are computed at once, and kept for the gradient.
 """
+Metrics = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0)]
+__all__ = [
+    "LocalMetrics",
+    "Metrics",
+    "UnitParts",
+    "ViewMaps",
+    "Weight",
+    "all_pairs",
+    "split",
+    "widened",
+]
+LOW = 0.05
+"""A metric whose mean weight is below this does next to nothing, and a warning says so."""
+SHARP = 0.6
+"""Mean largest weight above which the order of candidates differs so much that more of them are
+needed.
+"""
+SAMPLE = 256
+"""Codes whose pairs say how sharp the weights are."""
+QUANTILES = (0.1, 0.5, 0.9)
 
 
 def all_pairs(
@@ -32,8 +52,7 @@ def all_pairs(
     width: int,
     tail: int = 0,
 ) -> Tensor:
-    """Return `function` of all pairs, computed at once where that is small, else in blocks that the
-    gradient computes again.
+    """Return `function` of all pairs; many in blocks that the gradient computes again.
 
     Args:
         function: of a block of queries, one of references, and the parameters.
@@ -53,9 +72,7 @@ def all_pairs(
 
 
 def exporting() -> bool:
-    """Return whether a graph is being traced, whose sizes are unknown: then nothing may depend on
-    them.
-    """
+    """Return whether a graph is being traced, whose sizes are unknown."""
     return torch.onnx.is_in_onnx_export() or torch.compiler.is_compiling()
 
 
@@ -117,10 +134,6 @@ class _Blocks(torch.autograd.Function):
         return (None, None, None, *sums)
 
 
-Metrics = Annotated[int, Field(ge=1)]
-Weight = Annotated[float, Field(ge=0)]
-
-
 class UnitParts(nn.Module):
     """Scale each of K equal parts of a row to unit Euclidean length; a zero part stays zero."""
 
@@ -134,8 +147,7 @@ class UnitParts(nn.Module):
 
 
 class ViewMaps(nn.Module):
-    """A linear map of its own for each of K views: features (B, F), the views side by side, to (B,
-    D).
+    """A linear map of its own for each of K views: features (B, F) to (B, D).
 
     Args:
         features: F, of all views together.
@@ -158,8 +170,7 @@ class ViewMaps(nn.Module):
 
 
 class LocalMetrics(Combiner):
-    """Base of a distance D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k; one local metric is
-    the plain distance.
+    """Base of a distance D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k.
 
     Args:
         embedding_size: width of all K embeddings together.
@@ -217,9 +228,7 @@ class LocalMetrics(Combiner):
         return apart.movedim(0, -1)
 
     def local_similarities(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the local cosine similarities (Q, R, K) of codes, all at once: for small numbers
-        of pairs.
-        """
+        """Return the local cosine similarities (Q, R, K) of codes, all at once: for few pairs."""
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
         return torch.matmul(x.transpose(0, 1), y.permute(1, 2, 0)).movedim(0, -1)
 
@@ -230,9 +239,7 @@ class LocalMetrics(Combiner):
         return (split(apart, self.metrics).square().sum(-1) + 1e-12).sqrt()
 
     def plain_mat(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the Euclidean distances (Q, R) of one embedding, bit for bit as
-        pytorch-metric-learning's `LpDistance`.
-        """
+        """Return the Euclidean distances (Q, R) of one embedding, bit for bit as `LpDistance`."""
         return torch.cdist(functional.normalize(query), functional.normalize(reference))
 
 
@@ -245,18 +252,6 @@ def split(x: Tensor, parts: int) -> Tensor:
 def widened(*codes: Tensor) -> tuple[Tensor, ...]:
     """Return codes in at least float32, as matrices of distances need."""
     return tuple(full_precision(x) for x in codes)
-
-
-__all__ = [
-    "LocalMetrics",
-    "Metrics",
-    "UnitParts",
-    "ViewMaps",
-    "Weight",
-    "all_pairs",
-    "split",
-    "widened",
-]
 
 
 class UniformMetrics(LocalMetrics):
@@ -322,21 +317,8 @@ class UniformMetrics(LocalMetrics):
         return apart * scale
 
 
-LOW = 0.05
-"""A metric whose mean weight is below this does next to nothing, and a warning says so."""
-SHARP = 0.6
-"""Mean largest weight above which the order of candidates differs so much that more of them are
-needed.
-"""
-SAMPLE = 256
-"""Codes whose pairs say how sharp the weights are."""
-QUANTILES = (0.1, 0.5, 0.9)
-
-
 class _Flows(nn.Module):
-    """K unit embeddings, and what the discriminator adds up of an item: features (B, F) to codes
-    (B, D + 2H).
-    """
+    """K unit embeddings and the discriminator's sums of an item: (B, F) to (B, D + 2H)."""
 
     def __init__(self, embedding: nn.Module, flows: nn.Linear) -> None:
         super().__init__()
@@ -470,9 +452,7 @@ class Discriminator(LocalMetrics):
         )
 
     def _weights(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Γ (…, K) of codes (…, C) that broadcast; h is linear after its ReLU, so both orders share
-        one product.
-        """
+        """Return Γ (…, K) of codes (…, C); both orders share one product after the ReLU."""
         ax, bx = x[..., self.embedding_size :].chunk(2, dim=-1)
         ay, by = y[..., self.embedding_size :].chunk(2, dim=-1)
         both = torch.relu(ax + by) + torch.relu(ay + bx)
@@ -497,8 +477,7 @@ class Discriminator(LocalMetrics):
     def objective(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Return μ J_dis + ρ ‖mean Γ − 1/K‖² over all pairs of different items of the batch, and
-        how Γ is distributed.
+        """Return μ J_dis + ρ ‖mean Γ − 1/K‖² over the batch's pairs, and how Γ is distributed.
 
         The figures of metric k = 1 … K: "load_k" its mean weight, "gamma_k_p10", "gamma_k_p50",
         "gamma_k_p90" quantiles of it; of all together "gamma_max", the mean largest weight, "j_dis"

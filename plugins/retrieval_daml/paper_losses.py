@@ -15,8 +15,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Measure:
-    """Distances of listed pairs between two sets of embeddings, by any of pytorch-metric-learning's
-    distances or a combiner.
+    """Distances of listed pairs between two sets of embeddings, by any distance or combiner.
 
     Few pairs are measured one by one, many by the whole matrix. The Euclidean distance is squared
     without its root. A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2: of
@@ -109,9 +108,7 @@ class PaperLoss(CheckedLoss):
     def pairs(
         self, labels: Tensor | None, indices: Any, query: Tensor, reference: Tensor, ref_labels: Any
     ) -> Pairs:
-        """Return the miner's pairs, each once however often it is listed, or every pair where there
-        is no miner.
-        """
+        """Return the miner's pairs, each once, or every pair where there is no miner."""
         if indices is None:
             same = reference is query
             a, p, b, n = indices_utils.get_all_pairs_indices(labels, None if same else ref_labels)
@@ -290,9 +287,7 @@ class LiftedLoss(PaperLoss):
         return {"loss": {"losses": losses / 2, "indices": (a, p), "reduction_type": "pos_pair"}}
 
     def _by_anchor(self, values: Tensor, anchors: Tensor, size: int) -> Tensor:
-        """Return the maximum or log-exp sum (B,) of each anchor's values; of none a number below
-        all others.
-        """
+        """Return the maximum or log-exp sum (B,) of each anchor's values."""
         lowest = values.new_full((size,), torch.finfo(values.dtype).min / 4)
         if self.form == "printed":
             return lowest.scatter_reduce(0, anchors, values, "amax")
@@ -368,8 +363,7 @@ class NPairLoss(PaperLoss):
 
 
 def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
-    """Return pairs of one class, at most one of each class in a round, and the other pairs'
-    positives as negatives.
+    """Return one pair of each class in a round, and the other pairs' positives as negatives.
 
     Without `ref_labels` a class's items 2r and 2r + 1 are a pair of the batch itself.
     """

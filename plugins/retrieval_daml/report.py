@@ -1,6 +1,4 @@
-"""Panels of an adversarial run for its report, from its log: losses, weights of the local metrics,
-shifts of synthetic samples.
-"""
+"""Panels of an adversarial run's report: losses, local metrics' weights, synthetic shifts."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ Epochs = list[dict[str, Any]]
 
 
 def report_panels(run: Run) -> dict[str, bytes]:
-    """Return the panels of a run with a generator or with this plugin's local metrics as SVG, by
-    title; none of any other run, and of one without an epoch.
-    """
+    """Return an adversarial run's panels as SVG, by title; none of any other run."""
     combiner = run.recipe.combiner
     if run.recipe.generator is None and not (combiner and combiner.name.startswith("daml.")):
         return {}

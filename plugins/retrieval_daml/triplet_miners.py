@@ -10,10 +10,7 @@ from pydantic import Field
 from retrieval.plugin import Distance, TripletIndices, full_precision
 from torch import Tensor, nn
 
-from retrieval_daml.paper_losses import (
-    Measure,
-    default_distance,
-)
+from retrieval_daml.paper_losses import Measure, default_distance
 
 
 class OnePerClass(nn.Module):

@@ -1,5 +1,4 @@
-"""The metric learners of metric-learn as learners: LMNN, ITML, SCML, MMC and the others that take
-class labels."""
+"""metric-learn's learners: LMNN, ITML, SCML, MMC and the others that take class labels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How an estimator of metric-learn is run under a current scikit-learn, and becomes one of our
-learners.
+"""The estimators of metric-learn as learners, under a current scikit-learn.
 
 metric-learn 0.7 checks its input through an argument of scikit-learn's (`force_all_finite`) that
 scikit-learn 1.8 removed. Each of its estimators does so in one method, `_prepare_inputs`. We check
@@ -26,6 +25,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
 Floats = NDArray[np.floating[Any]]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Prior = Literal["identity", "covariance", "random"]
 
 
 @cache
@@ -61,9 +63,7 @@ class MetricLearnLearner(LinearMap):
     estimator: ClassVar[str]
 
     def _settings(self) -> dict[str, Any]:
-        """Return the keywords of metric-learn's estimator; by default our parameters, with one
-        seed.
-        """
+        """Return the keywords of metric-learn's estimator: our parameters, with one seed."""
         settings: dict[str, Any] = self.get_params(deep=False)
         if "seed" in settings:
             del settings["seed"]
@@ -141,14 +141,8 @@ class MetricLearnLearner(LinearMap):
         return self.pair_distance(pairs)
 
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Prior = Literal["identity", "covariance", "random"]
-
-
 class LMNN(MetricLearnLearner):
-    """Large margin nearest neighbour: target neighbours near, impostors a margin farther; gradient
-    descent.
+    """Large margin nearest neighbour: target neighbours near, impostors a margin farther.
 
     Weinberger et al., "Distance Metric Learning for Large Margin Nearest Neighbor Classification",
     NeurIPS 2005.
@@ -204,8 +198,7 @@ class LMNN(MetricLearnLearner):
 
 
 class ITML(MetricLearnLearner):
-    """Information-theoretic metric learning: the metric nearest to a prior under which pairs keep
-    their bounds.
+    """Information-theoretic metric learning: the metric nearest to a prior within pairs' bounds.
 
     Davis et al., "Information-Theoretic Metric Learning", ICML 2007. Pairs are drawn from the
     labels.
@@ -258,8 +251,7 @@ class ITML(MetricLearnLearner):
 
 
 class SCML(MetricLearnLearner):
-    """Sparse compositional metric learning: a sparse weighted sum of rank-one metrics from local
-    discriminants.
+    """Sparse compositional metric learning: a sparse weighted sum of rank-one metrics.
 
     Shi et al., "Sparse Compositional Metric Learning", AAAI 2014.
 
@@ -391,8 +383,7 @@ class LSML(MetricLearnLearner):
 
 
 class LFDA(MetricLearnLearner):
-    """Local Fisher discriminants: classes apart, near items of a class together, far ones left
-    alone.
+    """Local Fisher discriminants: classes apart, near items of a class together.
 
     Sugiyama, "Dimensionality Reduction of Multimodal Labeled Data by Local Fisher Discriminant
     Analysis", JMLR 2007.

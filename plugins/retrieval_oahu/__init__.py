@@ -1,8 +1,8 @@
-"""Online adaptive metric learning: `OAHU`, `Warm`, the linear baselines, streams of triplets, and
-ABTL as a deep loss.
+"""Online adaptive metric learning: `OAHU`, `Warm`, linear baselines, streams of triplets, and ABTL.
 
 Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. The learners need no torch
-to learn."""
+to learn.
+"""
 
 from __future__ import annotations
 

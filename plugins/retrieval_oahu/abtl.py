@@ -14,18 +14,14 @@ from retrieval.plugin import CheckedLoss, Distance, Reducer
 from torch import Tensor, nn
 
 from retrieval_oahu.combiners import Hedge
-from retrieval_oahu.online import (
-    refuse_range,
-    warn_tau,
-)
+from retrieval_oahu.online import refuse_range, warn_tau
 
 _MANY = 200_000
 """Triplets of a batch that are looked at; of more, so many are drawn."""
 
 
 class ABTL(CheckedLoss):
-    """Adaptive-bound triplet loss: positives are drawn below a bound, negatives pushed beyond one,
-    that depend on where they are.
+    """Adaptive-bound triplet loss: the bounds of positives and negatives depend on where they are.
 
     d_sim = τ (e^D − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^−D) / (1 − e^−2) are taken from the
     distances as they are and are constants to the gradient; the loss is ½ ((D⁺ − d_sim) / (2 −
@@ -106,9 +102,7 @@ class ABTL(CheckedLoss):
 
 
 def abtl(positive: Tensor, negative: Tensor, tau: float) -> Tensor:
-    """Return the loss of distances D⁺ and D⁻, each (T,) between 0 and 2; the thresholds have no
-    gradient.
-    """
+    """Return the loss of distances D⁺ and D⁻ (T,); the thresholds have no gradient."""
     with torch.no_grad():
         near = tau / math.expm1(2.0) * torch.expm1(positive.clamp(max=2))
         far = (2 - tau) + tau / math.expm1(-2.0) * torch.expm1(-negative.clamp(max=2))

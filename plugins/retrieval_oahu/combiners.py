@@ -1,5 +1,4 @@
-"""OAHU's model in torch: a head that gives the codes of all spaces, the hedge over the spaces as a
-distance, and OASIS's bilinear similarity."""
+"""OAHU's model in torch: its network, the hedge over spaces, and OASIS's bilinear similarity."""
 
 from __future__ import annotations
 
@@ -14,19 +13,14 @@ from retrieval.plugin import Combiner, Subspace, full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrieval_oahu.network import (
-    TINY,
-    Rule,
-    hedge_update,
-)
-from retrieval_oahu.online import (
-    refuse_range,
-)
+from retrieval_oahu.network import TINY, Rule, hedge_update
+from retrieval_oahu.online import refuse_range
+
+Count = Annotated[int, Field(ge=1)]
 
 
 class OverComplete(nn.Module):
-    """Features (B, F) to codes (B, (L + 1) E): each space's unit embedding times its factor, side
-    by side.
+    """Features (B, F) to codes (B, (L + 1) E): the spaces' weighted unit embeddings side by side.
 
     Args:
         features: F.
@@ -71,9 +65,8 @@ class OverComplete(nn.Module):
             target.copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
 
         with torch.no_grad():
-            for level, layer in zip(
-                levels, head.hidden.parameters(), strict=False
-            ):  # the last level has no hidden layer
+            # the last level has no hidden layer
+            for level, layer in zip(levels, head.hidden.parameters(), strict=False):
                 put(layer, level[:, :hidden].T)
             for level, layer in zip(levels, head.embedding.parameters(), strict=True):
                 put(layer, level[:, hidden:].T)
@@ -132,12 +125,8 @@ class Bilinear(Combiner):
         return vectors
 
 
-Count = Annotated[int, Field(ge=1)]
-
-
 class Hedge(Combiner):
-    """What both ways share: the weights, and √(Σ α_l D_l²) as the distance that is trained and
-    evaluated.
+    """What both ways share: the weights, and √(Σ α_l D_l²) as the trained distance.
 
     Attributes:
         spaces: L + 1.
@@ -167,9 +156,7 @@ class Hedge(Combiner):
 
     @classmethod
     def of_weights(cls, alpha: NDArray[np.floating[Any]], embedding: int) -> Self:
-        """Return the combiner of codes that are embeddings times √α, as `OAHU.transform` gives
-        them.
-        """
+        """Return the combiner of `OAHU.transform`'s codes, embeddings times √α."""
         combiner = cls(embedding, len(alpha) - 1)
         weights = torch.from_numpy(np.array(alpha, dtype=np.float64))
         combiner.get_buffer("alpha").copy_(weights)
@@ -234,8 +221,7 @@ class Hedge(Combiner):
 
 
 class HedgeScore(Hedge):
-    """Hedge-weighted spaces, searched as the paper does: an index for each, candidates scored and
-    merged (Eq 27).
+    """Hedge-weighted spaces, searched as the paper does: an index for each, merged (Eq 27).
 
     Each of the depth + 1 spaces proposes its k nearest items, scored by how near they are among
     those k and by the space's weight; an item keeps its best score. Gao et al., "Towards
@@ -274,8 +260,7 @@ class HedgeScore(Hedge):
 
 
 class HedgeSum(Hedge):
-    """Hedge-weighted spaces, searched in one index by Σ α_l D_l²; the weights may change without a
-    rebuild.
+    """Hedge-weighted spaces, searched in one index by Σ α_l D_l²; no rebuild for new weights.
 
     Items are stored as their unit embeddings side by side, and a query's are multiplied with the
     weights: the inner product is then Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l²; the distance of an

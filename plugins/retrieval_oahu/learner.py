@@ -10,23 +10,15 @@ from pydantic import Field
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from retrieval_oahu.network import (
-    Network,
-    Rule,
-    hedge_update,
-)
-from retrieval_oahu.online import (
-    OnlineLearner,
-    recorded,
-    refuse_range,
-    warn_tau,
-)
+from retrieval_oahu.network import Network, Rule, hedge_update
+from retrieval_oahu.online import OnlineLearner, recorded, refuse_range, warn_tau
 from retrieval_oahu.spaces import Spaces
 
 if TYPE_CHECKING:
     from torch import nn
 
     from retrieval_oahu.combiners import Hedge
+
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 FLOOR = 0.05
@@ -38,8 +30,7 @@ SETTLE = 1000
 
 
 class OAHU(OnlineLearner):
-    """Online metric learning with adaptive hedge update: an over-complete network whose depths are
-    experts.
+    """Online metric learning with adaptive hedge update: a network whose depths are experts.
 
     An embedding layer sits on the input and on each hidden layer; each is a metric of its own, from
     linear to deep, on the unit sphere. Every triplet trains all of them with the adaptive-bound
@@ -117,17 +108,14 @@ class OAHU(OnlineLearner):
         self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return codes (N, (L + 1) E) of features (N, F): each space's unit embedding times √α,
-        side by side.
+        """Return codes (N, (L + 1) E): each space's unit embedding times √α, side by side.
 
         Their squared Euclidean distance is Σ α_l D_l².
         """
         return self.spaces(X).codes()
 
     def spaces(self, X: ArrayLike) -> Spaces:
-        """Return the unit embeddings of features (N, F) with the present weights, for `classify`,
-        `similar` and `retrieve`.
-        """
+        """Return the unit embeddings of features (N, F), with the present weights."""
         check_is_fitted(self, "n_triplets_")
         x = validate_data(self, X, reset=False, dtype=np.float64)
         return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
@@ -135,8 +123,7 @@ class OAHU(OnlineLearner):
     def classify(
         self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5
     ) -> NDArray[Any]:
-        """Return the label (N,) of each of the features (N, F), from its k nearest references in
-        each space (Eq 23–25).
+        """Return the label (N,) of each item by its k nearest references in each space (Eq 23–25).
 
         Args:
             X: (N, F).
@@ -147,8 +134,7 @@ class OAHU(OnlineLearner):
         return self.spaces(X).classify(references, labels, k)
 
     def similar(self, X: ArrayLike, Y: ArrayLike, threshold: float = 0.55) -> NDArray[np.float64]:
-        """Return P (N,), the weight of the spaces in which x and y are alike (Eq 26); alike on the
-        whole from .5 on.
+        """Return P (N,), the weight of the spaces in which x and y are alike (Eq 26).
 
         Args:
             X: (N, F).
@@ -160,8 +146,7 @@ class OAHU(OnlineLearner):
     def retrieve(
         self, X: ArrayLike, references: Spaces, k: int = 10
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return rows and scores (N, k) of the references that are most like each of X (N, F), by
-        Eq 27.
+        """Return rows and scores (N, k) of the references most like each of X (N, F), by Eq 27.
 
         Args:
             X: (N, F).
@@ -286,8 +271,6 @@ class OAHU(OnlineLearner):
 
 
 def _floored(deviation: Floats) -> Floats:
-    """Return deviations with a floor at `FLOOR` of their quadratic mean; 1 where nothing varies at
-    all.
-    """
+    """Return deviations with a floor at `FLOOR` of their quadratic mean; 1 without any."""
     floor = FLOOR * float(np.sqrt((deviation**2).mean()))
     return np.maximum(deviation, floor) if floor > 0 else np.ones_like(deviation)

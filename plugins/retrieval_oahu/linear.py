@@ -13,17 +13,14 @@ from retrieval.plugin import LinearMap, class_codes, learner_labels
 from scipy.linalg import blas
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from retrieval_oahu.network import (
-    unit,
-)
-from retrieval_oahu.online import (
-    CHUNK,
-    OnlineLearner,
-)
-from retrieval_oahu.streams import (
-    Triplet,
-    in_chunks,
-)
+from retrieval_oahu.network import unit
+from retrieval_oahu.online import CHUNK, OnlineLearner
+from retrieval_oahu.streams import Triplet, in_chunks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from retrieval_oahu.combiners import Bilinear
 
 Floats = NDArray[np.floating[Any]]
 SETTLE = 100
@@ -31,11 +28,19 @@ SETTLE = 100
 nothing else.
 """
 _PAIRS = 5000
+_roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
+"""Maps that were asked for, until their learner learns on: kept here because to be asked must not
+change an estimator.
+"""
+SHARE = 0.9
+"""How much of a direction a similar pair may take away."""
+REFRESH = 1000
+"""Changes between two inversions: the inverse is kept by rank-one updates, whose rounding adds up.
+"""
 
 
 class MatrixLearner(LinearMap, OnlineLearner):
-    """A learner of a positive semi-definite matrix M, in which (x − y)ᵀ M (x − y) is the squared
-    distance; subclasses define `_pair`.
+    """A learner of a matrix M, (x − y)ᵀ M (x − y) the squared distance; subclasses define `_pair`.
 
     Each triplet is two pairs, first the similar one. Features are divided by one number, the root
     of the mean squared distance, so that the papers' constants mean the same on all data.
@@ -56,9 +61,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
         """Check parameters and set what the subclass keeps beside the matrix."""
 
     def _pair(self, apart: Floats, alike: bool) -> bool:
-        """Learn from one difference (F,) of features in units; return whether that changed
-        anything.
-        """
+        """Learn from one difference (F,); return whether that changed anything."""
         raise NotImplementedError
 
     def _begin(self, features: int, sample: Floats | None) -> None:
@@ -108,12 +111,6 @@ class MatrixLearner(LinearMap, OnlineLearner):
         return components
 
 
-_roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
-"""Maps that were asked for, until their learner learns on: kept here because to be asked must not
-change an estimator.
-"""
-
-
 def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:
     """Add factor · x yᵀ to a C-contiguous float64 matrix, in place."""
     # BLAS counts by columns: the transpose is what it changes
@@ -121,8 +118,7 @@ def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:
 
 
 class LEGO(MatrixLearner):
-    """LogDet exact gradient online: each violated pair moves the matrix as far as a LogDet penalty
-    lets it, in closed form.
+    """LogDet exact gradient online: a step in closed form for each violated pair.
 
     Jain, Kulis, Dhillon & Grauman, "Online Metric Learning and Fast Similarity Search", NeurIPS
     2008. A similar pair farther than the upper target is drawn towards it, a dissimilar one nearer
@@ -189,16 +185,8 @@ class LEGO(MatrixLearner):
         return True
 
 
-SHARE = 0.9
-"""How much of a direction a similar pair may take away."""
-REFRESH = 1000
-"""Changes between two inversions: the inverse is kept by rank-one updates, whose rounding adds up.
-"""
-
-
 class RDML(MatrixLearner):
-    """A perceptron of pairs: those on the wrong side of distance 1 add or subtract their
-    difference's outer product.
+    """A perceptron of pairs: violated ones add or subtract their difference's outer product.
 
     Jin, Wang & Zhou, "Regularized Distance Metric Learning: Theory and Algorithm", NeurIPS 2009. A
     similar pair is wrong when farther than the mean squared distance, a dissimilar one when nearer.
@@ -255,8 +243,7 @@ class RDML(MatrixLearner):
 
 
 class OPML(MatrixLearner):
-    """One-pass metric learning: each violated triplet has a closed-form step of the linear map, (I
-    + γ A)⁻¹.
+    """One-pass metric learning: each violated triplet has a step in closed form, (I + γ A)⁻¹.
 
     Li, Gao, Wang, Zhou, Huo & Shi, "OPML: A One-Pass Closed-Form Solution for Online Metric
     Learning", Pattern Recognition 2018. `fit` makes its own triplets in one pass: each item with
@@ -336,9 +323,7 @@ class OPML(MatrixLearner):
 
 
 def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
-    """Return the triplets of one pass: each item, the latest before it of its class, the latest of
-    another.
-    """
+    """Return one pass's triplets: each item, the latest of its class, the latest of another."""
     latest: dict[int, int] = {}
     # the two classes seen last, the later one first: the other class is one of them
     recent: list[int] = []
@@ -351,15 +336,8 @@ def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]
         recent = [own, *(c for c in recent if c != own)][:2]
 
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from retrieval_oahu.combiners import Bilinear
-
-
 class OASIS(OnlineLearner):
-    """Online algorithm for scalable image similarity: S(x, y) = xᵀ W y, a passive-aggressive step
-    for each violated margin.
+    """Online similarity S(x, y) = xᵀ W y, with a passive-aggressive step for each violated margin.
 
     Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through
     Ranking", JMLR 2010. W is neither symmetric nor positive: S is not a distance. Vectors are
@@ -398,9 +376,7 @@ class OASIS(OnlineLearner):
         self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return unit vectors (N, F), which are searched; `queries` gives the vectors to search
-        with.
-        """
+        """Return unit vectors (N, F), which are searched; `queries` gives what to search with."""
         check_is_fitted(self, "n_triplets_")
         return unit(validate_data(self, X, reset=False, dtype=(np.float64, np.float32)))
 
@@ -411,8 +387,7 @@ class OASIS(OnlineLearner):
         return vectors
 
     def pair_distance(self, pairs: ArrayLike) -> Floats:
-        """Return |Wᵀx − y| of the unit vectors x and y of each pair (P, 2, F), (P,): what a search
-        of the exported model measures.
+        """Return |Wᵀx − y| (P,) of each pair's unit vectors, what the exported model measures.
 
         The first item of a pair is the query. For one query, items are in the order of
         `pair_score`; the distance is not symmetric, and that of an item and itself is not 0.
@@ -425,8 +400,7 @@ class OASIS(OnlineLearner):
         return np.asarray(np.linalg.norm(self.queries(query) - self.transform(item), axis=1))
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
-        """Return the learned similarity xᵀ W y of the unit vectors of each pair (P, 2, F), (P,);
-        larger is more alike.
+        """Return the similarity xᵀ W y (P,) of each pair's unit vectors; larger is more alike.
 
         See `pair_distance` for the errors.
         """

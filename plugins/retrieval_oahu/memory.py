@@ -1,5 +1,4 @@
-"""The latest items of a stream, which of them are known to be alike or unlike, and the votes of
-each item's neighbours.
+"""The latest items of a stream, what is known of them, and how each item's neighbours vote.
 
 The rules of `closure` say what follows from the triplets, as far as the memory reaches: similar
 pairs join items into groups, a dissimilar pair parts two groups. A triplet that contradicts earlier
@@ -57,9 +56,7 @@ class Memory:
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
-        """Return the place of an item, and whether it is new there. A new item takes an old one's
-        place if the size stays the same.
-        """
+        """Return an item's place and whether it is new there, maybe instead of the oldest."""
         self._clock += 1
         place = self._place.get(key)
         new = place is None
@@ -94,8 +91,7 @@ class Memory:
         parted[joined, group[negative]] = parted[group[negative], joined] = True
 
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
-        """Return the verdicts (A,) of the items' neighbours, means over `VOTERS`: 1 for the item's
-        own group, 0 for another, ½ for a tie or without voters.
+        """Return items' votes (A,): 1 for the own group, 0 for another, ½ for a tie or nobody.
 
         Args:
             anchors: (A,) places of the items.

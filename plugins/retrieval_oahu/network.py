@@ -1,10 +1,10 @@
-"""OAHU's over-complete network in numpy: one triplet forward, backward and down the gradient,
-without temporaries of its size.
+"""OAHU's over-complete network in numpy: one triplet forward, backward and a step, in place.
 
 Level l of L + 1 takes h_l (h_0 is the input) and gives h_{l+1} = relu(h_l W_{l+1}) and the
 embedding f_l = h_l Θ_l, scaled to unit length (Gao et al. 2019, Eq 1). W_{l+1} and Θ_l lie side by
 side in one matrix, so that a level is one product forward, one backward and one rank-three update
-in place."""
+in place.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from scipy.linalg import blas
 Floats = NDArray[np.floating[Any]]
 _SIM = math.exp(2.0) - 1.0
 _DIS = 1.0 - math.exp(-2.0)
+Rule = Literal["exp", "linear", "paper"]
+TINY = 1e-12
+"""Below this length an embedding counts as zero: it stays zero and has no gradient."""
 
 
 def similar_threshold(distance: Floats, tau: float) -> Floats:
@@ -42,14 +45,10 @@ def bounds_loss(positive: Floats, negative: Floats, tau: float) -> tuple[Floats,
     return loss, slope_p * (positive > near), slope_n * (negative < far)
 
 
-Rule = Literal["exp", "linear", "paper"]
-
-
 def hedge_update(
     alpha: Floats, losses: Floats, beta: float, smoothing: float, rule: Rule = "exp"
 ) -> NDArray[np.float64]:
-    """Return the weights after one round: discounted by the losses, floored at s / (L + 1), summing
-    to 1.
+    """Return the weights after one round: discounted by losses, floored, summing to 1.
 
     Args:
         alpha: (L + 1,) weights that sum to 1.
@@ -69,10 +68,6 @@ def hedge_update(
     changed = np.maximum(alpha * discount, smoothing / len(alpha))
     updated: NDArray[np.float64] = changed / changed.sum()
     return updated
-
-
-TINY = 1e-12
-"""Below this length an embedding counts as zero: it stays zero and has no gradient."""
 
 
 class Network:
@@ -103,9 +98,7 @@ class Network:
     def random(
         cls, features: int, depth: int, hidden: int, embedding: int, seed: int, dtype: Any
     ) -> Network:
-        """Return a network with normal weights: variance 2 / fan-in before a ReLU (He et al. 2015),
-        1 / fan-in before an embedding.
-        """
+        """Return a network with normal weights: variance 2 / fan-in (He et al.) or 1 / fan-in."""
         rng = np.random.default_rng(seed)
         first = rng.standard_normal((features, hidden + embedding))
         deeper = rng.standard_normal((depth, hidden, hidden + embedding))
@@ -149,8 +142,7 @@ class Network:
 
 
 def triplet_gradient(z: Floats, alpha: Floats, tau: float) -> tuple[Floats, Floats]:
-    """Return the losses (L + 1,) of embeddings that are not scaled yet, and the gradient of Σ α_l
-    loss_l by them.
+    """Return the losses (L + 1,) of unscaled embeddings, and the gradient of Σ α_l loss_l.
 
     `z` is (L + 1, 3, E): anchor, positive and negative in each level.
     """

@@ -1,6 +1,4 @@
-"""What every learner from a stream shares: checked triplets, counters, `fit`, its weights' record,
-save and load.
-"""
+"""What every learner from a stream shares: checked triplets, `fit`, a record, save and load."""
 
 from __future__ import annotations
 
@@ -20,10 +18,15 @@ from safetensors.numpy import save as to_bytes
 from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import ThreadpoolController
 
-from retrieval_oahu.streams import (
-    in_chunks,
-    paper_stream,
-)
+from retrieval_oahu.streams import in_chunks, paper_stream
+
+Floats = NDArray[np.floating[Any]]
+ROWS = 512
+"""Most rows that are kept."""
+T = TypeVar("T")
+_KEY = "retrieval_oahu"
+CHUNK = 256
+"""Triplets that `fit` gathers at a time: no result depends on it."""
 
 
 def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
@@ -45,16 +48,10 @@ def warn_tau(tau: float) -> None:
         )
 
 
-Floats = NDArray[np.floating[Any]]
-ROWS = 512
-"""Most rows that are kept."""
-
-
 def recorded(
     kept: Floats, steps: NDArray[np.int64], stride: int, value: Floats, step: int
 ) -> tuple[Floats, NDArray[np.int64], int]:
-    """Return the record with one more row when its turn has come; when it is full, every second row
-    goes and the stride doubles.
+    """Return the record with one more row in its turn; a full one loses every second row.
 
     `kept` is (M, W), `steps` (M,) after how many steps each row was taken.
     """
@@ -66,10 +63,6 @@ def recorded(
         turn = steps % stride == 0
         kept, steps = kept[turn], steps[turn]
     return kept, steps, stride
-
-
-T = TypeVar("T")
-_KEY = "retrieval_oahu"
 
 
 def write_learner(learner: Any, path: Path) -> None:
@@ -118,10 +111,6 @@ def read_learner(kind: type[T], path: Path) -> T:
     return learner
 
 
-CHUNK = 256
-"""Triplets that `fit` gathers at a time: no result depends on it."""
-
-
 class OnlineLearner(MetricLearner):
     """A learner of triplets of feature vectors; subclasses define `_begin` and `_learn`.
 
@@ -144,20 +133,15 @@ class OnlineLearner(MetricLearner):
     n_skipped_: int
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        """Check parameters and set every fitted attribute to where learning starts, from unlabelled
-        vectors (N, F) if they are given.
-        """
+        """Check parameters and set the fitted attributes to where learning starts."""
         raise NotImplementedError
 
     def _learn(self, triplets: Floats) -> int:
-        """Learn from triplets (T, 3, F), float64, one after another; return how many changed
-        anything.
-        """
+        """Learn from triplets (T, 3, F) in order; return how many changed anything."""
         raise NotImplementedError
 
     def prepare(self, X: ArrayLike) -> Self:
-        """Start anew from unlabelled vectors (N, F), which say how large and how varied features
-        are.
+        """Start anew from unlabelled vectors (N, F), which say how varied features are.
 
         Nothing is learned. Without it, what a learner needs to know of the features comes from the
         first triplets.
@@ -167,8 +151,7 @@ class OnlineLearner(MetricLearner):
         return self
 
     def partial_fit(self, triplets: ArrayLike, y: Any = None) -> Self:
-        """Learn from triplets in order; in chunks or one by one, the result is the same to the last
-        bit.
+        """Learn from triplets in order; chunks give the same as single ones, to the last bit.
 
         A triplet that comes twice is learned twice. Triplets that contradict each other pull both
         ways and undo each other; `retrieval_oahu.with_closure` detects them.
@@ -215,8 +198,7 @@ class OnlineLearner(MetricLearner):
         return self
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Start anew and learn the paper's stream (§4.3.2) drawn from labelled vectors: `seeds`
-        random triplets, then `closure` more that follow from them.
+        """Start anew and learn the paper's stream (§4.3.2) drawn from labelled vectors.
 
         Args:
             X: (N, F) features.
@@ -240,9 +222,7 @@ class OnlineLearner(MetricLearner):
         return self
 
     def learn_from(self, chunks: Iterable[ArrayLike]) -> Self:
-        """Call `partial_fit` on each chunk of a stream until it ends; an endless one is cut by
-        `itertools.islice`.
-        """
+        """Call `partial_fit` on each chunk of a stream until it ends."""
         for chunk in chunks:
             self.partial_fit(chunk)
         return self
@@ -255,9 +235,7 @@ class OnlineLearner(MetricLearner):
         return self.n_used_ / usable if usable else float("nan")
 
     def save(self, path: str | Path) -> None:
-        """Write parameters and all that was learned, as safetensors; learning goes on from the file
-        as if it had not been interrupted.
-        """
+        """Write parameters and all that was learned, as safetensors, to go on from."""
         check_is_fitted(self, "n_triplets_")
         write_learner(self, Path(path))
 

@@ -1,7 +1,7 @@
-"""What an OAHU model is used for: classification, similarity, retrieval (Gao et al. 2019, §3.6),
-from embeddings alone.
+"""Classification, similarity and retrieval by OAHU's embeddings (Gao et al. 2019, §3.6).
 
-The embeddings may come from a learner or from an exported bundle."""
+The embeddings may come from a learner or from an exported bundle.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +83,7 @@ class Spaces:
         return distances
 
     def classify(self, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
-        """Return labels (N,): each of the k neighbours in each space votes with its score (Eq
-        23–25); see `OAHU.classify`.
+        """Return labels (N,), by the votes of the k neighbours in each space (Eq 23–25).
 
         Raises:
             ValueError: a label is missing, labels do not fit the references, or k is below 1.
@@ -120,8 +119,7 @@ class Spaces:
     def retrieve(
         self, references: Spaces, k: int = 10
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return rows and scores (N, min(k, references)), best first, by Eq 27; see
-        `OAHU.retrieve`.
+        """Return rows and scores (N, k), best first, by Eq 27; see `OAHU.retrieve`.
 
         An item that several spaces propose counts with the best of its scores, not with their sum:
         the paper keeps "distinct items" of a sorted list.

@@ -16,6 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from retrieval.errors import DataError
 from retrieval.plugin import read_labels
 
+Floats = NDArray[np.floating[Any]]
+_TRIES = 20
+COLUMNS = ("query", "shown", "chosen", "time")
+
 
 class Triplet(NamedTuple):
     """Numbers of items: `anchor` is like `positive` and unlike `negative`."""
@@ -55,9 +59,7 @@ class Closure:
         )
 
     def add(self, triplet: Triplet) -> bool:
-        """Take a triplet in, unless it contradicts what follows already; then nothing of it is
-        taken.
-        """
+        """Take a triplet in, or nothing of it if it contradicts; return whether it was taken."""
         a, p, n = triplet
         contradicts = self.dissimilar(a, p) or self.similar(a, n) or self.similar(p, n)
         if contradicts:
@@ -73,9 +75,7 @@ class Closure:
         return True
 
     def draw(self, rng: np.random.Generator) -> Triplet | None:
-        """Return a random triplet that follows, or None where only single items are parted: two
-        parted groups, then the items.
-        """
+        """Return a random triplet that follows: two parted groups, then the items; or None."""
         for _ in range(32):
             while self._edges:
                 place = int(rng.integers(len(self._edges)))
@@ -115,10 +115,6 @@ class Closure:
             self._edges.append((left, right))
 
 
-Floats = NDArray[np.floating[Any]]
-_TRIES = 20
-
-
 class HeldOut:
     """Pairs of an evaluation set, which no stream may use.
 
@@ -139,8 +135,7 @@ class HeldOut:
 def from_labels(
     labels: ArrayLike, *, seed: int = 0, held_out: HeldOut | None = None, skip: int = 0
 ) -> Iterator[Triplet]:
-    """Return an endless stream of random triplets: any item with company in its class, another of
-    the class, any of the others.
+    """Return an endless stream of random triplets: two items of a class, and one of another.
 
     Args:
         labels: (N,) one label per item.
@@ -204,8 +199,7 @@ def _random(
 
 
 class with_closure:
-    """Seed triplets as they come, each followed by triplets that follow from it and those before
-    (§3.1).
+    """Seed triplets as they come, each followed by triplets that follow from it (§3.1).
 
     An iterator; it ends when the seeds do. It holds a window of seeds, half of which is let go when
     it is full.
@@ -313,9 +307,7 @@ class with_closure:
 def paper_stream(
     labels: ArrayLike, seeds: int, closure: int, *, seed: int = 0, held_out: HeldOut | None = None
 ) -> Iterator[Triplet]:
-    """Return the experiments' finite stream (§4.3.2): random seeds, then as many triplets of their
-    closure, in the order of creation.
-    """
+    """Return the experiments' stream (§4.3.2): random seeds, then triplets of their closure."""
     rng = np.random.default_rng([seed, 1])
     source = from_labels(labels, seed=seed, held_out=held_out)
     known, seen = Closure(), set[Triplet]()
@@ -369,12 +361,8 @@ def in_chunks(
         yield features[np.array(rows)]
 
 
-COLUMNS = ("query", "shown", "chosen", "time")
-
-
 class ClickLog:
-    """A CSV file with one search per line, read as a stream and never held: query, shown, chosen,
-    time.
+    """A CSV file with one search per line, read as a stream: query, shown, chosen, time.
 
     `shown` and `chosen` are ids with `|` between them, `time` is ISO 8601 or seconds. Each chosen
     item with each one that was shown and not chosen gives a triplet (query, chosen, not chosen), in
@@ -457,9 +445,7 @@ class ClickLog:
         return list(rows)
 
     def _text(self, file: TextIO) -> Iterator[str]:
-        """Return whole lines; with `follow` wait for more, and for the end of a line that is being
-        written.
-        """
+        """Return whole lines; with `follow` wait for more and for the end of a line."""
         part = ""
         while True:
             line = file.readline()

@@ -14,9 +14,7 @@ from retrieval.plugin import Factories
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Every loss: of pairs, triplets, rankings, proxies and views, and those that wrap other
-    losses.
-    """
+    """Every loss, and those that wrap other losses."""
     from retrieval_pml import (
         classifier_losses,
         pair_losses,

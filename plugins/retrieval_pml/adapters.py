@@ -1,5 +1,4 @@
-"""How a class of pytorch-metric-learning becomes one of ours: parameters' types, full precision,
-factories from a signature, and what losses of one kind share."""
+"""How a class of pytorch-metric-learning becomes one of ours, and what losses of one kind share."""
 
 from __future__ import annotations
 
@@ -16,10 +15,7 @@ from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.plugin import Part, Sums, as_given, first_row, full_precision
 from torch import Tensor, nn
 
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    similarities,
-)
+from retrieval_pml.pair_matrix import Pairs, similarities
 
 Distance = Annotated[nn.Module | None, Part("distances")]
 Reducer = Annotated[nn.Module | None, Part("reducers")]
@@ -47,6 +43,21 @@ Init = (
 # pytorch-metric-learning has no types: what these classes are mixed into has attributes that
 # nn.Module lacks
 _Mixin: Any = nn.Module
+F = TypeVar("F", bound=Callable[..., Any])
+MEANINGS = {
+    "distance": "how two embeddings are compared; Euclidean on unit vectors by default.",
+    "reducer": "how the items' losses become one number; the mean by default.",
+    "embedding_regularizer": "a penalty on the embeddings, added to the loss.",
+    "embedding_reg_weight": "the factor of that penalty.",
+    "weight_regularizer": "a penalty on the class weights, added to the loss.",
+    "weight_reg_weight": "the factor of that penalty.",
+    "weight_init_func": "how the class weights begin; standard normal by default.",
+}
+"""What parameters mean that many factories have; a factory whose own means something else says so
+in its docstring.
+"""
+UPSTREAM = {"classes": "num_classes"}
+"""What upstream calls a parameter that the host gives."""
 
 
 def _full_precision(embeddings: Tensor, ref_emb: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -81,8 +92,7 @@ class PreciseLoss(_Mixin):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see
-        `retrieval.Loss`.
+        """Return the loss, a scalar; see `retrieval.Loss`.
 
         Raises:
             ValueError: the loss has weights of classes, and a label is not the number of one; on a
@@ -109,9 +119,7 @@ class PreciseLoss(_Mixin):
 
 
 def _require_classes(labels: Tensor, classes: int) -> None:
-    """Refuse labels that number no class: upstream takes -1, which often means "no label", for the
-    last class.
-    """
+    """Refuse labels that number no class: upstream takes −1 for the last class."""
     try:
         torch._assert_async(
             ((labels >= 0) & (labels < classes)).all(), "a label is not the number of a class"
@@ -140,9 +148,7 @@ class PreciseMiner(_Mixin):
 
 
 class EveryPair(_Mixin):
-    """Lets a batch with a single pair count: upstream returns 0 when no list of pairs is longer
-    than one.
-    """
+    """Lets a batch with a single pair count, where upstream returns 0."""
 
     def compute_loss(
         self,
@@ -162,8 +168,7 @@ class EveryPair(_Mixin):
 
 
 class MaskedPairs(_Mixin):
-    """Gives a loss of the matrix of all pairs its pairs as masks, without lists of indices where no
-    miner gave any.
+    """Gives a loss of the matrix of all pairs its pairs as masks instead of lists of indices.
 
     A batch with a single pair counts; upstream returns 0 when no list of pairs is longer than one.
     """
@@ -189,9 +194,7 @@ class MaskedPairs(_Mixin):
 
 
 class Whole(_Mixin):
-    """Lets a loss of all pairs or triplets be measured and reduced as a whole; `compute_loss` still
-    gives each one's.
-    """
+    """Lets a loss of all pairs or triplets be measured and reduced as a whole."""
 
     def measured(
         self,
@@ -201,9 +204,7 @@ class Whole(_Mixin):
         ref_emb: Tensor | None,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the loss, a scalar: upstream's steps, with `whole` in the place of `compute_loss`
-        where it can.
-        """
+        """Return the loss: upstream's steps, with `whole` in the place of `compute_loss`."""
         common_functions.check_shapes(embeddings, labels)
         parts, classes = None, labels
         if labels is not None:
@@ -229,9 +230,7 @@ class Whole(_Mixin):
         ref_emb: Tensor,
         ref_labels: Tensor,
     ) -> Any:
-        """Return the loss of a miner's pairs or triplets by name, reduced; None where it has to be
-        made of single ones.
-        """
+        """Return the loss of a miner's pairs or triplets, reduced; None if it needs single ones."""
         return None
 
     def reducer_of(self, name: str) -> Any:
@@ -244,9 +243,7 @@ class Whole(_Mixin):
 
 
 def bounds(reducer: Any) -> tuple[float | None, float | None, bool] | None:
-    """Return between which two losses a reducer counts, and whether it takes their mean (or sum);
-    None if it does something else.
-    """
+    """Return the bounds between which a reducer counts, and whether it takes a mean; or None."""
     if reducer.collect_stats:
         return None
     if type(reducer) in (reducers.AvgNonZeroReducer, reducers.ThresholdReducer):
@@ -284,9 +281,7 @@ class OfBatch(_Mixin):
         return self.of_batch(mat, labels, indices_tuple)
 
     def weigh(self, losses: Tensor, some: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
-        """Return items' losses (N,) by name, those where `some` (N,) is true, times their weights
-        by a miner's indices.
-        """
+        """Return the losses (N,) where `some` is true, times their weights by a miner's indices."""
         kept = torch.where(some)[0]
         if len(kept) == 0:
             return self.zero_losses()
@@ -331,9 +326,7 @@ def cosines_within(cosines: Tensor) -> Tensor:
 def numbers(
     losses: Tensor, indices: Any, kind: str, name: str = "loss"
 ) -> dict[str, dict[str, Any]]:
-    """Return losses of one kind (element, pos_pair, neg_pair, triplet) and what they are of, as
-    upstream's reducers read them.
-    """
+    """Return losses of one kind and what they are of, as upstream's reducers read them."""
     return {name: {"losses": losses, "indices": indices, "reduction_type": kind}}
 
 
@@ -345,23 +338,6 @@ def element(losses: Tensor, name: str = "loss") -> dict[str, dict[str, Any]]:
 def reduced(loss: Tensor) -> dict[str, dict[str, Any]]:
     """Return a scalar loss as upstream's reducers read it."""
     return numbers(loss, None, "already_reduced")
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-MEANINGS = {
-    "distance": "how two embeddings are compared; Euclidean on unit vectors by default.",
-    "reducer": "how the items' losses become one number; the mean by default.",
-    "embedding_regularizer": "a penalty on the embeddings, added to the loss.",
-    "embedding_reg_weight": "the factor of that penalty.",
-    "weight_regularizer": "a penalty on the class weights, added to the loss.",
-    "weight_reg_weight": "the factor of that penalty.",
-    "weight_init_func": "how the class weights begin; standard normal by default.",
-}
-"""What parameters mean that many factories have; a factory whose own means something else says so
-in its docstring.
-"""
-UPSTREAM = {"classes": "num_classes"}
-"""What upstream calls a parameter that the host gives."""
 
 
 def _shared(*parameters: tuple[str, Any, Any]) -> tuple[inspect.Parameter, ...]:
@@ -434,9 +410,7 @@ def forwards(
 
 
 def _documented(text: str, parameters: list[str]) -> str:
-    """Return a docstring with a line under `Args:`, its last section, for each parameter of
-    `MEANINGS` that has none.
-    """
+    """Return a docstring with a line under `Args:` for each parameter of `MEANINGS` without one."""
     lines = [
         f"    {name}: {MEANINGS[name]}"
         for name in parameters

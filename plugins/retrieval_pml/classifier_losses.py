@@ -1,9 +1,9 @@
-"""Softmax losses over class weights, which are the loss's own and join the optimiser. None takes a
-reference set.
+"""Softmax losses over class weights of their own. None takes a reference set.
 
 pytorch-metric-learning makes some ten matrices of items × classes: a mask of the targets, copies
 with a margin, and what autograd keeps of each. Here only the targets' numbers (N,) go through the
-formula of a margin; the matrix of products becomes its own gradient in place."""
+formula of a margin; the matrix of products becomes its own gradient in place.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +31,14 @@ from retrieval_pml.adapters import (
     forwards,
     require_similarity,
 )
-from retrieval_pml.pair_matrix import (
-    LEAST,
-    blocks,
-    derivatives,
-    exp_,
-    unit,
-)
+from retrieval_pml.pair_matrix import LEAST, blocks, derivatives, exp_, unit
 
 Target = Callable[..., Tensor]
+Degrees = Annotated[float, Field(ge=0, lt=180)]
 
 
 def is_product(distance: Any) -> bool:
-    """Return whether a distance is a plain product of vectors or of unit vectors, as these losses
-    are written for.
-    """
+    """Return whether a distance is a plain product of vectors or of unit vectors."""
     if type(distance) not in (distances.CosineSimilarity, distances.DotProductSimilarity):
         return False
     return (distance.p, distance.power) == (2, 1) and not distance.collect_stats
@@ -121,8 +114,7 @@ def cross_entropy(
     centres: int = 1,
     rate: float = 1.0,
 ) -> Tensor:
-    """Return each item's −log softmax of its products with class weights, at its label, where the
-    label's logit is another (N,).
+    """Return each item's −log softmax at its label, whose logit is `target` of it.
 
     Args:
         items: (N, C).
@@ -242,6 +234,8 @@ def _plain(
 class ClassWeights(PreciseLoss):
     """A loss of each item against class weights, by one matrix of their products.
 
+    A loss defines `of_items(embeddings, labels)`, the items' losses (N,).
+
     Upstream's own way is taken for distances that are no product of vectors, and where statistics
     are collected.
     """
@@ -274,10 +268,6 @@ class ClassWeights(PreciseLoss):
         """Return whether `of_items` measures as this loss's distance does."""
         return is_product(self.distance)
 
-    def of_items(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Return the items' losses (N,)."""
-        raise NotImplementedError(f"{type(self).__name__} must define of_items(embeddings, labels)")
-
     def class_weights(self) -> Tensor:
         """Return the class weights as rows, for their regulariser."""
         return self.W.t()  # type: ignore[no-any-return]
@@ -288,9 +278,7 @@ class ClassWeights(PreciseLoss):
 
 
 class MarginAtTarget(ClassWeights):
-    """Softmax over scaled cosines, with another number for the label's; the gradient of an angle
-    stays finite at the class's weights.
-    """
+    """Softmax over scaled cosines, with a margin at the label's, whose gradient stays finite."""
 
     def get_angles(self, cosine_of_target_classes: Tensor) -> Tensor:
         """Return the angles, in radians, of cosines."""
@@ -308,8 +296,10 @@ class MarginAtTarget(ClassWeights):
 
 
 class MultipleAngle(MarginAtTarget):
-    """The coefficients of cos(mθ), equation 7 of large-margin softmax, made without SciPy calls
-    that NumPy deprecates.
+    """The coefficients of cos(mθ), equation 7 of large-margin softmax.
+
+    They are made without SciPy calls that NumPy deprecates. A loss defines `lengths_of(embeddings,
+    labels)`: the class weights (C, K) of the logits, and the factors of the items' cosines (N,).
     """
 
     margin: int
@@ -328,14 +318,6 @@ class MultipleAngle(MarginAtTarget):
         """Return the items' losses (N,)."""
         weights, lengths = self.lengths_of(embeddings, labels)
         return cross_entropy(embeddings * self.scale, weights, labels, self._with_lengths, lengths)
-
-    def lengths_of(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class weights (C, K) of the logits, and what the items' cosines with their own
-        are multiplied by there (N,).
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define lengths_of(embeddings, labels)"
-        )
 
     def _with_lengths(self, logits: Tensor, lengths: Tensor) -> Tensor:
         cosines = logits / (self.scale * lengths).clamp(min=torch.finfo(lengths.dtype).tiny)
@@ -402,9 +384,6 @@ def sphere_face(
         margin: the factor m of the target's angle.
         scale: logits are multiplied by it.
     """
-
-
-Degrees = Annotated[float, Field(ge=0, lt=180)]
 
 
 class ArcFaceLoss(MarginAtTarget, losses.ArcFaceLoss):
@@ -484,8 +463,7 @@ def sub_center_arc_face(
     sub_centers: Count = 3,
     reducer: Reducer = None,
 ) -> losses.SubCenterArcFaceLoss:
-    """ArcFace with several centres per class, of which the nearest counts: wrong labels gather at a
-    centre of their own.
+    """ArcFace with several centres per class, of which the nearest counts.
 
     Deng, Guo, Liu, Gong & Zafeiriou, Sub-center ArcFace: Boosting Face Recognition by Large-Scale
     Noisy Web Faces, ECCV 2020. The loss's `get_outliers(embeddings, labels)` finds the items far

@@ -25,20 +25,14 @@ from retrieval_pml.adapters import (
     forwards,
     no_reference,
 )
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    blocks,
-    similarities,
-)
+from retrieval_pml.pair_matrix import Pairs, blocks, similarities
 
 Strategy = Literal["hard", "semihard", "easy", "all"]
 Triplets = tuple[Tensor, Tensor, Tensor]
 
 
 class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
-    """Upstream's pairs by each row's extremes, where upstream sorts all rows; they come in the
-    order of their columns.
-    """
+    """Upstream's pairs by each row's extremes, where upstream sorts all rows."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.Miner`."""
@@ -48,9 +42,8 @@ class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
             pairs.own = 0
         chunks = []
         for rows in blocks(*mat.shape):
-            near = (
-                -mat[rows] if self.distance.is_inverted else mat[rows].clone()
-            )  # smaller is closer
+            # smaller is closer
+            near = -mat[rows] if self.distance.is_inverted else mat[rows].clone()
             row, p = pairs.positives(rows)
             of_positives = near[row, p]
             farthest = near.new_full((len(near),), -highest).scatter_reduce_(
@@ -70,8 +63,7 @@ class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
 def multi_similarity(
     epsilon: float = 0.1, distance: Distance = None
 ) -> miners.MultiSimilarityMiner:
-    """Negatives more similar than the least similar positive, positives less similar than the most
-    similar negative.
+    """Negatives more similar than the farthest positive, positives less than the nearest negative.
 
     Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep
     Metric Learning, CVPR 2019.
@@ -161,9 +153,7 @@ def triplet_margin(
 
 
 class AngularMiner(PreciseMiner, miners.AngularMiner):
-    """Upstream's, which requires a normalising distance and then measures embeddings at their own
-    length; in blocks of positive pairs.
-    """
+    """Upstream's on unit vectors, which its equation assumes, in blocks of positive pairs."""
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
@@ -186,9 +176,7 @@ class AngularMiner(PreciseMiner, miners.AngularMiner):
 def _triplets(
     chosen: Any, anchor: Tensor, positive: Tensor, labels: Tensor, ref_labels: Tensor
 ) -> Triplets:
-    """Return the triplets (T,) of positive pairs (P,) and those of their negatives that `chosen`
-    says, of some pairs, as a mask (K, M).
-    """
+    """Return the triplets (T,) of positive pairs and the negatives that `chosen` masks (K, M)."""
     chunks: list[tuple[slice, Tensor, Tensor]] = []
     for part in blocks(len(anchor), len(ref_labels)):
         a, p = anchor[part], positive[part]
@@ -448,9 +436,7 @@ class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
         mat, width = similarities(self.distance, embeddings, ref_emb), float(embeddings.shape[1])
 
         def logarithms(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
-            """Return some rows' clipped distances, the logarithms of their weights, and which of
-            these are numbers.
-            """
+            """Return clipped distances, the logarithms of their weights, and which are finite."""
             near = mat[rows].clamp(min=self.cutoff)
             logs = (2.0 - width) * torch.log(near) - ((width - 3) / 2) * torch.log(
                 1.0 - 0.25 * near**2.0
@@ -544,9 +530,7 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
 
 @traits(ref_emb=False)
 def embeddings_already_packaged_as_triplets() -> miners.EmbeddingsAlreadyPackagedAsTriplets:
-    """The triplets that the batch is made of: anchor, positive, negative, anchor, and so on,
-    whatever the labels.
-    """
+    """The triplets that the batch is made of: anchor, positive, negative, anchor, and so on."""
     return EmbeddingsAlreadyPackagedAsTriplets()
 
 

@@ -42,8 +42,7 @@ from retrieval_pml.parts import SNRDistance
 
 
 class SumsOfPairs(Whole):
-    """A loss with a part of its positive pairs and one of its negative pairs; the negative ones are
-    never listed.
+    """A loss with a part of its positive pairs and one of its negative pairs, which are not listed.
 
     A loss defines three functions:
 
@@ -55,9 +54,7 @@ class SumsOfPairs(Whole):
     """
 
     def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return the losses by name, the negatives' reduced; None where it has to be made of single
-        pairs.
-        """
+        """Return the losses by name, the negatives' reduced; None if it needs single pairs."""
         limits = bounds(self.reducer_of("neg_loss"))
         if limits is None:
             return None
@@ -209,9 +206,7 @@ class IntraPairVarianceLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.IntraPai
     def pushed_(
         self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *constants: Tensor
     ) -> Any:
-        """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by the
-        mean (R,); see `SumsOfPairs`.
-        """
+        """Return the negative pairs' losses and their sums' derivatives; see `SumsOfPairs`."""
         sign = 1 if self.distance.is_inverted else -1
         share = 1 + sign * self.neg_eps
         over = (mat - share * constants[0].unsqueeze(1)).mul_(sign)
@@ -272,8 +267,7 @@ def intra_pair_variance(
 
 
 class ThresholdConsistentMarginLoss(PreciseLoss, losses.ThresholdConsistentMarginLoss):
-    """Upstream's, except that positives and negatives come from the reference set when there is
-    one.
+    """Upstream's, with positives and negatives from the reference set when there is one.
 
     Upstream looks them up in the batch, with indices into the reference set.
     """
@@ -336,8 +330,7 @@ def threshold_consistent_margin(
 
 
 class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
-    """Upstream's formula in memory of N², where upstream compares every positive with every
-    negative pair.
+    """Upstream's formula in memory of N², where upstream compares all pairs with all pairs.
 
     A pair without negatives costs 0 (the sum of none is 0, its logarithm −∞). With a reference set,
     the negatives of the anchor count; upstream also takes those of the batch item that has the
@@ -400,8 +393,7 @@ def lifted_structure(
 class GeneralizedLiftedStructureLoss(
     PreciseLoss, MaskedPairs, losses.GeneralizedLiftedStructureLoss
 ):
-    """Upstream's, by `MaskedPairs`, except that an anchor without positives or without negatives
-    costs 0.
+    """Upstream's, except that an anchor without positives or negatives costs 0.
 
     The sum of none is 0 and its logarithm −∞; upstream puts 0 in its place.
     """

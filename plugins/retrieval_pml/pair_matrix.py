@@ -1,5 +1,4 @@
-"""The engine of losses and miners: a batch's matrix of distances or similarities, its positive
-pairs, and formulas on some rows of it at a time with their gradient.
+"""The engine of losses and miners: the batch's matrix, its pairs, and formulas on blocks of rows.
 
 A formula works on as many numbers as a processor's cache holds. Nothing of a block is kept but its
 rows' losses and the gradient, so that a loss needs the matrix, one more, and no lists of indices.
@@ -29,6 +28,14 @@ _DIRECT = 25
 """Up to so many items torch subtracts one vector from the other, which is exact where they are
 almost the same.
 """
+_FEW = 32
+"""A list of pairs is quicker than a mask where one pair of so many is in it."""
+ENTRIES = 2**17
+"""Numbers that are worked on at a time."""
+Plain = Callable[..., Any]
+Fused = Callable[..., Any]
+LEAST = 2e-38
+"""Smaller numbers become 0: processors take 60 times as long for those below 1e-38."""
 
 
 def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
@@ -61,9 +68,7 @@ def _vectors(distance: Any, embeddings: Tensor) -> tuple[Tensor, bool]:
 
 
 def unit(vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
-    """Return vectors at one length, as `torch.nn.functional.normalize` does; its gradient takes
-    half the passes.
-    """
+    """Return vectors at one length; the gradient takes half the passes of torch's."""
     vectors_of_length: Tensor = _Unit.apply(vectors, dim, scale)
     return vectors_of_length
 
@@ -104,9 +109,7 @@ def _at_length_1(vectors: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def _through(
     gradient: Tensor, vectors: Tensor, scaled: Tensor, lengths: Tensor, dim: int
 ) -> Tensor:
-    """Return the gradient to vectors of one to `scaled`, these at length 1; where it will be
-    differentiated, `scaled` is made of them.
-    """
+    """Return the gradient to vectors of one to `scaled`, these vectors at length 1."""
     if torch.is_grad_enabled():
         return torch.autograd.grad(scaled, vectors, gradient, create_graph=True)[0]
     # a vector that is too short to have a direction is only divided
@@ -121,9 +124,7 @@ def products(x: Tensor) -> Tensor:
 
 
 def _kind(distance: Any) -> tuple[Any, ...] | None:
-    """Return what two distances have in common that make one matrix; None of those whose gradient
-    is not known here.
-    """
+    """Return what two distances of one matrix have in common; None for those unknown here."""
     if distance.collect_stats:
         return None
     norm = (distance.normalize_embeddings, distance.p if distance.normalize_embeddings else None)
@@ -208,9 +209,7 @@ class _Euclidean(torch.autograd.Function):
 
 
 def _with_itself(x: Tensor) -> Tensor:
-    """Return x xᵀ (N, N) of vectors (N, C); long ones in stripes, of which what lies below the
-    diagonal is copied.
-    """
+    """Return x xᵀ (N, N) of vectors (N, C), by half the products where they are long."""
     if x.device.type != "cpu" or x.shape[1] < _LONG or len(x) < _LONG:
         return x @ x.T
     gram = torch.empty(len(x), len(x), dtype=x.dtype)
@@ -223,19 +222,12 @@ def _with_itself(x: Tensor) -> Tensor:
 
 
 def _with_transposed(mat: Tensor) -> Tensor:
-    """Return a matrix (N, N) and its transposed one, added; torch copies a transposed matrix by
-    tiles, and adds one by single numbers.
-    """
+    """Return a matrix plus its transposed one; torch copies that by tiles."""
     return mat.T.clone(memory_format=torch.contiguous_format).add_(mat)
 
 
-_FEW = 32
-"""A list of pairs is quicker than a mask where one pair of so many is in it."""
-
-
 class Pairs:
-    """Which pairs (N, M) are positive and which negative: by labels, or as a miner says; an item
-    and itself are neither.
+    """Which pairs (N, M) are positive and which negative: by labels, or as a miner says.
 
     Args:
         labels: (N,).
@@ -274,9 +266,7 @@ class Pairs:
         return same, other
 
     def positives(self, rows: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Return the positive pairs (P,), row by row: of all rows, or of some, which are counted
-        from the first of these.
-        """
+        """Return the positive pairs (P,), row by row: of all rows, or of some."""
         if self.listed is not None:
             row, column = torch.where(self.listed[0][slice(None) if rows is None else rows])
             return row, column
@@ -323,9 +313,7 @@ class Pairs:
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The reference items in the order of their labels (M,); where each row's label begins
-        there (N,), and how often it comes (N,).
-        """
+        """The reference items by label (M,), and each row's run there: begin and length (N,)."""
         known, order = self.ref_labels.sort(stable=True)
         first = torch.searchsorted(known, self.labels)
         return order, first, torch.searchsorted(known, self.labels, right=True) - first
@@ -334,12 +322,6 @@ class Pairs:
     def _ends(self) -> list[int]:
         """How many pairs of one label the rows before each row have, and all together."""
         return [0, *self._runs[2].cumsum(0).tolist()]
-
-
-ENTRIES = 2**17
-"""Numbers that are worked on at a time."""
-Plain = Callable[..., Any]
-Fused = Callable[..., Any]
 
 
 def blocks(rows: int, columns: int, repeats: Tensor | None = None) -> list[slice]:
@@ -395,9 +377,7 @@ def rows_and_pairs(
     fused: Fused | None = None,
     parts: list[slice] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `by_rows` does, and the numbers (P,) of listed pairs, of which none comes twice:
-    all by one gradient of the matrix.
-    """
+    """Return what `by_rows` does, and the numbers (P,) of listed pairs, by one gradient."""
     parts = blocks(*mat.shape) if parts is None else parts
     results: tuple[Tensor, Tensor, Tensor] = _ByRows.apply(
         mat, pairs, listed, plain, fused, parts, *inputs
@@ -502,8 +482,7 @@ class _ByRows(torch.autograd.Function):
 def derivatives(
     formula: Plain, inputs: Sequence[Tensor | None], gradient: Any
 ) -> list[Tensor | None]:
-    """Return the derivatives of a formula of some tensors, each for itself, in a form that can be
-    differentiated again.
+    """Return a formula's derivatives in a form that can be differentiated again.
 
     An input made of another counts for itself alone; None is handed on.
     """
@@ -542,8 +521,7 @@ class _Lse(torch.autograd.Function):
 
 
 def lse(values: Tensor, mask: Tensor) -> Tensor:
-    """Return log Σ exp of each row's values in the mask (N,); the lowest finite number where there
-    are none.
+    """Return log Σ exp of each row's values in the mask (N,); the lowest number for none.
 
     The gradient of a row that has none is to be 0.
     """
@@ -558,9 +536,7 @@ def lse_of_few(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def segment_logsumexp(values: Tensor, segment: Tensor, segments: int) -> Tensor:
-    """Return log Σ exp of the values of each segment; the lowest finite number where a segment is
-    empty.
-    """
+    """Return log Σ exp of each segment's values; the lowest number for an empty one."""
     lowest = torch.finfo(values.dtype).min
     top = values.new_full((segments,), lowest).scatter_reduce(0, segment, values.detach(), "amax")
     total = values.new_zeros(segments).index_add(0, segment, torch.exp(values - top[segment]))
@@ -568,14 +544,8 @@ def segment_logsumexp(values: Tensor, segment: Tensor, segments: int) -> Tensor:
     return torch.where(empty, lowest, top + torch.log(total.masked_fill(empty, 1)))
 
 
-LEAST = 2e-38
-"""Smaller numbers become 0: processors take 60 times as long for those below 1e-38."""
-
-
 def softmax_rows(exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's softmax, and log Σ exp: the largest exponent, and the logarithm of its
-    share.
-    """
+    """Return each row's softmax and log Σ exp."""
     shares = torch.softmax(exponents, 1)
     return shares, exponents.amax(1) - shares.amax(1).log_()
 

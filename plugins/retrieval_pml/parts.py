@@ -19,9 +19,7 @@ from retrieval_pml.adapters import (
     forwards,
     require_similarity,
 )
-from retrieval_pml.pair_matrix import (
-    ENTRIES,
-)
+from retrieval_pml.pair_matrix import ENTRIES
 
 
 @forwards(distances.CosineSimilarity)
@@ -61,9 +59,7 @@ def lp_distance(
 
 
 class SNRDistance(distances.SNRDistance):
-    """Upstream's, by a product of matrices, where upstream keeps the difference of each pair of
-    embeddings.
-    """
+    """Upstream's, by a product of matrices instead of each pair's difference."""
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return var(query − reference) / var(query), (N, M)."""
@@ -98,8 +94,7 @@ class _SquaredDistances(torch.autograd.Function):
 def snr(
     normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1
 ) -> distances.SNRDistance:
-    """The variance of the difference over that of the first embedding (noise over signal); not
-    symmetric.
+    """The variance of the difference over that of the first embedding; not symmetric.
 
     Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric
     Learning, CVPR 2019.
@@ -120,8 +115,7 @@ DISTANCES: Mapping[str, Callable[..., Any]] = {
 
 
 class ClassWeightedReducer(reducers.ClassWeightedReducer):
-    """Upstream's, except for losses that come as a column (N, 1), as those of
-    `pml.multi_similarity` do.
+    """Upstream's, also for losses that come as a column (N, 1).
 
     Upstream multiplies a column with a row of weights, and so each loss with every weight.
     """
@@ -155,9 +149,7 @@ class PerAnchorReducer(reducers.PerAnchorReducer):
     def tuple_reduction_helper(
         self, losses: Tensor, loss_indices: Sequence[Tensor], embeddings: Tensor, labels: Tensor
     ) -> Any:
-        """Return the inner reducer's number of the anchors' mean losses; an anchor without any
-        counts as 0.
-        """
+        """Return the inner reducer's number of the anchors' mean losses."""
         anchors, zeros = loss_indices[0], losses.new_zeros(len(embeddings))
         total = zeros.index_add(0, anchors, losses.flatten())
         count = zeros.index_add(0, anchors, torch.ones_like(losses.flatten()))
@@ -181,8 +173,7 @@ def avg_non_zero() -> reducers.AvgNonZeroReducer:
 def class_weighted(
     weights: list[NonNegative], classes: int | None = None
 ) -> reducers.ClassWeightedReducer:
-    """The mean of the losses, each times the weight of its item's (pair's or triplet's anchor's)
-    class.
+    """The mean of the losses, each times the weight of its item's or anchor's class.
 
     Args:
         weights: one for each training class, in the order of the class numbers.
@@ -193,8 +184,7 @@ def class_weighted(
 
 
 def divisor() -> reducers.DivisorReducer:
-    """The sum of the losses over a number that the loss names, such as that of proxies with
-    positives.
+    """The sum of the losses over a number that the loss names.
 
     Serves `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, whose default
     it is.
@@ -324,8 +314,9 @@ def sparse_centers(
 
 @forwards(regularizers.ZeroMeanRegularizer)
 def zero_mean(reducer: Reducer = None) -> regularizers.ZeroMeanRegularizer:
-    """The absolute sum of each row's dimensions; belongs to
-    `pml.signal_to_noise_ratio_contrastive`.
+    """The absolute sum of each row's dimensions.
+
+    It belongs to `pml.signal_to_noise_ratio_contrastive`.
 
     Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric
     Learning, CVPR 2019.

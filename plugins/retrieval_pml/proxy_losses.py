@@ -32,14 +32,7 @@ from retrieval_pml.adapters import (
     require_similarity,
 )
 from retrieval_pml.classifier_losses import ClassWeights, at_length, cross_entropy, is_product
-from retrieval_pml.pair_matrix import (
-    blocks,
-    derivatives,
-    exp_,
-    lengths_of,
-    similarities,
-    unit,
-)
+from retrieval_pml.pair_matrix import blocks, derivatives, exp_, lengths_of, similarities, unit
 from retrieval_pml.softmax_losses import LogNCA
 
 
@@ -83,8 +76,7 @@ class ProxyAnchorLoss(PreciseLoss, losses.ProxyAnchorLoss):
 def _proxy_anchor(
     proxies: Tensor, items: Tensor, labels: Tensor, margin: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each proxy's log(1 + Σ exp) of its own items' exponents and of all others' (K,) each,
-    of exponents as products.
+    """Return each proxy's log(1 + Σ exp) of its own items' exponents and of all others'.
 
     Args:
         proxies: (K, C) of length α.
@@ -171,8 +163,7 @@ def proxy_anchor(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.ProxyAnchorLoss:
-    """Proxy-anchor loss: each class's proxy against all items of the batch, the hardest weighing
-    most.
+    """Proxy-anchor loss: each proxy against all items of the batch, the hardest weighing most.
 
     Kim, Kim, Cho & Kwak, Proxy Anchor Loss for Deep Metric Learning, CVPR 2020. The authors give
     the proxies 100 times the learning rate of the network.
@@ -190,14 +181,10 @@ def proxy_anchor(
 
 
 class ProxyNCALoss(ClassWeights, LogNCA, losses.ProxyNCALoss):
-    """Upstream's, computed by logarithms; refuses the reference set, which upstream silently
-    ignores.
-    """
+    """Upstream's, computed by logarithms; it refuses a reference set."""
 
     def written_for(self, labels: Tensor) -> bool:
-        """Return whether `of_items` measures as this loss's distance does, and each item has a
-        proxy.
-        """
+        """Return whether `of_items` measures as the distance does and each item has a proxy."""
         distance = self.distance
         squared = type(distance) is LpDistance and (distance.p, distance.power) == (2, 2)
         if not (is_product(distance) or (squared and not distance.collect_stats)):
@@ -279,9 +266,7 @@ class P2SGradLoss(PreciseLoss, losses.P2SGradLoss):
 
 
 def _squared_errors(items: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean square of what products of items (N, C) with class weights (C, K) differ from
-    1 at the label and from 0 elsewhere.
-    """
+    """Return the mean squared error of items' products with class weights and the one-hot label."""
     error: Tensor = _SquaredErrors.apply(items, weights, labels)
     return error
 
@@ -322,8 +307,7 @@ def p2s_grad(
 
 
 class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
-    """Upstream's formula with matrices of (N + K)², and with each training class assigned at
-    random, once, to a proxy (the paper's meta-classes).
+    """Upstream's with matrices of (N + K)², and classes assigned to proxies once, at random.
 
     Upstream takes no labels and assigns *items* at random, anew in every batch, unless the caller
     passes meta-classes; it needs as many items as proxies, and K matrices to compare random walks.
@@ -384,8 +368,7 @@ def manifold(
     margin: NonNegative = 5e-4,
     distance: Distance = None,
 ) -> losses.ManifoldLoss:
-    """Manifold similarity to proxies of meta-classes, measured by a random walk over the batch and
-    the proxies.
+    """Manifold similarity to proxies of meta-classes, by a random walk over batch and proxies.
 
     Aziere & Todorovic, Ensemble Deep Manifold Similarity Learning Using Hard Proxies, CVPR 2019.
     Each training class belongs to one proxy, drawn when the loss is made (the paper trains an

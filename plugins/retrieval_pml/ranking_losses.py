@@ -26,18 +26,11 @@ from retrieval_pml.adapters import (
     forwards,
     reduced,
 )
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    blocks,
-    by_rows,
-    similarities,
-)
+from retrieval_pml.pair_matrix import Pairs, blocks, by_rows, similarities
 
 
 class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
-    """Upstream's, in a few N × N: a distance is shared between the two ends of its bin, where
-    upstream asks every bin of every pair.
-    """
+    """Upstream's, in a few N × N: a distance is shared between the two ends of its bin."""
 
     weighted = True
 
@@ -75,8 +68,7 @@ def fast_ap(
     num_bins: Count = 10,
     reducer: Reducer = None,
 ) -> losses.FastAPLoss:
-    """FastAP: 1 − average precision, from soft histograms of squared distances between unit
-    vectors.
+    """FastAP: 1 − average precision, from soft histograms of squared distances.
 
     Cakir, He, Xia, Kulis & Sclaroff, Deep Metric Learning to Rank, CVPR 2019. Wants large batches.
 
@@ -101,7 +93,7 @@ class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
         pairs = Pairs(labels, labels)
         pairs.own = None  # a query counts among its own positives
         positives = pairs.counts()[0]
-        parts = blocks(len(labels), len(labels), each=positives)
+        parts = blocks(len(labels), len(labels), repeats=positives)
         loss, _ = by_rows(mat, pairs, self._plain, parts=parts)
         return self.weigh(loss, positives > 1, labels, indices_tuple)
 
@@ -138,7 +130,7 @@ class PNPLoss(PreciseLoss, OfBatch, losses.PNPLoss):
         """Return the losses by name; see `OfBatch`."""
         pairs = Pairs(labels, labels)
         pairs.own = None  # a query counts among its own positives
-        parts = blocks(len(mat), mat.shape[1], each=pairs.counts()[0])
+        parts = blocks(len(mat), mat.shape[1], repeats=pairs.counts()[0])
         loss = by_rows(mat, pairs, self._plain, parts=parts)[0].mean()
         return reduced(1 - loss if self.variant == "Dq" else loss)
 
@@ -211,8 +203,7 @@ def ranked_list(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.RankedListLoss:
-    """Ranked list loss: positives within a sphere around each query, negatives outside a larger
-    one.
+    """Ranked list loss: positives within a sphere around each query, negatives outside another.
 
     Wang, Hua, Kodirov, Hu, Garnier & Robertson, Ranked List Loss for Deep Metric Learning, CVPR
     2019; the paper uses margin = 0.4, alpha = 1.2, Tn = 10. Above 5 a temperature makes exp
@@ -229,8 +220,7 @@ def ranked_list(
 
 
 class HistogramLoss(PreciseLoss, losses.HistogramLoss):
-    """Upstream's histograms, of all positive and all negative pairs once each, as the paper defines
-    them.
+    """Upstream's histograms, of all positive and all negative pairs once each.
 
     Upstream goes through all triplets (N³), leaves out negative pairs of items that have no
     positive, fails on a cosine that rounds to 1 or more, and indexes a matrix by lists, which newer
@@ -261,9 +251,7 @@ class HistogramLoss(PreciseLoss, losses.HistogramLoss):
         return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:
-        """Return the soft histogram (bins + 1,) of cosines (N,): each is shared between its bin's
-        two ends.
-        """
+        """Return the soft histogram (bins + 1,) of cosines (N,), shared between bins' ends."""
         bins = math.ceil(round(2 / self.delta, 6))
         place = (distances.clamp(-1, 1) + 1) / self.delta
         low = place.detach().floor().clamp(0, bins - 1).long()
@@ -285,8 +273,7 @@ def histogram(
     n_bins: Count | None = None,
     delta: Positive | None = None,
 ) -> losses.HistogramLoss:
-    """Histogram loss: the probability that a random negative pair is more similar than a random
-    positive one.
+    """Histogram loss: the probability that a negative pair is more similar than a positive one.
 
     Ustinova & Lempitsky, Learning Deep Embeddings with Histogram Loss, NIPS 2016. Counts every pair
     once; upstream fails when a cosine rounds to 1.

@@ -78,9 +78,8 @@ def _fused_multi_similarity(alpha: float, beta: float, base: float, sign: int) -
         shares, every = softmax_rows(slopes)
         every -= beta * base * sign
         torch.hardshrink(shares.mul_((torch.sigmoid(every) * sign).unsqueeze(1)), LEAST, out=slopes)
-        highest = torch.zeros_like(every).scatter_reduce_(
-            0, row, pull, "amax"
-        )  # with the 1 of log(1 + Σ exp)
+        # with the 1 of log(1 + Σ exp)
+        highest = torch.zeros_like(every).scatter_reduce_(0, row, pull, "amax")
         pull.sub_(highest.index_select(0, row)).exp_()
         total = torch.exp(-highest).index_add_(0, row, pull)
         slopes.view(-1).index_add_(0, place, pull.div_(total.index_select(0, row)), alpha=-sign)
@@ -209,8 +208,7 @@ def sup_con(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.SupConLoss:
-    """Supervised contrastive loss: the mean log-probability of an anchor's positives among all
-    others.
+    """Supervised contrastive loss: the mean log-probability of an anchor's positives.
 
     Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, equation 2 (the sum outside the
     logarithm).
@@ -223,8 +221,7 @@ def sup_con(
 
 
 class AgainstNegatives(EveryPair):
-    """A loss of each positive pair against all its anchor's negatives: log(1 + Σ exp(pushed −
-    pulled)), in memory of the pairs.
+    """A positive pair against all its anchor's negatives: log(1 + Σ exp(pushed − pulled)).
 
     Upstream compares every positive with every negative pair. The logarithm is exact; upstream's
     NT-Xent adds the smallest number to its argument, which bounds it at 87.
@@ -285,8 +282,7 @@ def nt_xent(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.NTXentLoss:
-    """Normalised temperature-scaled cross-entropy (InfoNCE): each positive pair against its
-    anchor's negatives.
+    """NT-Xent (InfoNCE): softmax of each positive pair against its anchor's negatives.
 
     Sohn, NIPS 2016; van den Oord, Li & Vinyals, 2018; Chen et al., SimCLR, ICML 2020. Computed in
     memory of the pairs, where upstream compares all positive with all negative pairs.
@@ -316,8 +312,7 @@ def tuplet_margin(
     scale: Positive = 64.0,
     reducer: Reducer = None,
 ) -> losses.TupletMarginLoss:
-    """Tuplet margin loss: a positive against all negatives of its anchor, with slack in the
-    positive's angle.
+    """Tuplet margin loss: a positive against all negatives, with slack in its angle.
 
     Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019; the paper adds
     `pml.intra_pair_variance`. Computed in memory of the pairs, where upstream compares all positive
@@ -331,9 +326,7 @@ def tuplet_margin(
 
 
 class LogNCA:
-    """NCA by logarithms: upstream drops items whose probability rounds to 0, and fails when there
-    are none left.
-    """
+    """NCA by logarithms, where upstream drops items whose probability rounds to 0."""
 
     def nca_computation(
         self,
@@ -378,10 +371,8 @@ def _fused_votes(rate: float) -> Fused:
     def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> tuple[Tensor, Tensor]:
         torch.mul(mat, rate, out=slopes)
         row, column = pairs.positives(rows)
-        flat, place = (
-            slopes.view(-1),
-            row * mat.shape[1] + column,
-        )  # lists of places are quicker than pairs of lists
+        # lists of places are quicker than pairs of lists
+        flat, place = slopes.view(-1), row * mat.shape[1] + column
         own = flat.index_select(0, place)
         if pairs.own is not None:
             slopes.diagonal(pairs.own + (rows.start or 0)).fill_(-torch.inf)
@@ -403,8 +394,7 @@ def nca(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.NCALoss:
-    """Neighbourhood components analysis: −log of the probability that a random neighbour has the
-    item's class.
+    """Neighbourhood components analysis: −log probability that a neighbour has the item's class.
 
     Goldberger, Roweis, Hinton & Salakhutdinov, Neighbourhood Components Analysis, NIPS 2004 (the
     logarithmic objective). Computed by logarithms; upstream drops items whose probability rounds to
@@ -455,9 +445,7 @@ def instance(
 
 
 class NPairsLoss(PreciseLoss, losses.NPairsLoss):
-    """Upstream's, which finds each label's first two items by sorting the labels, where upstream
-    lists all pairs.
-    """
+    """Upstream's, by sorting the labels, where upstream lists all pairs."""
 
     def compute_loss(
         self,

@@ -29,21 +29,15 @@ from retrieval_pml.adapters import (
     numbers,
     reduced,
 )
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    blocks,
-    by_rows,
-    products,
-    similarities,
-)
+from retrieval_pml.pair_matrix import Pairs, blocks, by_rows, products, similarities
 
 TRIPLETS = 2**18
 """Triplets that are in memory at a time."""
+Angle = Annotated[float, Field(gt=0, lt=90)]
 
 
 class TripletMarginLoss(Whole, PreciseLoss, losses.TripletMarginLoss):
-    """Upstream's, measured in blocks of masked rows that list no triplets; a miner's triplets, and
-    those of a reducer that looks at single triplets, are listed.
+    """Upstream's, in blocks of masked rows; triplets are listed where something needs single ones.
 
     `swap` compares positive and negative within the reference set that holds both. Upstream reads
     their distance from the matrix of *batch* × reference with an index into the reference.
@@ -85,9 +79,7 @@ class TripletMarginLoss(Whole, PreciseLoss, losses.TripletMarginLoss):
         return "anchors" if self.triplets_per_anchor == "all" else None
 
     def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return the loss of all triplets by name, reduced; None where it has to be made of single
-        triplets.
-        """
+        """Return the loss of all triplets by name, reduced; None if it needs single triplets."""
         limits = bounds(self.reducer_of("loss"))
         if self.swap or self.smooth_loss or limits is None:
             return None
@@ -109,9 +101,7 @@ class TripletMarginLoss(Whole, PreciseLoss, losses.TripletMarginLoss):
         ref_emb: Tensor,
         ref_labels: Tensor,
     ) -> Any:
-        """Return the loss of a miner's triplets by name, reduced; None where it has to be made of
-        single ones.
-        """
+        """Return the loss of a miner's triplets by name, reduced; None if it needs single ones."""
         limits = bounds(self.reducer_of("loss"))
         if self.swap or self.smooth_loss or limits is None:
             return None
@@ -132,9 +122,7 @@ class TripletMarginLoss(Whole, PreciseLoss, losses.TripletMarginLoss):
 
 
 class _ListedTriplets(torch.autograd.Function):
-    """The sum of max(0, d(a, p) − d(a, n) + margin) of some triplets, and how many are counted:
-    some triplets at a time.
-    """
+    """The sum of listed triplets' max(0, d(a, p) − d(a, n) + margin), and their count."""
 
     @staticmethod
     def forward(
@@ -256,14 +244,10 @@ def triplet_margin(
 
 
 class MarginLoss(Whole, PreciseLoss, losses.MarginLoss):
-    """Upstream's, which adds up all triplets by their pairs: a pair's loss counts once for each
-    triplet that it is in.
-    """
+    """Upstream's over all triplets, by their pairs: each counts once for each of its triplets."""
 
     def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return the loss of all triplets by name, reduced; None where it has to be made of single
-        triplets.
-        """
+        """Return the loss of all triplets by name, reduced; None if it needs single triplets."""
         if not isinstance(self.reducer_of("margin_loss"), reducers.DivisorReducer):
             return None
         pairs = Pairs(labels, ref_labels)
@@ -354,12 +338,8 @@ def margin(
     return loss
 
 
-Angle = Annotated[float, Field(gt=0, lt=90)]
-
-
 class AngularLoss(PreciseLoss, losses.AngularLoss):
-    """Upstream's, except that negatives are normalised as anchors and positives are, in a few N ×
-    N.
+    """Upstream's in a few N × N, with negatives normalised as anchors and positives are.
 
     Equation 8 of the paper assumes unit vectors throughout; upstream leaves `ref_emb`, which holds
     the negatives, at its own length.
@@ -397,9 +377,7 @@ class AngularLoss(PreciseLoss, losses.AngularLoss):
 
 
 class _Angles(torch.autograd.Function):
-    """The angular loss of pairs, log(1 + Σ exp(4 t (xₐ + xₚ)ᵀxₙ − 2 (1 + t) xₐᵀxₚ)): each once more
-    when its gradient is due.
-    """
+    """The angular loss of pairs: log(1 + Σ exp(4 t (xₐ + xₚ)ᵀxₙ − 2 (1 + t) xₐᵀxₚ))."""
 
     @staticmethod
     def forward(
@@ -432,9 +410,7 @@ class _Angles(torch.autograd.Function):
         labels: tuple[Tensor, Tensor],
         square: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return some pairs' losses (K,) and their exponents (K, M), −∞ where an item is no
-        negative.
-        """
+        """Return some pairs' losses (K,) and exponents (K, M), −∞ for no negative."""
         own = 2 * (1 + square) * near[anchor, positive]
         exponents = (near[anchor] + among[positive]) * (4 * square) - own.unsqueeze(1)
         same = labels[0][anchor].unsqueeze(1) == labels[1].unsqueeze(0)
@@ -520,7 +496,7 @@ class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
         if triplets == 0:
             return self.zero_losses()
         mat = similarities(self.distance, embeddings, ref_emb)
-        parts = blocks(len(mat), mat.shape[1], each=positives)
+        parts = blocks(len(mat), mat.shape[1], repeats=positives)
         batch = torch.zeros_like(self.hist_, dtype=torch.float64)
         for part in parts:
             positive, negative = pairs.of(part)
@@ -543,9 +519,7 @@ class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
         return histogram.index_add(0, high, upper_share)
 
     def update_histogram(self, data: Tensor) -> None:
-        """Mix the histogram of this batch's differences d(a, p) − d(a, n), (T,), into the running
-        one.
-        """
+        """Mix the histogram of this batch's differences (T,) into the running one."""
         self._mix(self._counted(data))
 
     def _mix(self, batch: Tensor) -> None:
@@ -564,8 +538,7 @@ def dynamic_soft_margin(
     num_bins: Count = 10,
     momentum: Share = 0.01,
 ) -> losses.DynamicSoftMarginLoss:
-    """Triplet loss without a margin: each triplet weighs as much as the share of triplets easier
-    than it.
+    """Triplet loss without a margin: each triplet weighs as the share of easier triplets.
 
     Zhang & Rusinkiewicz, Learning Local Descriptors with a CDF-Based Dynamic Soft Margin, ICCV
     2019. The histogram of d(a, p) − d(a, n) is state: it is saved with the run. Upstream keeps it

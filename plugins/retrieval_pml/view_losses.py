@@ -24,9 +24,7 @@ from retrieval_pml.adapters import (
     on_labels,
     reduced,
 )
-from retrieval_pml.pair_matrix import (
-    derivatives,
-)
+from retrieval_pml.pair_matrix import derivatives
 from retrieval_pml.wrapper_losses import check_reference
 
 
@@ -78,8 +76,7 @@ def two_views(
 
 
 class VICRegLoss(PreciseLoss, losses.VICRegLoss):
-    """Upstream's, which finds the two views by their label when it is called like any other loss;
-    its gradient is written down.
+    """Upstream's with a written-down gradient, which finds the two views by their label.
 
     Without labels the embeddings are the first views, and `ref_emb` holds the second ones.
     """
@@ -120,8 +117,7 @@ class VICRegLoss(PreciseLoss, losses.VICRegLoss):
 
 
 class _VICReg(torch.autograd.Function):
-    """How far apart each thing's views (2, P, C) are (P,), what their dimensions lack in spread (2,
-    C), and their covariances, one number.
+    """The distances of two views, their dimensions' lack of spread, and their covariances.
 
     One product for the covariances and one for all of the gradient, where autograd takes three for
     the covariances alone.
@@ -233,8 +229,7 @@ def vic_reg(
 
 @traits(ref_emb=False, miner=False)
 def self_supervised(loss: AnyLoss, symmetric: bool = True) -> losses.SelfSupervisedLoss:
-    """Another loss on pairs of views: items that share a label are views of one thing, paired in
-    order.
+    """Another loss on pairs of views: items that share a label, paired in order.
 
     Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, with `pml.nt_xent` inside. For a dataset
     whose labels say which image a view was made of; with class labels it is the inner loss on pairs

@@ -12,13 +12,7 @@ from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.plugin import Part, as_given, full_precision, traits
 from torch import Tensor, nn
 
-from retrieval_pml.adapters import (
-    AnyLoss,
-    AnyMiner,
-    Count,
-    no_reference,
-    on_labels,
-)
+from retrieval_pml.adapters import AnyLoss, AnyMiner, Count, no_reference, on_labels
 
 WITHOUT_REFERENCE = (
     losses.FastAPLoss,
@@ -51,9 +45,7 @@ def check_reference(name: str, loss: nn.Module) -> None:
 
 
 class MultipleLosses(losses.MultipleLosses):
-    """Upstream's, which hands a reference set on, and lets some losses have a miner and others
-    none.
-    """
+    """Upstream's, which hands a reference set on and lets single losses have a miner."""
 
     def __init__(
         self,
@@ -114,8 +106,7 @@ class MultipleLosses(losses.MultipleLosses):
 
 
 class CrossBatchMemory(losses.CrossBatchMemory):
-    """Upstream's queue, with its position in the state, so that a resumed run goes on exactly where
-    it stopped.
+    """Upstream's queue, with its position in the state, so that a resumed run goes on exactly.
 
     Also: a batch of one item is not compared with itself; indices of a miner outside are pointed at
     the batch's places in the queue (upstream takes them for places in the queue as they are); any

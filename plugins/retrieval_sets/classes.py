@@ -19,13 +19,7 @@ from retrieval.plugin import (
     refuse,
 )
 
-from retrieval_sets.published import (
-    Lines,
-    Published,
-    Row,
-    assemble,
-    documented,
-)
+from retrieval_sets.published import Lines, Published, Row, assemble, documented
 
 FOOD = Published(
     "Food-101",
@@ -52,6 +46,7 @@ CALTECH256 = Published(
     "256_ObjectCategories/ with a folder for each class",
     {"": [Count(29_780, 256)]},
 )
+_LISTS = {"fine": ("fine_label_names.txt", 100), "coarse": ("coarse_label_names.txt", 20)}
 
 
 @documented
@@ -78,8 +73,7 @@ def dtd(
     counts: Counts = "published",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Load the Describable Textures Dataset: 5,640 photographs of 47 textures, with one of its ten
-    splits.
+    """Load the Describable Textures Dataset: 5,640 photographs of 47 textures.
 
     Cimpoi, Maji, Kokkinos, Mohamed & Vedaldi, "Describing Textures in the Wild", CVPR 2014. Nothing
     is downloaded. Each of train, validation and test has 40 images of each texture.
@@ -107,8 +101,7 @@ def dtd(
 
 @documented
 def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
-    """Load Caltech-101: 8,677 photographs of 101 kinds of things; the class of background pictures
-    is left out.
+    """Load Caltech-101: 8,677 photographs of 101 kinds of things, without the background class.
 
     Fei-Fei, Fergus & Perona, "Learning Generative Visual Models from Few Training Examples", CVPR
     workshop 2004. Nothing is downloaded. It has no split of its own: `[split] by = "class"` or
@@ -124,8 +117,7 @@ def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 @documented
 def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
-    """Load Caltech-256: 29,780 photographs of 256 kinds of things; the class of clutter is left
-    out.
+    """Load Caltech-256: 29,780 photographs of 256 kinds of things, without the clutter class.
 
     Griffin, Holub & Perona, "Caltech-256 Object Category Dataset", Caltech, CNS-TR-2007-001.
     Nothing is downloaded. It has no split of its own: `[split] by = "class"` or `"item"`.
@@ -165,9 +157,6 @@ def _folders(
     return assemble(
         published, root, rows, problems, counts, where=folder, skip_bad=skip_bad, notes=notes
     )
-
-
-_LISTS = {"fine": ("fine_label_names.txt", 100), "coarse": ("coarse_label_names.txt", 20)}
 
 
 @documented

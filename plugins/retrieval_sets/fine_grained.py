@@ -12,25 +12,45 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.plugin import Box, Count, Counts, Dataset
 
-from retrieval_sets.published import (
-    Lines,
-    Published,
-    Row,
-    assemble,
-    documented,
-    numbers,
-)
+from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
 
 _MOST_BYTES = 64 << 20
 _MOST_UNPACKED = 256 << 20
 _HEADER = 128
 _COMPRESSED = 15
+SPECIES = 200
+_HOLDS = (
+    "images/, images.txt, image_class_labels.txt, classes.txt and bounding_boxes.txt, as"
+    " CUB_200_2011.tgz unpacks them"
+)
+_HOME = "Caltech (Caltech-UCSD Birds-200-2011, www.vision.caltech.edu/datasets/cub_200_2011)"
+CUB = Published(
+    "CUB-200-2011", _HOME, _HOLDS, {"train": [Count(5_864, 100)], "test": [Count(5_924, 100)]}
+)
+CUB_OFFICIAL = Published(
+    "CUB-200-2011",
+    _HOME,
+    f"train_test_split.txt beside {_HOLDS}",
+    {"train": [Count(5_994, 200)], "test": [Count(5_794, 200)]},
+)
+_CUB_FILES = ("images", "images.txt", "image_class_labels.txt", "classes.txt", "bounding_boxes.txt")
+MODELS = 196
+_CARS_HOME = "Stanford (ai.stanford.edu/~jkrause/cars/car_dataset.html) or a mirror of it"
+_CARS_HOLDS = (
+    "car_ims/ and cars_annos.mat, or cars_train/, cars_test/ and devkit/ with cars_train_annos.mat"
+    " and cars_test_annos_withlabels.mat"
+)
+CARS = Published(
+    "Cars-196", _CARS_HOME, _CARS_HOLDS, {"train": [Count(8_054, 98)], "test": [Count(8_131, 98)]}
+)
+CARS_OFFICIAL = Published(
+    "Cars-196", _CARS_HOME, _CARS_HOLDS, {"train": [Count(8_144, 196)], "test": [Count(8_041, 196)]}
+)
+_CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
 def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """Return the rows of a file's variable `annotations`, a structure array: the values of its
-    fields, text and numbers.
-    """
+    """Return the rows of a file's structure array `annotations`: text and numbers."""
     from scipy.io import loadmat
 
     try:
@@ -100,24 +120,6 @@ def _unpacked(data: bytes, most: int, path: Path) -> int:
     except zlib.error as error:
         raise DataError(f"{path} is damaged: {error}.") from error
     return min(count, max(most, 0) + 1)
-
-
-SPECIES = 200
-_HOLDS = (
-    "images/, images.txt, image_class_labels.txt, classes.txt and bounding_boxes.txt, as"
-    " CUB_200_2011.tgz unpacks them"
-)
-_HOME = "Caltech (Caltech-UCSD Birds-200-2011, www.vision.caltech.edu/datasets/cub_200_2011)"
-CUB = Published(
-    "CUB-200-2011", _HOME, _HOLDS, {"train": [Count(5_864, 100)], "test": [Count(5_924, 100)]}
-)
-CUB_OFFICIAL = Published(
-    "CUB-200-2011",
-    _HOME,
-    f"train_test_split.txt beside {_HOLDS}",
-    {"train": [Count(5_994, 200)], "test": [Count(5_794, 200)]},
-)
-_CUB_FILES = ("images", "images.txt", "image_class_labels.txt", "classes.txt", "bounding_boxes.txt")
 
 
 @documented
@@ -208,21 +210,6 @@ def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
         boxes[key] = (left, top, left + width, top + height)
     problems += lines.problems
     return boxes
-
-
-MODELS = 196
-_CARS_HOME = "Stanford (ai.stanford.edu/~jkrause/cars/car_dataset.html) or a mirror of it"
-_CARS_HOLDS = (
-    "car_ims/ and cars_annos.mat, or cars_train/, cars_test/ and devkit/ with cars_train_annos.mat"
-    " and cars_test_annos_withlabels.mat"
-)
-CARS = Published(
-    "Cars-196", _CARS_HOME, _CARS_HOLDS, {"train": [Count(8_054, 98)], "test": [Count(8_131, 98)]}
-)
-CARS_OFFICIAL = Published(
-    "Cars-196", _CARS_HOME, _CARS_HOLDS, {"train": [Count(8_144, 196)], "test": [Count(8_041, 196)]}
-)
-_CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
 @documented

@@ -9,14 +9,7 @@ from typing import Any, Literal
 from retrieval.errors import DataError
 from retrieval.plugin import Box, Count, Counts, Dataset, some, strict_loads
 
-from retrieval_sets.published import (
-    Lines,
-    Published,
-    Row,
-    assemble,
-    documented,
-    numbers,
-)
+from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
 
 _INAT_HOME = "its makers (github.com/visipedia/inat_comp/tree/master/2018)"
 INAT = Published(
@@ -39,6 +32,27 @@ LANDMARKS = Published(
     " index_image_to_landmark.csv and retrieval_solution_v2.1.csv",
 )
 _MOST_JSON = 512 << 20
+SOP = Published(
+    "Stanford Online Products",
+    "Stanford (cvgl.stanford.edu/projects/lifted_struct)",
+    "Ebay_train.txt, Ebay_test.txt and the folders of images that they name (bicycle_final/ and"
+    " so on)",
+    {"train": [Count(59_551, 11_318)], "test": [Count(60_502, 11_316)]},
+)
+IN_SHOP = Published(
+    "In-Shop Clothes Retrieval",
+    "the Chinese University of Hong Kong"
+    " (mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html)",
+    "img/ and list_eval_partition.txt (also as Img/img/ and Eval/list_eval_partition.txt), for crop"
+    " = true also list_bbox_inshop.txt",
+    {
+        "train": [Count(25_882, 3_997)],
+        "query": [Count(14_218, 3_985)],
+        "gallery": [Count(12_612, 3_985)],
+    },
+)
+_ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test", "gallery")}
+_MOST = 10**9
 
 
 @documented
@@ -92,9 +106,7 @@ def inaturalist2018(
 
 
 def _of_path(path: str) -> tuple[str, str, str] | None:
-    """Return an image's path from train_val2018 on, its group and its species; lists may name
-    folders above.
-    """
+    """Return an image's path from train_val2018 on, its group and its species."""
     parts = path.split("/")
     if "train_val2018" not in parts or len(parts) - parts.index("train_val2018") != 4:
         return None
@@ -136,8 +148,7 @@ def google_landmarks_v2(
     counts: Counts = "published",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Load Google Landmarks v2: over five million photographs of landmarks, with queries and an
-    index.
+    """Load Google Landmarks v2: over five million photographs, with queries and an index.
 
     Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
     Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. 1,580,470 images of
@@ -202,35 +213,11 @@ def _place(side: str, image: str) -> str:
     return f"{side}/{'/'.join(image[:3])}/{image}.jpg"
 
 
-SOP = Published(
-    "Stanford Online Products",
-    "Stanford (cvgl.stanford.edu/projects/lifted_struct)",
-    "Ebay_train.txt, Ebay_test.txt and the folders of images that they name (bicycle_final/ and"
-    " so on)",
-    {"train": [Count(59_551, 11_318)], "test": [Count(60_502, 11_316)]},
-)
-IN_SHOP = Published(
-    "In-Shop Clothes Retrieval",
-    "the Chinese University of Hong Kong"
-    " (mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html)",
-    "img/ and list_eval_partition.txt (also as Img/img/ and Eval/list_eval_partition.txt), for crop"
-    " = true also list_bbox_inshop.txt",
-    {
-        "train": [Count(25_882, 3_997)],
-        "query": [Count(14_218, 3_985)],
-        "gallery": [Count(12_612, 3_985)],
-    },
-)
-_ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test", "gallery")}
-_MOST = 10**9
-
-
 @documented
 def stanford_online_products(
     folder: Path, counts: Counts = "published", skip_bad: bool = False
 ) -> Dataset:
-    """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay, in twelve
-    categories.
+    """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay.
 
     Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted Structured Feature
     Embedding", CVPR 2016. Nothing is downloaded. 11,318 products train (59,551 images), 11,316

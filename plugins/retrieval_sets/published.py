@@ -24,11 +24,16 @@ from retrieval.plugin import (
 )
 
 F = TypeVar("F", bound=Callable[..., Dataset])
-
-_MOST_BYTES = (
-    2 << 30
-)  # the longest list that is published, Google Landmarks' train.csv, has half a gigabyte
+# the longest list that is published, Google Landmarks' train.csv, has half a gigabyte
+_MOST_BYTES = 2 << 30
 _MOST_LINE = 1 << 20
+MEANINGS = {
+    "counts": '"published" refuses files with other numbers than the published ones; "any" takes'
+    " what is there.",
+    "skip_bad": "whether images that cannot be read are named and left out; otherwise the first one"
+    " ends the run.",
+}
+"""What the parameters that every data set has mean."""
 
 
 class Lines:
@@ -103,15 +108,6 @@ def numbers(
             return None
         values.append(int(word))
     return values
-
-
-MEANINGS = {
-    "counts": '"published" refuses files with other numbers than the published ones; "any" takes what'
-    " is there.",
-    "skip_bad": "whether images that cannot be read are named and left out; otherwise the first one"
-    " ends the run.",
-}
-"""What the parameters that every data set has mean."""
 
 
 def documented(function: F) -> F:

@@ -10,14 +10,7 @@ from typing import Literal
 from retrieval.errors import DataError
 from retrieval.plugin import Count, Counts, Dataset, find_images
 
-from retrieval_sets.published import (
-    Lines,
-    Published,
-    Row,
-    assemble,
-    documented,
-    numbers,
-)
+from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
 
 _SIZES = {"small": 800, "medium": 1600, "large": 2400}
 # Of the test sides, what the paper prints and what the lists of the release hold differ; so do
@@ -152,9 +145,7 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 
 def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:
-    """Yield the images of folders whose names say who is seen, and by which camera:
-    0002_c1s1_000451_03.jpg.
-    """
+    """Yield the images of folders whose names say who is seen by which camera."""
     strange = []
     for name, (split, role) in sides.items():
         try:

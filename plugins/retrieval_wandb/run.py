@@ -25,9 +25,8 @@ class WandbRun:
         """Load the package, in the thread that calls: see `retrieval.plugin.Tracker`."""
         self._offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
         if self._offline:
-            os.environ.setdefault(
-                "WANDB_ERROR_REPORTING", "false"
-            )  # its reports of errors use the network
+            # its reports of errors use the network
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self._wandb: Any = wandb

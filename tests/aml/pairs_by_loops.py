@@ -57,7 +57,7 @@ def loss(m: Floats, pairs: Floats, similar: NDArray[np.bool_]) -> float:
 
 def whole(m: Floats, pairs: Floats, similar: NDArray[np.bool_], alpha: float, beta: float) -> float:
     """Eq 11: pairs, and their adversarial pairs made one by one."""
-    made = np.array(
+    built = np.array(
         [printed_eq_9(m, p, bool(s), beta) for p, s in zip(pairs, similar, strict=True)]
     )
-    return loss(m, pairs, similar) + alpha * loss(m, made, similar)
+    return loss(m, pairs, similar) + alpha * loss(m, built, similar)

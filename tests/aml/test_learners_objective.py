@@ -18,7 +18,7 @@ from sklearn.datasets import load_wine
 from retrieval_aml import AML, GMML
 from retrieval_aml.aml import Objective, adversarial_pairs, divided_difference, spectrum
 from retrieval_aml.gmml import (
-    geodesic,
+    geodesic_factor,
     lifted,
     moments_of_classes,
     moments_of_drawn_pairs,
@@ -36,6 +36,11 @@ RANDOM = np.random.default_rng(0)
 Y = np.repeat([0, 1, 2], [5, 6, 1])
 X = RANDOM.normal(size=(12, 4)) + Y[:, None] + 3
 PAIRS, SIMILAR = loops.all_pairs(X, Y)
+
+
+def geodesic(a: Any, b: Any, t: float) -> Any:
+    half = geodesic_factor(a, b, t)
+    return half @ half.T
 
 
 def spd(size: int, spread: float, seed: int = 0) -> Any:
@@ -58,9 +63,9 @@ metrics = pytest.mark.parametrize("m", METRICS.values(), ids=METRICS)
 @metrics
 @pytest.mark.parametrize("beta", [1e-3, 0.7, 1e3])
 def test_eq_9_is_where_the_confusion_is_stationary(m: Any, beta: float) -> None:
-    found = adversarial_pairs(m, PAIRS, SIMILAR, beta)
+    actual = adversarial_pairs(m, PAIRS, SIMILAR, beta)
     inverse = np.linalg.inv(m)
-    for pair, alike, points in zip(PAIRS, SIMILAR, found, strict=True):
+    for pair, alike, points in zip(PAIRS, SIMILAR, actual, strict=True):
         np.testing.assert_allclose(
             points, loops.printed_eq_9(m, pair, bool(alike), beta), rtol=1e-8
         )
@@ -74,35 +79,25 @@ def test_eq_9_is_where_the_confusion_is_stationary(m: Any, beta: float) -> None:
         assert np.abs(-opposite @ d + beta * m @ (points[1] - pair[1])).max() < 1e-10 * scale
 
 
-def test_eq_9_is_a_minimum() -> None:
-    m, beta = METRICS["regular"], 0.7
-    found = adversarial_pairs(m, PAIRS, SIMILAR, beta)
-    for pair, alike, points in zip(PAIRS[:6], SIMILAR[:6], found[:6], strict=True):
-        least = loops.confusion(m, pair, alike, beta, points)
-        for _ in range(20):
-            other = points + 0.1 * RANDOM.normal(size=(2, 4))
-            assert loops.confusion(m, pair, alike, beta, other) > least
-
-
 def test_adversarial_pairs_of_both_kinds_move_together() -> None:
     for m in METRICS.values():
-        found = adversarial_pairs(m, PAIRS, SIMILAR, 2.0)
-        np.testing.assert_allclose(found.mean(axis=1), PAIRS.mean(axis=1), rtol=1e-12)
-        for before, after in zip(PAIRS, found, strict=True):
+        actual = adversarial_pairs(m, PAIRS, SIMILAR, 2.0)
+        np.testing.assert_allclose(actual.mean(axis=1), PAIRS.mean(axis=1), rtol=1e-12)
+        for before, after in zip(PAIRS, actual, strict=True):
             d, e = before[0] - before[1], after[0] - after[1]
             assert e @ m @ e < d @ m @ d
 
 
 def test_moments_of_classes_are_those_of_all_pairs() -> None:
     a, b = loops.moments(PAIRS, SIMILAR)
-    for found in (
+    for actual in (
         moments_of_classes(X, Y),
         moments_of_pairs(PAIRS, SIMILAR),
         moments_of_classes(X[::-1], Y[::-1]),
     ):
-        np.testing.assert_allclose(found.similar, a, rtol=1e-12, atol=1e-13)
-        np.testing.assert_allclose(found.dissimilar, b, rtol=1e-12, atol=1e-13)
-        assert (found.n_similar, found.n_dissimilar) == (25, 41)
+        np.testing.assert_allclose(actual.similar, a, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(actual.dissimilar, b, rtol=1e-12, atol=1e-13)
+        assert (actual.n_similar, actual.n_dissimilar) == (25, 41)
     far = moments_of_classes(X + 1e6, Y)
     np.testing.assert_allclose(far.dissimilar, b, rtol=1e-7)
 
@@ -126,18 +121,18 @@ def test_the_objective_is_the_sum_over_explicit_pairs(m: Any, alpha: float, beta
 
 def by_autograd(m: Any, alpha: float, beta: float) -> Any:
     """The gradient of Eq 11 through the linear equations of Eq 9, with no eigenvector anywhere."""
-    at = torch.tensor(m, dtype=torch.float64, requires_grad=True)
+    place = torch.tensor(m, dtype=torch.float64, requires_grad=True)
     d = torch.tensor(PAIRS[:, 0] - PAIRS[:, 1])
     alike = torch.tensor(SIMILAR)
-    inverse = torch.linalg.inv(at)
+    inverse = torch.linalg.inv(place)
     total = torch.zeros((), dtype=torch.float64)
-    for chosen, metric, opposite in ((d[alike], at, inverse), (d[~alike], inverse, at)):
-        near = torch.linalg.solve(2 * opposite + beta * at, beta * at @ chosen.T).T
+    for chosen, metric, opposite in ((d[alike], place, inverse), (d[~alike], inverse, place)):
+        near = torch.linalg.solve(2 * opposite + beta * place, beta * place @ chosen.T).T
         for differences, weight in ((chosen, 1.0), (near, alpha)):
             total = total + weight * ((differences @ metric) * differences).sum() / len(chosen)
     total.backward()
-    assert at.grad is not None
-    gradient = at.grad.numpy()
+    assert place.grad is not None
+    gradient = place.grad.numpy()
     return (gradient + gradient.T) / 2
 
 
@@ -165,14 +160,14 @@ def test_the_gradient_is_autograds_and_that_of_differences(
 def test_the_divided_difference_keeps_its_digits() -> None:
     values = np.array([1e-6, 0.3, 0.3 + 1e-13, 1.0, 5.0, 1e6])
     for beta in (1e-3, 1.0, 1e3):
-        found = divided_difference(values[:, None], values[None, :], beta)
+        actual = divided_difference(values[:, None], values[None, :], beta)
         for (i, a), (j, b) in itertools.product(enumerate(values), repeat=2):
             if abs(a - b) > 1e-3 * a:
                 expected = (spectrum(a, beta) - spectrum(b, beta)) / (a - b)
             else:
                 p = 2 + beta * a**2  # h′, by hand
                 expected = beta**2 * (5 * a**4 * p - 4 * beta * a**6) / p**3
-            assert found[i, j] == pytest.approx(expected, rel=1e-10), (a, b, beta)
+            assert actual[i, j] == pytest.approx(expected, rel=1e-10), (a, b, beta)
 
 
 def riccati(a: Any, b: Any) -> Any:
@@ -210,9 +205,9 @@ def test_gmml_with_a_prior() -> None:
         plain, riccati(a + weight * np.eye(4), b + weight * np.eye(4)), rtol=1e-8, atol=1e-9
     )
     inverse = inv(np.cov(X, rowvar=False))
-    found = GMML(0.5, weight, "covariance").fit(X, Y).get_mahalanobis_matrix()
+    actual = GMML(0.5, weight, "covariance").fit(X, Y).get_mahalanobis_matrix()
     np.testing.assert_allclose(
-        found, riccati(a + weight * inv(inverse), b + weight * inverse), rtol=1e-7, atol=1e-8
+        actual, riccati(a + weight * inv(inverse), b + weight * inverse), rtol=1e-7, atol=1e-8
     )
 
 
@@ -224,12 +219,6 @@ def test_limits_are_gmml_up_to_scale(alpha: float, beta: float, t: float) -> Non
     m = AML(alpha, beta, t).fit(X, Y).get_mahalanobis_matrix()
     g = GMML(t).fit(X, Y).get_mahalanobis_matrix()
     np.testing.assert_allclose(m / np.trace(m), g / np.trace(g), atol=2e-6)
-
-
-def test_between_the_limits_it_is_not_gmml() -> None:
-    m = AML(10.0, 1.0).fit(X, Y).get_mahalanobis_matrix()
-    g = GMML().fit(X, Y).get_mahalanobis_matrix()
-    assert np.abs(m / np.trace(m) - g / np.trace(g)).max() > 0.01
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (10.0, 0.1), (100.0, 100.0)])

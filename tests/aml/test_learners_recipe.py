@@ -51,12 +51,12 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
 
     # the run's weights are what fitting on the run's training items gives
     loaded = load_run(tmp_path / "run")
-    made = loaded.recipe.build("learner", features=64)
+    built = loaded.recipe.build("learner", features=64)
     train = loaded.splits.train
-    made.fit(x[train].astype(np.float64), y[train])
-    expected = made.transform(x[:100].astype(np.float64))
-    found = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+    built.fit(x[train].astype(np.float64), y[train])
+    expected = built.transform(x[:100].astype(np.float64))
+    actual = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
     test = np.setdiff1d(np.arange(len(x)), train)
     np.savez(tmp_path / "gallery.npz", features=x[train], labels=y[train])

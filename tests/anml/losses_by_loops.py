@@ -76,15 +76,15 @@ def gaps(
     """Equation 22 in similarities; None where a side is empty, or both have nothing but their
     thresholds.
     """
-    found: list[float | None] = []
+    actual: list[float | None] = []
     for row, (same, different) in zip(s, sets, strict=True):
         near = [-row[j] for j in same] + ([] if p is None else [-p])
         far = [row[j] for j in different] + ([] if q is None else [q])
         if not near or not far or not (same or different):
-            found.append(None)
+            actual.append(None)
         else:
-            found.append(soft(near, gamma1) + soft(far, gamma2))
-    return found
+            actual.append(soft(near, gamma1) + soft(far, gamma2))
+    return actual
 
 
 def mean_loss(x: list[float | None], outer: str, margin: float = 0.0) -> float:

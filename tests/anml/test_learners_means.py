@@ -108,11 +108,11 @@ def test_refuses() -> None:
 def test_theorem_3() -> None:
     a = np.random.default_rng(0).normal(size=10)
     ordered = sorted(a.tolist())
-    found = [gamma_for_mean_of_k_smallest(a, k) for k in range(1, 11)]
-    assert found[0] == math.inf and found[-1] == 0.0
-    assert found == sorted(found, reverse=True)
+    actual = [gamma_for_mean_of_k_smallest(a, k) for k in range(1, 11)]
+    assert actual[0] == math.inf and actual[-1] == 0.0
+    assert actual == sorted(actual, reverse=True)
     for k in range(2, 10):
-        assert by_loop(ordered, found[k - 1]) == pytest.approx(sum(ordered[:k]) / k, abs=1e-10)
+        assert by_loop(ordered, actual[k - 1]) == pytest.approx(sum(ordered[:k]) / k, abs=1e-10)
         # of the largest, with everything negated
         gamma = -gamma_for_mean_of_k_smallest(-a, k)
         assert by_loop(ordered, gamma) == pytest.approx(sum(ordered[-k:]) / k, abs=1e-10)

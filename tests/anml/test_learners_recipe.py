@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
@@ -27,18 +26,6 @@ test = 0.5
 name = "core.features"
 """
 
-IMAGES = """
-[data]
-name = "core.digits"
-[split]
-by = "item"
-test = 0.5
-[backbone]
-name = "core.convnet"
-size = 8
-width = 8
-depth = 2
-"""
 
 LANML = """
 [learner]
@@ -80,12 +67,12 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
 
     # the run's weights are what fitting on the run's training items gives
-    made = loaded.recipe.build("learner", features=64)
+    built = loaded.recipe.build("learner", features=64)
     train = loaded.splits.train
-    made.fit(x[train].astype(np.float64), y[train])
-    found = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
+    built.fit(x[train].astype(np.float64), y[train])
+    actual = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
     np.testing.assert_allclose(
-        found, made.transform(x[:100].astype(np.float64)), rtol=1e-3, atol=1e-3
+        actual, built.transform(x[:100].astype(np.float64)), rtol=1e-3, atol=1e-3
     )
     assert sum(p.numel() for p in head.parameters()) == 16 * 64
 
@@ -106,26 +93,3 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     )
     first = [answer["results"][0]["label"] for answer in answers]
     assert np.mean(np.array(first) == y[test[:60]]) > 0.9
-
-
-def test_behind_a_frozen_network(cli: Callable[..., Any], tmp_path: Path) -> None:
-    recall = {}
-    for name, learner in (
-        ("plain", '[learner]\nname = "core.pca"\nn_components = 8\n'),
-        ("learned", LANML),
-    ):
-        (tmp_path / "recipe.toml").write_text(IMAGES + learner.replace("n_components = 16\n", ""))
-        run(cli, "train", tmp_path / "recipe.toml", "--output", tmp_path / name)
-        recall[name] = json.loads((tmp_path / name / "summary.json").read_text())["validation"][
-            "recall_at_1"
-        ]
-    assert recall["learned"] > recall["plain"] + 0.05
-    run(cli, "export", tmp_path / "learned", "-o", tmp_path / "bundle", "--exporter", "torchscript")
-    assert [path.name for path in (tmp_path / "bundle").glob("*.onnx")] == ["encoder.onnx"]
-    images = np.random.default_rng(0).integers(0, 256, (4, 28, 28), dtype=np.uint8)
-    pictures = [Image.fromarray(image) for image in images]
-    found = [
-        Bundle.open(tmp_path / "bundle", threads=1).encode_image(picture).vector
-        for picture in pictures
-    ]
-    assert np.isfinite(found).all()

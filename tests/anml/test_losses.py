@@ -58,8 +58,8 @@ Y, YR = torch.tensor(LABELS), torch.tensor(REFERENCES)
 def check_gradient(call: Any, *inputs: Tensor) -> None:
     """Compare with finite differences along a random direction."""
     torch.manual_seed(0)
-    leaves = [each.clone().requires_grad_() for each in inputs]
-    directions = [torch.randn_like(each) for each in inputs]
+    leaves = [value.clone().requires_grad_() for value in inputs]
+    directions = [torch.randn_like(value) for value in inputs]
     gradients = torch.autograd.grad(call(*leaves), leaves)
     along = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True))
     step = 1e-5
@@ -128,7 +128,7 @@ def test_triplets_and_pairs_count_each_pair_once() -> None:
     for i, j, k in zip(anchor, positive, negative, strict=True):
         sets[i] = (sorted({*sets[i][0], j}), sorted({*sets[i][1], k}))
     expected = loops.mean_loss(loops.gaps(loops.cosines(X, X), sets, 2, 30, 0.5, 0.5), "logistic")
-    a, p, n = (torch.tensor(each) for each in (anchor, positive, negative))
+    a, p, n = (torch.tensor(value) for value in (anchor, positive, negative))
     assert DANMLoss()(X, Y, (a, p, n)).item() == pytest.approx(expected, rel=1e-10)
     assert DANMLoss()(X, Y, (a, p, a.flip(0), n.flip(0))).item() == pytest.approx(
         expected, rel=1e-10
@@ -147,7 +147,7 @@ def test_block_by_block_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         sum(losses).backward()
         assert e.grad is not None
-        return [*(float(each.detach()) for each in losses), *e.grad.flatten().tolist()]
+        return [*(float(value.detach()) for value in losses), *e.grad.flatten().tolist()]
 
     whole = all_of_it()
     monkeypatch.setattr("retrieval_anml.pair_gap.BLOCK", 20)  # two anchors at a time
@@ -232,7 +232,7 @@ class TestNPair:
                 / gamma
             )
         loss = ImprovedNPairLoss(gamma, offset)
-        triplets = tuple(torch.tensor(each) for each in (anchor, positive, negative))
+        triplets = tuple(torch.tensor(value) for value in (anchor, positive, negative))
         assert loss(x, self.LABELS, triplets).item() == pytest.approx(
             expected / len(pairs), rel=1e-10
         )
@@ -269,7 +269,7 @@ class TestDistances:
         """The distance of unit vectors, by differences."""
 
         def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-            q, r = (torch.nn.functional.normalize(each) for each in (query_emb, ref_emb))
+            q, r = (torch.nn.functional.normalize(value) for value in (query_emb, ref_emb))
             return (q[:, None] - r).square().sum(2).add(1e-30).sqrt()
 
     @pytest.mark.parametrize("cls", [DANMLoss, MinedDANMLoss, LiftedLoss, ImprovedLiftedLoss])
@@ -297,7 +297,7 @@ class TestDistances:
         ):
             assert torch.allclose(similarities(distance, X, R), cosine, atol=1e-12)
             losses = [
-                DANMLoss(distance=each)(X, Y, None, R, YR).item() for each in (distance, None)
+                DANMLoss(distance=value)(X, Y, None, R, YR).item() for value in (distance, None)
             ]
             assert losses[0] == pytest.approx(losses[1], rel=1e-12)
         plain = DotProductSimilarity(normalize_embeddings=False)
@@ -316,17 +316,18 @@ def test_pair_miner_is_pytorch_metric_learnings(
     from pytorch_metric_learning.distances import LpDistance
     from pytorch_metric_learning.miners import MultiSimilarityMiner
 
-    given = {"distance": LpDistance()} if euclidean else {}
+    arguments = {"distance": LpDistance()} if euclidean else {}
     x, y = made(60, 7), torch.arange(60) % 9
     more = (made(40, 8), torch.arange(40) % 11) if reference else ()
     ours, theirs = (
-        cls(epsilon=epsilon, **given)(x, y, *more) for cls in (PairMiner, MultiSimilarityMiner)
+        cls(epsilon=epsilon, **arguments)(x, y, *more) for cls in (PairMiner, MultiSimilarityMiner)
     )
     for k in (0, 2):
-        found = [
-            {*zip(each[k].tolist(), each[k + 1].tolist(), strict=True)} for each in (ours, theirs)
+        actual = [
+            {*zip(value[k].tolist(), value[k + 1].tolist(), strict=True)}
+            for value in (ours, theirs)
         ]
-        assert found[0] == found[1] and len(ours[k]) == len(found[0]) > 0
+        assert actual[0] == actual[1] and len(ours[k]) == len(actual[0]) > 0
 
 
 def test_float32_at_extreme_gammas() -> None:

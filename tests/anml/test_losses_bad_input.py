@@ -200,8 +200,8 @@ def test_indices_of_another_batch() -> None:
 )
 def test_reducers(name: str, reducer: Any) -> None:
     torch.manual_seed(0)
-    given = {"embedding_size": 4, "classes": 6} if name == "improved_proxy_nca" else {}
-    loss = LOSSES[name](**given, reducer=reducer)
+    arguments = {"embedding_size": 4, "classes": 6} if name == "improved_proxy_nca" else {}
+    loss = LOSSES[name](**arguments, reducer=reducer)
     x = X.clone().requires_grad_()
     value = loss(x, Y)
     value.backward()

@@ -40,8 +40,8 @@ X = torch.randn(24, 5, generator=torch.Generator().manual_seed(0), dtype=torch.f
 
 def gradient(loss: Any, x: Tensor = X, y: Tensor = Y, *more: Any) -> Tensor:
     leaf = x.clone().requires_grad_()
-    (found,) = torch.autograd.grad(loss(leaf, y, *more), leaf)
-    return found
+    (actual,) = torch.autograd.grad(loss(leaf, y, *more), leaf)
+    return actual
 
 
 @pytest.mark.parametrize("mining", [False, True])
@@ -71,10 +71,6 @@ def test_equation_25_is_the_hinge_with_the_counts_in_the_margin() -> None:
         expected += max(0.0, gap + m + counts)
     got = ImprovedLiftedLoss(gamma1, gamma2, p, q, margin=m)(X, Y).item()
     assert got == pytest.approx(expected / 24, rel=1e-10)
-
-
-def test_lifted_is_equation_25_with_unit_gammas_and_without_thresholds() -> None:
-    assert LiftedLoss(0.7)(X, Y).item() == ImprovedLiftedLoss(1, 1, None, None, 0.7)(X, Y).item()
 
 
 def test_improved_lifted_at_infinity_is_the_hardest_triplet() -> None:
@@ -115,15 +111,6 @@ def test_gamma_to_0_is_the_mean(thresholds: Any) -> None:
     assert tiny(X.float(), Y).item() == pytest.approx(expected / 24, abs=1e-6)
 
 
-def test_thresholds_without_effect_leave_only_the_counts() -> None:
-    far_off = DANMLoss(2.0, 30.0, 50.0, -50.0, outer="identity")(X, Y).item()
-    none = DANMLoss(2.0, 30.0, None, None, outer="identity")(X, Y).item()
-    constant = 0.0
-    for same, different in loops.by_label(Y.tolist()):
-        constant += math.log(1 + 1 / len(same)) / 2 + math.log(1 + 1 / len(different)) / 30
-    assert far_off + constant / 24 == pytest.approx(none, rel=1e-10)
-
-
 class TestNPair:
     y = torch.arange(8).repeat(2)
     x = torch.randn(16, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -152,20 +139,14 @@ class TestNPair:
             expected.item(), rel=1e-10
         )
 
-    def test_a_margin_is_a_negative_offset(self) -> None:
-        losses = [
-            ImprovedNPairLoss(5.0, offset)(self.x, self.y).item() for offset in (-0.3, 0.0, 0.3)
-        ]
-        assert losses[0] > losses[1] > losses[2]
-
 
 def test_proxy_nca_up_to_the_number_of_classes() -> None:
     loss = ImprovedProxyNCALoss(5, 7, 3.0, 1.0, outer="identity").double()
     s, proxy_nca = loops.cosines(X, loss.proxies.detach()), 0.0
     for row, label in zip(s, Y.tolist(), strict=True):
-        distances = [2 - 2 * each for each in row]
-        others = sum(math.exp(-d) for k, d in enumerate(distances) if k != label)
-        proxy_nca -= math.log(math.exp(-distances[label]) / others)
+        distances = [2 - 2 * value for value in row]
+        rivals = sum(math.exp(-d) for k, d in enumerate(distances) if k != label)
+        proxy_nca -= math.log(math.exp(-distances[label]) / rivals)
     assert loss(X, Y).item() + math.log(6) == pytest.approx(proxy_nca / 24, rel=1e-10)
 
 

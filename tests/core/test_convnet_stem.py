@@ -63,31 +63,6 @@ def test_the_first_convolution_strides_and_sees_every_pixel(stem: int, kernel: i
     assert x.grad is not None and bool((x.grad != 0).all())
 
 
-def test_without_a_stem_the_net_is_what_it_was() -> None:
-    """Its layers as they were written before there was a stem, with the weights of the same seed."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for before, after in ((1, 2), (2, 2), (2, 4), (4, 4)):
-        if (before, after) == (2, 4):
-            layers.append(nn.MaxPool2d(2))
-        layers += [
-            nn.Conv2d(before, after, 3, padding=1, bias=False),
-            nn.BatchNorm2d(after),
-            nn.ReLU(inplace=True),
-        ]
-    plain = nn.Sequential(*layers)
-    for net in (seeded(width=2, depth=2), seeded(width=2, depth=2, stem=1)):
-        own, old = net.stages.state_dict(), plain.state_dict()
-        assert list(own) == list(old) and all(torch.equal(own[key], old[key]) for key in old)
-        x = torch.randn(2, 1, 28, 28)
-        assert torch.equal(net.eval()(x), plain.eval()(x).mean((2, 3)))
-
-
-def test_a_seed_gives_the_same_weights() -> None:
-    one, other = (seeded(width=2, stem=4).state_dict() for _ in range(2))
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 @pytest.mark.parametrize(("stem", "size", "channels"), [(2, 33, 3), (4, 65, 1)])
 def test_a_bundle_gives_what_torch_gives(
     stem: int, size: int, channels: int, tmp_path: Path
@@ -100,11 +75,11 @@ def test_a_bundle_gives_what_torch_gives(
         model(images)  # batch statistics
     manifest = export_model(model, images.numpy(), tmp_path / "b", name="b")
     assert manifest.verified.largest_difference <= 1e-4
-    found = Bundle.open(tmp_path / "b", threads=1).encode(images[:5].numpy()).vector
+    actual = Bundle.open(tmp_path / "b", threads=1).encode(images[:5].numpy()).vector
     with torch.inference_mode():
         expected = model.eval()(images[:5])[1].numpy()
         apart = model(images[:5].to(memory_format=torch.channels_last))[1].numpy()
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
     np.testing.assert_allclose(apart, expected, atol=1e-5)
 
 

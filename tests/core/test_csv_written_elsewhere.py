@@ -33,8 +33,8 @@ def written(folder: Path, header: str, line: Callable[[int, str, str], str]) -> 
 
 
 def dataset(file: Path) -> retrieval.plugin.Dataset:
-    made: retrieval.plugin.Dataset = retrieval.create("dataset", "core.csv", manifest=str(file))
-    return made
+    built: retrieval.plugin.Dataset = retrieval.create("dataset", "core.csv", manifest=str(file))
+    return built
 
 
 def trained(file: Path) -> list[tuple[str, str | None]]:
@@ -148,11 +148,11 @@ def test_true_and_false_of_excel_and_pandas() -> None:
 
 
 def test_the_column_id_is_an_items_id(folder: Path) -> None:
-    found = items(
+    actual = items(
         written(folder, "Id,path,label,price", lambda n, path, label: f"p{n},{path},{label},{n}")
     )
-    assert [item.key for item in found] == [f"p{n}" for n in range(6)]
-    assert found[3].metadata == {"price": 3}
+    assert [item.key for item in actual] == [f"p{n}" for n in range(6)]
+    assert actual[3].metadata == {"price": 3}
     both = items(written(folder, "id,key,path", lambda n, path, label: f"p{n},k{n},{path}"))
     assert both[1].key == "k1" and both[1].metadata == {"id": "p1"}
 
@@ -160,6 +160,6 @@ def test_the_column_id_is_an_items_id(folder: Path) -> None:
 def test_one_number_in_several_forms_is_likely_one_class(folder: Path) -> None:
     forms = ["1", "1.0", "01", "2", "2", "-1"]
     file = written(folder, "path,label", lambda n, path, label: f"{path},{forms[n]}")
-    found = retrieval.check_data(file, progress=False)
-    assert list(found.spelt) == [("1", "1.0", "01")] and not found.clean
-    assert "1 group of labels is likely one class" in found.text()
+    actual = retrieval.check_data(file, progress=False)
+    assert list(actual.spelt) == [("1", "1.0", "01")] and not actual.clean
+    assert "1 group of labels is likely one class" in actual.text()

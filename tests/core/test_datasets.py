@@ -37,8 +37,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 def build(plugins: Plugins, name: str, **values: Any) -> Dataset:
     texts = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-    made: Dataset = plugins.build("datasets", {"name": f"core.{name}", **texts})
-    return made
+    built: Dataset = plugins.build("datasets", {"name": f"core.{name}", **texts})
+    return built
 
 
 def picture(path: Path, grey: int = 100, size: tuple[int, int] = (7, 9)) -> Path:
@@ -49,10 +49,10 @@ def picture(path: Path, grey: int = 100, size: tuple[int, int] = (7, 9)) -> Path
 
 def test_digits(plugins: Plugins) -> None:
     data = build(plugins, "digits")
-    found = load_digits()
-    assert data.labels == [str(label) for label in found.target]
+    actual = load_digits()
+    assert data.labels == [str(label) for label in actual.target]
     assert data.arrays is not None and data.arrays.dtype == np.uint8
-    np.testing.assert_allclose(data.arrays, found.images * 255 / 16, atol=0.5)
+    np.testing.assert_allclose(data.arrays, actual.images * 255 / 16, atol=0.5)
     assert data.keys[17] == "digits/17"
     item = data[17]
     assert isinstance(item, Image.Image) and np.array_equal(item, data.arrays[17])
@@ -87,8 +87,8 @@ def test_fashion_mnist_layout(plugins: Plugins, fashion: Path) -> None:
     assert data.labels[:12] == [*"0123456789", "0", "1"]
     assert data.splits == ["train"] * 30 + ["test"] * 20
     assert data.metadata is not None and data.metadata[7] == {"class": "Sneaker"}
-    found = make_splits(data, Split(validation=0.0))
-    assert found.train.tolist() == list(range(30)) and found.query.tolist() == list(range(30, 50))
+    actual = make_splits(data, Split(validation=0.0))
+    assert actual.train.tolist() == list(range(30)) and actual.query.tolist() == list(range(30, 50))
 
 
 def test_fashion_mnist_faults(
@@ -117,9 +117,9 @@ def test_fashion_mnist_faults(
 def test_fashion_mnist_itself(plugins: Plugins) -> None:
     data = build(plugins, "fashion_mnist")
     assert data.arrays is not None and data.arrays.shape == (70_000, 28, 28)
-    found = make_splits(data, Split(by="class"))
-    assert found.train_classes == list("01234")
-    assert (len(found.train), len(found.validation), len(found.query)) == (28_000, 7_000, 35_000)
+    actual = make_splits(data, Split(by="class"))
+    assert actual.train_classes == list("01234")
+    assert (len(actual.train), len(actual.validation), len(actual.query)) == (28_000, 7_000, 35_000)
     assert abs(data.arrays[:60_000].mean() / 255 - 0.2860) < 1e-4  # the mean that is usually quoted
 
 
@@ -159,10 +159,10 @@ def test_image_folder_with_a_split(plugins: Plugins, tmp_path: Path) -> None:
     picture(tmp_path / "gallery/a/9.png")
     data = build(plugins, "image_folder", folder=tmp_path)
     assert data.roles is not None and data.splits is not None
-    found = {key: (data.splits[i], data.roles[i]) for i, key in enumerate(data.keys)}
-    assert found["query/a/3.png"] == ("test", "query")
-    assert found["gallery/a/9.png"] == ("test", "gallery")
-    assert found["train/a/1.png"] == ("train", "")
+    actual = {key: (data.splits[i], data.roles[i]) for i, key in enumerate(data.keys)}
+    assert actual["query/a/3.png"] == ("test", "query")
+    assert actual["gallery/a/9.png"] == ("test", "gallery")
+    assert actual["train/a/1.png"] == ("train", "")
 
 
 def test_classes_that_are_called_like_sides(plugins: Plugins, tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_parquet_reads_tables_and_folders_of_embeddings(plugins, tmp_path):
     assert (
         data.splits == columns["split"] and data.roles is None and data.metadata[0] == {"price": 5}
     )
-    assert (np.stack([data[at] for at in range(6)]) == values).all()
+    assert (np.stack([data[place] for place in range(6)]) == values).all()
     del columns["label"]
     pq.write_table(pa.table(columns), tmp_path / "u.parquet")
     with pytest.raises(DataError, match="6 of 6 items have no label"):

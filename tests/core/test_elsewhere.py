@@ -77,17 +77,19 @@ def test_torchvision_in_memory(tmp_path: Path) -> None:
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     random = np.random.default_rng(0)
-    made = {}
+    built = {}
     for prefix, count in (("train", 4), ("t10k", 2)):
         array = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        made[prefix] = array
+        built[prefix] = array
         head = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
         (raw / f"{prefix}-images-idx3-ubyte").write_bytes(head + array.tobytes())
         (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(
             bytes([0, 0, 8, 1]) + count.to_bytes(4, "big") + bytes([3, 7, 3, 7][:count])
         )
     data = torchvision_dataset("MNIST", tmp_path)
-    assert data.arrays is not None and np.array_equal(data.arrays, np.concatenate([*made.values()]))
+    assert data.arrays is not None and np.array_equal(
+        data.arrays, np.concatenate([*built.values()])
+    )
     assert (
         data.labels == ["3 - three", "7 - seven"] * 3
         and data.splits == ["train"] * 4 + ["test"] * 2

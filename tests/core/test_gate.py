@@ -178,18 +178,3 @@ def test_sides_are_known_by_their_usual_names(read: Write, tmp_path: Path) -> No
     data = read(tmp_path, {"features": VECTORS, "label": LABELS, "split": split})
     assert list(data.splits or ()) == ["train", "validation", "test", "validation"] * 3
     assert sides(["trian"]) == ["trian"]  # which the split then refuses
-
-
-def test_data_check_reads_vectors_of_a_table(tmp_path: Path) -> None:
-    vectors = bad_vectors()
-    vectors[1] = vectors[0]
-    pq.write_table(pa.table({"vector": vectors.tolist(), "label": LABELS}), tmp_path / "v.parquet")
-    found = retrieval.check_data(tmp_path / "v.parquet", progress=False)
-    assert len(found.subjects) == N and [row for row, _ in found.broken] == [5, 7]
-    assert [each.items for each in found.same] == [(0, 1)] and found.contradicts(found.same[0])
-    np.savez(tmp_path / "v.npz", features=VECTORS)
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    both = retrieval.check_data([tmp_path / "v.npz", tmp_path / "v.parquet"], progress=False)
-    assert len(both.subjects) == 2 * N
-    with pytest.raises(DataError, match="name one kind at a time"):
-        retrieval.check_data([tmp_path / "v.parquet", tmp_path / "a.png"], progress=False)

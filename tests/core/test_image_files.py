@@ -48,26 +48,26 @@ def test_every_format_is_known_by_its_content(tmp_path: Path, digits: list[Image
             digits[0].convert("RGB").resize((32, 32)).save(tmp_path / name.lower(), format=name)
         except KeyError:  # Pillow reads it and does not write it here
             continue
-    found = find_images(tmp_path)
-    assert [path.name.upper() for path in found.images] == sorted(
+    actual = find_images(tmp_path)
+    assert [path.name.upper() for path in actual.images] == sorted(
         path.name.upper() for path in tmp_path.iterdir()
     )
-    assert len(found.images) >= 7 and not found.left_out
+    assert len(actual.images) >= 7 and not actual.left_out
 
 
 def test_what_is_left_out_is_counted_with_its_reason(photos: Path, tmp_path: Path) -> None:
     os.mkfifo(photos / "2" / "pipe.png")
     (photos / "2" / "old.psd").write_bytes(b"8BPS" + bytes(60))
     (photos / "2" / ".hidden").write_text("x")
-    found = find_images(photos)
-    assert len(found.images) == 120
-    assert {reason: [path.name for path in files] for reason, files in found.left_out.items()} == {
+    actual = find_images(photos)
+    assert len(actual.images) == 120
+    assert {reason: [path.name for path in files] for reason, files in actual.left_out.items()} == {
         "no image": ["notes.txt"],
         "JPEG 2000, which is not read here": ["scan.jp2"],
         "Photoshop, which is not read here": ["old.psd"],
         "no regular file": ["pipe.png"],
     }
-    assert f"{photos}: 1 file is left out, being no image: 0/notes.txt." in found.notes(photos)
+    assert f"{photos}: 1 file is left out, being no image: 0/notes.txt." in actual.notes(photos)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.jp2").write_bytes(b"\xff\x4f\xff\x51")
     with pytest.raises(DataError, match=r"holds no image .*1 file is left out, being JPEG 2000"):

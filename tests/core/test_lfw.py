@@ -86,10 +86,10 @@ def build(plugins: Plugins, folder: Path, **values: Any) -> Dataset:
 
 def sides(data: Dataset) -> dict[str, set[str]]:
     assert data.splits is not None
-    found: dict[str, set[str]] = {}
+    actual: dict[str, set[str]] = {}
     for label, side in zip(data.labels, data.splits, strict=True):
-        found.setdefault(side, set()).add(label)
-    return found
+        actual.setdefault(side, set()).add(label)
+    return actual
 
 
 def refused(plugins: Plugins, folder: Path, **values: Any) -> str:
@@ -104,8 +104,8 @@ def test_view_1(plugins: Plugins, made: Path) -> None:
     assert data.keys[0] == "Person_00/Person_00_0001.jpg" and data.labels[0] == "Person_00"
     assert sides(data) == {"train": set(NAMES[:9]), "test": set(NAMES[9:])}
     assert isinstance(data[0], Image.Image) and data[0].size == (16, 16)
-    found = make_splits(data, Split(validation=0.0))
-    assert found.train_classes == NAMES[:9] and len(found.query) == 2 * 5 + 1
+    actual = make_splits(data, Split(validation=0.0))
+    assert actual.train_classes == NAMES[:9] and len(actual.query) == 2 * 5 + 1
 
 
 @pytest.mark.parametrize("fold", [1, 2, 3])
@@ -261,8 +261,8 @@ def test_trained_on_one_view_and_verified_by_the_lists_of_both(
     verify = ("evaluate", "runs/faces", "--protocol", "verification", "--json", "--pairs")
     done = cli(*verify, made / "pairs.txt")
     assert done.code == 0, done.err
-    found = json.loads(done.out)
-    assert found["pairs"] == {
+    actual = json.loads(done.out)
+    assert actual["pairs"] == {
         "same": 12,
         "different": 12,
         "items": 24,
@@ -270,7 +270,7 @@ def test_trained_on_one_view_and_verified_by_the_lists_of_both(
         "folds_share": "nothing",
         "file": str(made / "pairs.txt"),
     }
-    assert found["notes"][0].startswith("16 of 24 pairs") and found["notes"][0].endswith(
+    assert actual["notes"][0].startswith("16 of 24 pairs") and actual["notes"][0].endswith(
         "without such pairs: 3."
     )
     done = cli(*verify, made / "pairsDevTest.txt", "--folds", 2)

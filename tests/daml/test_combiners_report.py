@@ -47,16 +47,16 @@ def adversarial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_report_has_every_panel_of_such_a_run_alone(adversarial: Path, tmp_path: Path) -> None:
-    found = panels(load_run(adversarial))
+    actual = panels(load_run(adversarial))
     titles = [
         "Losses of metric and generator (DAML)",
         "Weights of the local metrics (DAML)",
         "Shifts of the synthetic samples (DAML)",
     ]
-    assert list(found) == ["Curves of training", *titles]
+    assert list(actual) == ["Curves of training", *titles]
     for title in titles:
-        assert ElementTree.fromstring(found[title]).tag.endswith("svg")
-    assert report.report_panels(load_run(adversarial)) == {title: found[title] for title in titles}
+        assert ElementTree.fromstring(actual[title]).tag.endswith("svg")
+    assert report.report_panels(load_run(adversarial)) == {title: actual[title] for title in titles}
     plain = make(
         tmp_path,
         combiner=None,

@@ -41,31 +41,20 @@ def test_a_metric_sees_its_view_alone(name: str) -> None:
         assert changed == [j == k for j in range(VIEWS)]
 
 
-@pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
-def test_without_views_every_metric_sees_everything(name: str) -> None:
-    combiner = built(name)
-    head = combiner.build_head(VIEWS * WIDTH)
-    x = torch.randn(5, VIEWS * WIDTH)
-    other = x.clone()
-    other[:, :WIDTH] += 1.0
-    before, after = (combiner.index_vectors(head(v)).unflatten(1, (VIEWS, -1)) for v in (x, other))
-    assert all(not torch.equal(before[:, j], after[:, j]) for j in range(VIEWS))
-
-
 def test_each_view_has_a_map_of_its_own_and_the_distance_is_their_mean() -> None:
     combiner = built("daml.uniform", views=True)
     head = combiner.build_head(VIEWS * WIDTH).double()
     x, y = torch.randn(2, 6, VIEWS * WIDTH, dtype=torch.float64).unbind()
     with torch.no_grad():
-        found = combiner.compute_mat(head(x).double(), head(y).double())
+        actual = combiner.compute_mat(head(x).double(), head(y).double())
     for i in range(6):
         for j in range(6):
             total = 0.0
-            for k, one in enumerate(head[0].maps):
+            for k, left in enumerate(head[0].maps):
                 span = slice(k * WIDTH, (k + 1) * WIDTH)
-                a, b = (one.weight.detach() @ v[span] + one.bias.detach() for v in (x[i], y[j]))
+                a, b = (left.weight.detach() @ v[span] + left.bias.detach() for v in (x[i], y[j]))
                 total += float((a / a.norm() - b / b.norm()).norm()) / VIEWS
-            assert float(found[i, j]) == pytest.approx(total, abs=1e-6)
+            assert float(actual[i, j]) == pytest.approx(total, abs=1e-6)
 
 
 def test_the_discriminator_sees_all_views() -> None:
@@ -80,21 +69,11 @@ def test_the_discriminator_sees_all_views() -> None:
 
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
-def test_one_metric_is_the_plain_head(name: str) -> None:
-    heads = []
-    for views in (False, True):
-        combiner = built(name, metrics=1, views=views)
-        torch.manual_seed(1)
-        heads.append(combiner.build_head(VIEWS * WIDTH))
-        assert combiner.plain
-    x = torch.randn(4, VIEWS * WIDTH)
-    assert torch.equal(heads[0](x), heads[1](x))
-
-
-@pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
 def test_features_that_are_not_so_many_views_are_refused(name: str) -> None:
-    given = {"features": 30, "embedding_size": 12}
-    combiner = load_plugins().build("combiners", {"name": name, "metrics": 4, "views": True}, given)
+    arguments = {"features": 30, "embedding_size": 12}
+    combiner = load_plugins().build(
+        "combiners", {"name": name, "metrics": 4, "views": True}, arguments
+    )
     with pytest.raises(
         RetrievalError, match="30 features are not 4 views of one width side by side"
     ):
@@ -122,12 +101,12 @@ def spoilt_views(rng: np.random.Generator) -> tuple[NDArray[np.float32], list[st
 def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path: Path) -> None:
     x, y = spoilt_views(np.random.default_rng(0))
     np.savez(tmp_path / "views.npz", features=x, labels=y)
-    found = {}
+    actual = {}
     for name in ("daml.uniform", "daml.discriminator"):
         combiner: dict[str, Any] = {"name": name, "metrics": VIEWS, "views": True}
         if name == "daml.discriminator":
             combiner |= {"hidden": 16, "mu": 0.0}
-        made = check_recipe(
+        built = check_recipe(
             {
                 "data": {"name": "core.features", "file": str(tmp_path / "views.npz")},
                 "split": {
@@ -146,11 +125,11 @@ def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path: P
                 "evaluate": {"metrics": ["recall_at_1"]},
             }
         )
-        run = train(tmp_path / name, made)
-        found[name] = evaluate_run(run).figures["trained"]["recall_at_1"]
+        run = train(tmp_path / name, built)
+        actual[name] = evaluate_run(run).figures["trained"]["recall_at_1"]
         if name == "daml.discriminator":
             _check_weights(run, x[480:], spoilt=x[480:].reshape(-1, VIEWS, WIDTH)[:, :, 0] > 2.5)
-    assert found["daml.discriminator"] > found["daml.uniform"] + 0.1, found
+    assert actual["daml.discriminator"] > actual["daml.uniform"] + 0.1, actual
 
 
 def _check_weights(run: Any, x: NDArray[np.float32], spoilt: NDArray[np.bool_]) -> None:

@@ -15,14 +15,14 @@ def product(x: Vector, m: Matrix) -> Vector:
 
 def embed(x: Vector, w: list[Matrix], theta: list[Matrix]) -> list[Vector]:
     """Eq 1 and the unit sphere, level by level; `w` has one matrix less than `theta`."""
-    found, h = [], x
+    actual, h = [], x
     for level, own in enumerate(theta):
         z = product(h, own)
         length = math.sqrt(sum(v * v for v in z))
-        found.append([v / length if length >= 1e-12 else 0.0 for v in z])
+        actual.append([v / length if length >= 1e-12 else 0.0 for v in z])
         if level < len(w):
             h = [max(0.0, v) for v in product(h, w[level])]
-    return found
+    return actual
 
 
 def distance(x: Vector, y: Vector) -> float:
@@ -48,12 +48,12 @@ def losses(
 ) -> list[float]:
     """Each level's loss; with `fixed`, the thresholds of another moment."""
     a, p, n = (embed(x, w, theta) for x in triplet)
-    found = []
+    actual = []
     for level in range(len(theta)):
         positive, negative = distance(a[level], p[level]), distance(a[level], n[level])
         near, far = thresholds(positive, negative, tau) if fixed is None else fixed[level]
-        found.append(local_loss(positive, negative, near, far))
-    return found
+        actual.append(local_loss(positive, negative, near, far))
+    return actual
 
 
 def fixed_thresholds(
@@ -90,17 +90,17 @@ def candidates(
     query: list[Vector], references: list[list[Vector]], alpha: Vector, k: int
 ) -> list[list[tuple[int, float]]]:
     """Each space's k nearest references with their scores, Eq 23 and 27; `references[i][l]`."""
-    found = []
+    actual = []
     for level, weight in enumerate(alpha):
         near = sorted((distance(query[level], r[level]), i) for i, r in enumerate(references))[:k]
         least, most = near[0][0], near[-1][0]
-        found.append(
+        actual.append(
             [
                 (i, weight * math.exp(-(d - least) / (most - least) if most > least else 0.0))
                 for d, i in near
             ]
         )
-    return found
+    return actual
 
 
 def predict(query: Any, references: Any, labels: list[str], alpha: Vector, k: int) -> str:

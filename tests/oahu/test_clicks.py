@@ -87,6 +87,6 @@ def test_it_follows_a_file_that_is_being_written(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    found = list(itertools.islice(ClickLog(path, IDS, follow=True, poll=0.01), 3))
+    actual = list(itertools.islice(ClickLog(path, IDS, follow=True, poll=0.01), 3))
     writer.join()
-    assert found == [(0, 1, 2), (0, 3, 2), (1, 0, 2)]
+    assert actual == [(0, 1, 2), (0, 3, 2), (1, 0, 2)]

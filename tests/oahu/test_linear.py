@@ -49,20 +49,20 @@ def same(one: Any, other: Any) -> None:
 def test_chunks_save_and_load_change_nothing(kind: Any, prepared: bool, tmp_path: Path) -> None:
     triplets = stream(300)
     triplets[5, 2] = triplets[5, 0]
-    one, two, three = kind(), kind(), kind()
+    left, two, three = kind(), kind(), kind()
     if prepared:
-        for learner in (one, two, three):
+        for learner in (left, two, three):
             learner.prepare(clouds()[0])
-    one.partial_fit(triplets)
+    left.partial_fit(triplets)
     for triplet in triplets:
         two.partial_fit(triplet)
     three.partial_fit(triplets[:170]).save(tmp_path / "x.safetensors")
     three = kind.load(tmp_path / "x.safetensors").partial_fit(triplets[170:])
-    same(one, two)
-    same(one, three)
-    assert one.n_skipped_ == 1 and one.n_triplets_ == 300
+    same(left, two)
+    same(left, three)
+    assert left.n_skipped_ == 1 and left.n_triplets_ == 300
     x = clouds()[0]
-    assert np.array_equal(one.transform(x), three.transform(x))
+    assert np.array_equal(left.transform(x), three.transform(x))
 
 
 @pytest.mark.parametrize("kind", [LEGO, RDML, OPML, Warm])

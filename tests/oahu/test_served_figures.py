@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from retrieval.evaluation.evaluate_run import (
     encoded,
     evaluate_run,
     nearest_in_each,
-    served_neighbors,
 )
 from retrieval.export.variants import SCORED, distances_of, measure, recall_at_1
 from retrieval.model.contracts import Subspace
@@ -76,49 +74,27 @@ def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path)
         assert cli(*words).code == 0
     run = load_run(tmp_path / "run")
     metrics = ["recall_at_1", "recall_at_10"]
-    found = evaluate_run(run, metrics=metrics, bundle=tmp_path / "bundle").figures["bundle"]
+    actual = evaluate_run(run, metrics=metrics, bundle=tmp_path / "bundle").figures["bundle"]
     bundle = Bundle.open(tmp_path / "bundle", threads=1)
     assert bundle.manifest.merge == "score"
     query, labels = run.splits.query, run.splits.labels
     gallery = run.splits.gallery
     ours = encoded(bundle, run, query)["vector"].astype(np.float64)
-    others = ours if gallery is None else encoded(bundle, run, gallery)["vector"].astype(np.float64)
+    rivals = ours if gallery is None else encoded(bundle, run, gallery)["vector"].astype(np.float64)
     theirs = labels[query if gallery is None else gallery]
     alpha = [space.weight for space in bundle.manifest.subspaces]
     rows = [
-        ranking(v, others, number if gallery is None else None, alpha, 10)
+        ranking(v, rivals, number if gallery is None else None, alpha, 10)
         for number, v in enumerate(ours)
     ]
     right = theirs[np.array(rows)] == labels[query][:, None]
-    assert found == pytest.approx(
+    assert actual == pytest.approx(
         {"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()}
     )
     # the whole vector's Euclidean order is another one
     exclude = np.arange(len(ours)) if gallery is None else None
-    whole = nearest_in_each(ours, others, 10, (), exclude)[0]
-    assert (theirs[whole[:, 0]] == labels[query]).mean() != found["recall_at_1"]
-
-
-@pytest.mark.parametrize("merge", ["min", "score"])
-def test_served_neighbours_are_those_of_a_loop(merge: str) -> None:
-    rng = np.random.default_rng(0)
-    x, q = rng.standard_normal((40, 6)), rng.standard_normal((5, 6))
-    alpha = [0.6, 0.3, 0.1]
-    spaces = tuple(Subspace(str(i), 2 * i, 2 * i + 2, w) for i, w in enumerate(alpha))
-    manifest: Any = SimpleNamespace(subspaces=spaces, merge=merge)
-    exclude = np.array([3, 0, 39, -1, 7])
-    found = served_neighbors(q, x, 6, manifest, exclude)
-    for query, row, left_out in zip(q, found, exclude.tolist(), strict=True):
-        if merge == "score":
-            expected = ranking(query, x, left_out, alpha, 6)
-        else:
-            kept = [r for r in range(40) if r != left_out]
-            nearest = {
-                r: min(float(np.hypot(*(query - x[r])[s.start : s.stop])) for s in spaces)
-                for r in kept
-            }
-            expected = sorted(kept, key=lambda r: nearest[r])[:6]
-        assert row.tolist() == expected
+    whole = nearest_in_each(ours, rivals, 10, (), exclude)[0]
+    assert (theirs[whole[:, 0]] == labels[query]).mean() != actual["recall_at_1"]
 
 
 def test_a_variants_drift_is_of_eq_27() -> None:

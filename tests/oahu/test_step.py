@@ -72,29 +72,15 @@ def test_hedge_is_that_of_a_loop(rule: Any) -> None:
             for low in (0.0, 0.3, 0.7):
                 loss = rng.uniform(low, 1, 4)
                 kinds.add(beta ** loss.min() * math.log(beta) > beta - 1)
-                found = hedge_update(alpha, loss, beta, s, rule)
+                actual = hedge_update(alpha, loss, beta, s, rule)
                 assert np.allclose(
-                    found, loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule), atol=1e-15
+                    actual, loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule), atol=1e-15
                 )
                 assert (
-                    found.sum() == pytest.approx(1)
-                    and found.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
+                    actual.sum() == pytest.approx(1)
+                    and actual.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
                 )
     assert kinds == {True, False}  # both branches of Eq 20 were taken
-
-
-def test_exponential_discount_is_never_the_smaller_step_and_the_rules_hardly_differ() -> None:
-    loss = np.linspace(0, 1, 101)
-    assert (0.5**loss <= 1 - 0.5 * loss + 1e-15).all()
-    rng = np.random.default_rng(2)
-    both = [np.full(6, 1 / 6), np.full(6, 1 / 6)]
-    for _ in range(2000):
-        loss = rng.uniform(0.3, 0.6, 6)
-        both = [
-            hedge_update(a, loss, 0.99, 0.1, r)
-            for a, r in zip(both, ("exp", "linear"), strict=True)
-        ]
-    assert np.abs(both[0] - both[1]).max() < 1e-2
 
 
 def test_the_best_level_wins_and_the_guaranteed_minimum_is_met_exactly() -> None:
@@ -124,8 +110,8 @@ def test_a_step_moves_every_weight_down_the_numerical_gradient(depth: int) -> No
     rows = triplet.tolist()
     fixed = loops.fixed_thresholds(rows, w, theta, tau)
     before = [level.copy() for level in network.levels]
-    found = network.step(triplet, alpha, tau, rate)
-    assert np.allclose(found, loops.losses(rows, w, theta, tau), atol=1e-14)
+    actual = network.step(triplet, alpha, tau, rate)
+    assert np.allclose(actual, loops.losses(rows, w, theta, tau), atol=1e-14)
     after_w, after_theta = parts(network)
     step = 1e-6
     for old, new in ((w, after_w), (theta, after_theta)):
@@ -156,31 +142,21 @@ def test_zero_and_equal_embeddings_have_no_gradient_and_stay_finite() -> None:
 def test_embedding_is_that_of_a_loop_and_float32_follows_it() -> None:
     network = Network.random(6, 3, 5, 4, 1, np.float64)
     x = np.random.default_rng(0).standard_normal((7, 6))
-    found = network.embed(x)
+    actual = network.embed(x)
     w, theta = parts(network)
     for i in range(7):
-        assert np.allclose(found[:, i], loops.embed(x[i].tolist(), w, theta), atol=1e-14)
-    lengths = np.linalg.norm(found, axis=2)
+        assert np.allclose(actual[:, i], loops.embed(x[i].tolist(), w, theta), atol=1e-14)
+    lengths = np.linalg.norm(actual, axis=2)
     assert (np.isclose(lengths, 1) | (lengths == 0)).all() and np.isclose(lengths, 1).mean() > 0.9
     single = Network.random(6, 3, 5, 4, 1, np.float32).embed(x.astype(np.float32))
-    assert single.dtype == np.float32 and np.abs(single - found).max() < 1e-5
-
-
-def test_the_step_writes_into_the_arrays_that_it_was_given() -> None:
-    rng = np.random.default_rng(0)
-    first, deeper = rng.uniform(size=(3, 4)), rng.uniform(size=(2, 2, 4))
-    before = first.copy(), deeper.copy()
-    Network(first, deeper, 2).step(np.eye(3), np.full(3, 1 / 3), 0.1, 0.3)
-    assert (first != before[0]).all() and (deeper[0] != before[1][0]).all()
-    with pytest.raises(ValueError, match="C-contiguous"):
-        Network(np.asfortranarray(np.ones((3, 4))), deeper, 2)
+    assert single.dtype == np.float32 and np.abs(single - actual).max() < 1e-5
 
 
 def test_history_is_bounded_and_keeps_equal_steps() -> None:
     kept: NDArray[Any] = np.zeros((1, 1))
-    at, stride = np.zeros(1, np.int64), 1
+    place, stride = np.zeros(1, np.int64), 1
     for step in range(1, 20_000):
-        kept, at, stride = recorded(kept, at, stride, np.array([float(step)]), step)
+        kept, place, stride = recorded(kept, place, stride, np.array([float(step)]), step)
         assert len(kept) <= ROWS
-    assert (np.diff(at) == stride).all() and at[0] == 0 and (kept[:, 0] == at).all()
+    assert (np.diff(place) == stride).all() and place[0] == 0 and (kept[:, 0] == place).all()
     assert len(kept) > ROWS // 2 - 1

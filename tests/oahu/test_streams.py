@@ -40,22 +40,22 @@ def test_the_closure_is_what_the_four_rules_give() -> None:
     rng = np.random.default_rng(1)
     refused = 0
     for _ in range(15):
-        closure, taken = Closure(), []
+        closure, used = Closure(), []
         for _ in range(8):
             triplet = Triplet(*map(int, rng.choice(9, 3, replace=False)))
-            s, d = brute({(a, p) for a, p, _ in taken}, {(a, n) for a, _, n in taken}, 9)
+            s, d = brute({(a, p) for a, p, _ in used}, {(a, n) for a, _, n in used}, 9)
             with_it = brute(
-                {(a, p) for a, p, _ in [*taken, triplet]},
-                {(a, n) for a, _, n in [*taken, triplet]},
+                {(a, p) for a, p, _ in [*used, triplet]},
+                {(a, n) for a, _, n in [*used, triplet]},
                 9,
             )
             consistent = not with_it[0] & with_it[1]
             assert closure.add(triplet) == consistent
             if consistent:
-                taken.append(triplet)
+                used.append(triplet)
             else:
                 refused += 1
-        s, d = brute({(a, p) for a, p, _ in taken}, {(a, n) for a, _, n in taken}, 9)
+        s, d = brute({(a, p) for a, p, _ in used}, {(a, n) for a, _, n in used}, 9)
         for x, y in itertools.combinations(range(9), 2):
             assert closure.similar(x, y) == (frozenset((x, y)) in s)
             assert closure.dissimilar(x, y) == (frozenset((x, y)) in d)
@@ -80,10 +80,10 @@ def test_labels_give_right_triplets_forever_and_the_same_ones_for_a_seed() -> No
     assert first != list(itertools.islice(from_labels(LABELS, seed=4), 5000))
     # every possible anchor, and for one of them every positive and negative
     assert {a for a, _, _ in first} == set(np.flatnonzero(np.bincount(LABELS)[LABELS] > 1).tolist())
-    one = first[0][0]
-    many = [t for t in itertools.islice(from_labels(LABELS, seed=5), 20_000) if t[0] == one]
-    assert {p for _, p, _ in many} == set(np.flatnonzero(LABELS[one] == LABELS).tolist()) - {one}
-    assert {n for _, _, n in many} == set(np.flatnonzero(LABELS[one] != LABELS).tolist())
+    left = first[0][0]
+    many = [t for t in itertools.islice(from_labels(LABELS, seed=5), 20_000) if t[0] == left]
+    assert {p for _, p, _ in many} == set(np.flatnonzero(LABELS[left] == LABELS).tolist()) - {left}
+    assert {n for _, _, n in many} == set(np.flatnonzero(LABELS[left] != LABELS).tolist())
 
 
 @pytest.mark.parametrize("labels", [[1, 1, 1], [1, 2, 3], []])

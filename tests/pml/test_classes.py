@@ -47,11 +47,11 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(name: str, **options: Any) -> tuple[Any, Any]:
     """Return ours and upstream's, with the same weights in double precision."""
     size = "descriptors_dim" if name == "P2SGradLoss" else "embedding_size"
-    given = {"num_classes": K, size: C, **OPTIONS[name], **options}
+    arguments = {"num_classes": K, size: C, **OPTIONS[name], **options}
     torch.manual_seed(1)
-    made = OURS[name](**given), getattr(losses, name)(**given)
-    made[1].load_state_dict(made[0].state_dict())
-    return made[0].double(), made[1].double()
+    built = OURS[name](**arguments), getattr(losses, name)(**arguments)
+    built[1].load_state_dict(built[0].state_dict())
+    return built[0].double(), built[1].double()
 
 
 def codes(rows: int = 12, seed: int = 0) -> Tensor:
@@ -69,8 +69,8 @@ def found(loss: Any, x: Tensor, y: Tensor = Y, mined: Any = None) -> list[Tensor
 
 
 def assert_same(ours: Any, theirs: Any, *given: Any) -> None:
-    for one, other in zip(found(ours, *given), found(theirs, *given), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    for left, other in zip(found(ours, *given), found(theirs, *given), strict=True):
+        torch.testing.assert_close(left, other, rtol=1e-9, atol=1e-11)
 
 
 REDUCERS: dict[str, Callable[[], Any]] = {
@@ -199,14 +199,6 @@ def test_only_what_is_asked_for(name: str) -> None:
         torch.testing.assert_close(ours(codes(), Y), both[0])
 
 
-def test_of_equal_centres_the_first_moves() -> None:
-    x = torch.randint(0, 3, (50, 4, 6), generator=torch.Generator().manual_seed(0)).double()
-    wanted, place = x.max(1)
-    slopes = x.clone()
-    assert torch.equal(classifier_losses.Nearest().derived_(slopes), wanted)
-    assert torch.equal(slopes, torch.zeros_like(x).scatter(1, place.unsqueeze(1), 1.0))
-
-
 @pytest.mark.parametrize(
     "name", ["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "ProxyAnchorLoss"]
 )
@@ -215,9 +207,9 @@ def test_exponentials_beyond_any_float(name: str) -> None:
     sharp = {"alpha": 1000.0} if name == "ProxyAnchorLoss" else sharp
     ours, theirs = pair(name, **sharp)
     assert_same(ours, theirs, codes())
-    single = [each.float() for each in found(ours.float(), codes().float())]
-    for one, exact in zip(single, found(theirs.double(), codes()), strict=True):
-        torch.testing.assert_close(one, exact.float(), rtol=1e-3, atol=1e-3)
+    single = [value.float() for value in found(ours.float(), codes().float())]
+    for left, exact in zip(single, found(theirs.double(), codes()), strict=True):
+        torch.testing.assert_close(left, exact.float(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -225,9 +217,9 @@ def test_exponentials_beyond_any_float(name: str) -> None:
 def test_half_precision_is_that_of_the_codes_alone(name: str, dtype: torch.dtype) -> None:
     ours = pair(name)[0].float()
     x = codes().to(dtype)
-    single, half = (found(ours, each) for each in (x.float(), x))
-    for one, other in zip(half, single, strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=1e-2, atol=1e-2)
+    single, half = (found(ours, value) for value in (x.float(), x))
+    for left, other in zip(half, single, strict=True):
+        torch.testing.assert_close(left.float(), other, rtol=1e-2, atol=1e-2)
     assert all(weights.dtype == torch.float32 for weights in ours.parameters())
 
 
@@ -235,7 +227,7 @@ def test_half_precision_is_that_of_the_codes_alone(name: str, dtype: torch.dtype
 def test_short_codes_have_a_finite_gradient(name: str) -> None:
     x = codes()
     x[2], x[3] = 0, x[3] * 1e-20
-    assert all(each.isfinite().all() for each in found(pair(name)[0], x))
+    assert all(value.isfinite().all() for value in found(pair(name)[0], x))
 
 
 def test_a_label_without_a_proxy_costs_nothing() -> None:
@@ -251,14 +243,14 @@ def test_a_label_without_a_proxy_costs_nothing() -> None:
 
 
 def test_logits_and_outliers_are_upstreams() -> None:
-    for name in [each for each in WEIGHED if each not in ("ProxyNCALoss", "ProxyAnchorLoss")]:
+    for name in [value for value in WEIGHED if value not in ("ProxyNCALoss", "ProxyAnchorLoss")]:
         ours, theirs = pair(name)
         torch.testing.assert_close(ours.get_logits(codes()), theirs.get_logits(codes()))
     ours, theirs = pair("SubCenterArcFaceLoss")
-    for one, other in zip(
+    for left, other in zip(
         *(loss.get_outliers(codes(), Y, 60) for loss in (ours, theirs)), strict=True
     ):
-        assert one.shape == other.shape
+        assert left.shape == other.shape
 
 
 class Large(TorchDispatchMode):
@@ -271,24 +263,24 @@ class Large(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-        made = function(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in given:
-                self.entries = max(self.entries, one.numel())
-                self.count += one.numel() >= self.size
-        return made
+        arguments = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        built = function(*args, **(kwargs or {}))
+        for left in built if isinstance(built, (tuple, list)) else [built]:
+            if isinstance(left, Tensor) and left.untyped_storage().data_ptr() not in arguments:
+                self.entries = max(self.entries, left.numel())
+                self.count += left.numel() >= self.size
+        return built
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_matrix_of_items_and_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_matrix, "ENTRIES", 2**12)
-    several = {"SubCenterArcFaceLoss": 3, "SoftTripleLoss": 3}.get(name, 1)
+    plural = {"SubCenterArcFaceLoss": 3, "SoftTripleLoss": 3}.get(name, 1)
     ours = pair(name, num_classes=100)[0].float()
     x = codes(300).float().requires_grad_()
-    with Large(300 * 100 * several) as seen:
+    with Large(300 * 100 * plural) as seen:
         ours(x, torch.arange(300) % 100).backward()
-    assert seen.entries == 300 * 100 * several
+    assert seen.entries == 300 * 100 * plural
     assert seen.count == 1
 
 
@@ -320,7 +312,7 @@ def many_times(near: float, m: int) -> float:
 
 def of_item(name: str, x: list[float], w: list[list[float]], y: int) -> float:
     """Return an item's loss by the definition; `w` has all centres of a class one after the other."""
-    near = [cosine(x, each) for each in w]
+    near = [cosine(x, value) for value in w]
     if name == "LargeMarginSoftmaxLoss":
         return entropy(
             [
@@ -342,12 +334,12 @@ def of_item(name: str, x: list[float], w: list[list[float]], y: int) -> float:
     grouped = [near[k : k + 3] for k in range(0, len(near), 3)]
     if name == "SoftTripleLoss":
         soft = [
-            sum(s * math.exp(s / 0.3) for s in each) / sum(math.exp(s / 0.3) for s in each)
-            for each in grouped
+            sum(s * math.exp(s / 0.3) for s in value) / sum(math.exp(s / 0.3) for s in value)
+            for value in grouped
         ]
         return entropy([20 * (s - 0.2 * (k == y)) for k, s in enumerate(soft)], y)
     scale, margin = (8, 28.6) if name == "SubCenterArcFaceLoss" else (7, 40)
-    best = [max(each) for each in grouped] if name == "SubCenterArcFaceLoss" else near
+    best = [max(value) for value in grouped] if name == "SubCenterArcFaceLoss" else near
     with_margin = math.acos(best[y]) + math.radians(margin)
     # beyond π a line goes on
     line = best[y] - math.radians(margin) * math.sin(math.radians(margin))
@@ -391,10 +383,10 @@ def test_unit_vectors_are_torchs(dim: int) -> None:
     x = codes().clone()
     x[3], x[:, 2] = x[3] * 1e-15, 0
     x[4] = 0
-    for given in (x, x.T):
+    for arguments in (x, x.T):
         both = []
-        for made in (pair_matrix.unit(v := given.clone().requires_grad_(), dim, 2.5), None):
-            value = torch.nn.functional.normalize(v, dim=dim) * 2.5 if made is None else made
+        for built in (pair_matrix.unit(v := arguments.clone().requires_grad_(), dim, 2.5), None):
+            value = torch.nn.functional.normalize(v, dim=dim) * 2.5 if built is None else built
             (first,) = torch.autograd.grad((value * codes().reshape(value.shape)).sum(), v)
             both.append((value.detach(), first))
         torch.testing.assert_close(both[0], both[1])

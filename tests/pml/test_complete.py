@@ -120,7 +120,7 @@ def upstream_parameters(cls: type) -> dict[str, Any]:
     """Return what the class and, through **kwargs, its bases accept, with the defaults; empty for
     required ones.
     """
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for base in cls.__mro__:
         init = base.__dict__.get("__init__")
         if init is None or not base.__module__.startswith("pytorch_metric_learning"):
@@ -128,10 +128,10 @@ def upstream_parameters(cls: type) -> dict[str, Any]:
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for p in parameters:
             if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-                found.setdefault(p.name, p.default)
+                actual.setdefault(p.name, p.default)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return actual
 
 
 OFFERED = [
@@ -197,11 +197,11 @@ def test_makes_upstreams_class(kind: str, cls: type) -> None:
         "pml.sparse_centers": {"centers_per_class": 2},
     }
     name = f"pml.{snake(cls.__name__)}"
-    made = PLUGINS.build(
+    built = PLUGINS.build(
         kind, {"name": name, **required.get(name, {})}, {"embedding_size": 4, "classes": 3}
     )
-    assert isinstance(made, cls)
-    assert type(made).__name__ == cls.__name__
+    assert isinstance(built, cls)
+    assert type(built).__name__ == cls.__name__
 
 
 def test_names() -> None:

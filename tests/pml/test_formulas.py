@@ -21,10 +21,10 @@ Vectors = list[list[float]]
 
 
 def make(name: str, /, kind: str = "losses", **values: Any) -> Any:
-    made = PLUGINS.build(
+    built = PLUGINS.build(
         kind, {"name": f"pml.{name}", **values}, {"embedding_size": 5, "classes": 4}
     )
-    return made.double()
+    return built.double()
 
 
 def points(items: int, seed: int) -> Tensor:
@@ -78,10 +78,10 @@ def positive_mean(numbers: list[float]) -> float:
 
 def angular(b: Batch) -> float:
     t = math.tan(math.radians(40)) ** 2
-    found = []
+    actual = []
     for a, p in b.positive_pairs():
         both = [u + v for u, v in zip(b.x[a], b.r[p], strict=True)]
-        found.append(
+        actual.append(
             math.log(
                 1
                 + sum(
@@ -90,30 +90,30 @@ def angular(b: Batch) -> float:
                 )
             )
         )
-    return mean(found)
+    return mean(actual)
 
 
 def lifted(b: Batch) -> float:
-    found = []
+    actual = []
     for a, p in b.positive_pairs():
         total = sum(math.exp(1 - far(b.x[a], b.r[n])) for n in b.others(a, False))
         if b.own:
             total += sum(math.exp(1 - far(b.x[p], b.r[n])) for n in b.others(p, False))
-        found.append(max(0.0, math.log(total) + far(b.x[a], b.r[p])) ** 2 / 2)
-    return mean(found)
+        actual.append(max(0.0, math.log(total) + far(b.x[a], b.r[p])) ** 2 / 2)
+    return mean(actual)
 
 
 def generalized_lifted(b: Batch) -> float:
-    found = []
+    actual = []
     for a in range(len(b.x)):
         positives, negatives = b.others(a, True), b.others(a, False)
         if not positives or not negatives:
-            found.append(0.0)
+            actual.append(0.0)
             continue
         pull = math.log(sum(math.exp(far(b.x[a], b.r[p])) for p in positives))
         push = math.log(sum(math.exp(1 - far(b.x[a], b.r[n])) for n in negatives))
-        found.append(max(0.0, pull + push))
-    return mean(found)
+        actual.append(max(0.0, pull + push))
+    return mean(actual)
 
 
 def nt_xent(b: Batch) -> float:
@@ -131,27 +131,27 @@ def nt_xent(b: Batch) -> float:
 
 
 def tuplet(b: Batch) -> float:
-    found = []
+    actual = []
     for a, p in b.positive_pairs():
         own = math.cos(math.acos(dot(b.x[a], b.r[p])) - math.radians(5.73))
-        found.append(
+        actual.append(
             math.log(
                 1 + sum(math.exp(64 * (dot(b.x[a], b.r[n]) - own)) for n in b.others(a, False))
             )
         )
-    return mean(found)
+    return mean(actual)
 
 
 def nca(b: Batch) -> float:
-    found = []
+    actual = []
     for a in range(len(b.x)):
         weight = {
             j: math.exp(-(far(b.x[a], b.r[j]) ** 2)) for s in (True, False) for j in b.others(a, s)
         }
         own = sum(weight[j] for j in b.others(a, True))
         if own:
-            found.append(-math.log(own / sum(weight.values())))
-    return mean(found)
+            actual.append(-math.log(own / sum(weight.values())))
+    return mean(actual)
 
 
 def threshold_consistent(b: Batch) -> float:
@@ -171,20 +171,20 @@ def swapped_triplets(b: Batch) -> float:
 
 
 def instance(b: Batch) -> float:
-    found = []
+    actual = []
     for i, x in enumerate(b.x):
         votes = [math.exp(64 * dot(x, o) - 64) for o in b.x]
-        found.append(
+        actual.append(
             -math.log(sum(v for v, y in zip(votes, b.y, strict=True) if y == b.y[i]) / sum(votes))
         )
-    return mean(found)
+    return mean(actual)
 
 
 def smooth_ap(b: Batch) -> float:
     def ahead(q: int, i: int, j: int) -> float:
         return 1 / (1 + math.exp(-(dot(b.x[q], b.x[j]) - dot(b.x[q], b.x[i])) / 0.1))
 
-    found = []
+    actual = []
     for q in range(len(b.x)):
         positives = [q, *b.others(q, True)]
         if len(positives) == 1:
@@ -194,8 +194,8 @@ def smooth_ap(b: Batch) -> float:
             rank = 1 + sum(ahead(q, i, j) for j in range(len(b.x)) if j != i)
             among = 1 + sum(ahead(q, i, j) for j in positives if j != i)
             ap += among / rank / len(positives)
-        found.append(1 - ap)
-    return mean(found)
+        actual.append(1 - ap)
+    return mean(actual)
 
 
 def histogram(b: Batch) -> float:
@@ -269,12 +269,12 @@ def test_dynamic_soft_margin_over_two_batches() -> None:
         share = 0.3 if any(histogram) else 1.0
         mixed = [(1 - share) * h + share * n for h, n in zip(histogram, batch, strict=True)]
         histogram = [m / sum(mixed) for m in mixed]
-        wanted = mean(
+        expected = mean(
             [d * sum(histogram[: int(min(max((d + 2) / 0.4, 0), 9)) + 1]) for d in differences]
         )
         value = loss(x, torch.tensor(LABELS))
         value.backward()
-        assert value.item() == pytest.approx(wanted, rel=1e-9)
+        assert value.item() == pytest.approx(expected, rel=1e-9)
         # the gradient takes the weights, and so the histogram, for constants
         u = torch.nn.functional.normalize(x)
         weighed = [
@@ -294,12 +294,12 @@ def test_dynamic_soft_margin_counts_the_largest_difference() -> None:
 
 
 def test_one_triplet_counts() -> None:
-    x, one = points(8, 1), torch.tensor([0])
-    triplet = (one, torch.tensor([2]), torch.tensor([3]))
+    x, left = points(8, 1), torch.tensor([0])
+    triplet = (left, torch.tensor([2]), torch.tensor([3]))
     b = Batch(x, None)
-    wanted = far(b.x[0], b.x[2]) + max(0.0, 1 - far(b.x[0], b.x[3]))
+    expected = far(b.x[0], b.x[2]) + max(0.0, 1 - far(b.x[0], b.x[3]))
     assert upstream.ContrastiveLoss()(x, torch.tensor(LABELS), triplet).item() == 0
-    assert make("contrastive")(x, torch.tensor(LABELS), triplet).item() == pytest.approx(wanted)
+    assert make("contrastive")(x, torch.tensor(LABELS), triplet).item() == pytest.approx(expected)
 
 
 def test_nca_keeps_items_whose_probability_rounds_to_zero() -> None:
@@ -321,12 +321,12 @@ def test_manifold_gives_all_items_of_a_class_one_proxy(
     plain = upstream.ManifoldLoss(l=5, **values).double()
     plain.load_state_dict({"proxies": loss.proxies})
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # it inverts in float32
-    wanted = plain(x, indices_tuple=loss.meta_classes[labels])
-    found = loss(x, labels)
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-12)
+    expected = plain(x, indices_tuple=loss.meta_classes[labels])
+    actual = loss(x, labels)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-12)
     slopes = [
         torch.autograd.grad(of, [x, proxies])
-        for of, proxies in ((found, loss.proxies), (wanted, plain.proxies))
+        for of, proxies in ((actual, loss.proxies), (expected, plain.proxies))
     ]
     for ours, theirs in zip(*slopes, strict=True):
         assert theirs.any()
@@ -387,13 +387,13 @@ def test_value_and_gradient_equal_upstreams(name: str) -> None:
     if sizes:
         theirs.load_state_dict(loss.state_dict())
     gradients = []
-    for made in (loss, theirs):
+    for built in (loss, theirs):
         x = torch.nn.functional.normalize(points(12, 3).float()).requires_grad_()
-        value = made(x, DEFAULT_LABELS)
+        value = built(x, DEFAULT_LABELS)
         value.backward()
         gradients.append((value.detach(), x.grad))
-    (ours, grad), (wanted, wanted_grad) = gradients
-    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+    (ours, grad), (expected, wanted_grad) = gradients
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     if name not in (
         "angular",
         "dynamic_soft_margin",

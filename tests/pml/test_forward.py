@@ -44,9 +44,9 @@ def test_all_arguments_reach_the_constructor_by_name() -> None:
     defaults = {"margin": 0.5, "weight_init_func": None, "reducer": None}
     assert factory(4) == {"width": 4, "num_classes": 3, **defaults}
     assert factory(4, 7, margin=1.0) == {"width": 4, "num_classes": 7, **defaults, "margin": 1.0}
-    made = factory(size=4, weight_init_func="orthogonal")["weight_init_func"]
-    assert made is nn.init.orthogonal_
-    torch.testing.assert_close(made(torch.empty(3, 3)).square().sum(), torch.tensor(3.0))
+    built = factory(size=4, weight_init_func="orthogonal")["weight_init_func"]
+    assert built is nn.init.orthogonal_
+    torch.testing.assert_close(built(torch.empty(3, 3)).square().sum(), torch.tensor(3.0))
 
 
 def test_its_checks_and_its_signature_refuse() -> None:
@@ -73,9 +73,9 @@ def test_common_parameters_are_documented_once_and_its_own_lines_win() -> None:
     def bare(reducer: Any = None) -> Any:
         """Another."""
 
-    found = Factory.read("losses", "pml.y", bare)
-    assert (found.summary, found.description) == ("Another.", "Another.")
-    assert found.parameters[0].doc == MEANINGS["reducer"] and not found.hints
+    actual = Factory.read("losses", "pml.y", bare)
+    assert (actual.summary, actual.description) == ("Another.", "Another.")
+    assert actual.parameters[0].doc == MEANINGS["reducer"] and not actual.hints
 
 
 @pytest.mark.parametrize("labels", [[0, 0, 1, 1, 2, -1], [0, 0, 1, 1, 2, 4]])

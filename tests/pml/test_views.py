@@ -32,8 +32,8 @@ REDUCERS: dict[str, Callable[[], Any]] = {
 
 def codes() -> Tensor:
     """Return codes of which some dimensions spread more than 1, and cost nothing."""
-    made = torch.randn(13, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return made * torch.tensor([0.3, 0.6, 0.9, 1.5, 3.0]) + 2
+    built = torch.randn(13, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return built * torch.tensor([0.3, 0.6, 0.9, 1.5, 3.0]) + 2
 
 
 def places() -> tuple[Tensor, Tensor]:
@@ -49,24 +49,24 @@ def test_upstreams_numbers(by_label: bool, reduced_by: str) -> None:
         cls(**OPTIONS, reducer=REDUCERS[reduced_by]()) for cls in (VICRegLoss, losses.VICRegLoss)
     )
     x, (first, second) = codes().requires_grad_(), places()
-    wanted = theirs(x[first], ref_emb=x[second])
-    found = ours(x, LABELS) if by_label else ours(x[first], ref_emb=x[second])
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-    gradients = [torch.autograd.grad(3 * value, x)[0] for value in (found, wanted)]
+    expected = theirs(x[first], ref_emb=x[second])
+    actual = ours(x, LABELS) if by_label else ours(x[first], ref_emb=x[second])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(3 * value, x)[0] for value in (actual, expected)]
     assert not gradients[0][10].any()  # the view left over
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
 def test_a_gradient_of_a_gradient() -> None:
     x, (first, second) = codes().requires_grad_(), places()
-    found = []
+    actual = []
     for value in (
         VICRegLoss(**OPTIONS)(x, LABELS),
         losses.VICRegLoss(**OPTIONS)(x[first], ref_emb=x[second]),
     ):
         (slope,) = torch.autograd.grad(value, x, create_graph=True)
-        found.append(torch.autograd.grad(slope.square().sum(), x)[0])
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+        actual.append(torch.autograd.grad(slope.square().sum(), x)[0])
+    torch.testing.assert_close(*actual, rtol=1e-9, atol=1e-12)
 
 
 def test_finite_differences() -> None:
@@ -78,7 +78,7 @@ def test_finite_differences() -> None:
 def test_plain_loops() -> None:
     x, (first, second) = codes(), places()
     total, things, width = 0.0, len(first), 5
-    views = [[x[i].tolist() for i in each] for each in (first, second)]
+    views = [[x[i].tolist() for i in value] for value in (first, second)]
     total += 3.0 * sum(
         (p - q) ** 2 / width / things
         for a, b in zip(*views, strict=True)

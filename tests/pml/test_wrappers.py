@@ -79,11 +79,11 @@ class TestCrossBatchMemory:
                         continue  # itself
                     d, same = (c - other).norm().item(), other_label == int(label)
                     costs[same].append(d if same else 1 - d)
-            wanted = 0.0
+            expected = 0.0
             for part in costs.values():
                 kept = [cost for cost in part if cost > 0]
-                wanted += sum(kept) / len(kept) if kept else 0
-            assert loss(codes, y).item() == pytest.approx(wanted, rel=1e-4)
+                expected += sum(kept) / len(kept) if kept else 0
+            assert loss(codes, y).item() == pytest.approx(expected, rel=1e-4)
         assert loss.has_been_filled and loss.queue_idx == 48 % 20
 
     def test_outside_miner_points_at_the_batch(self) -> None:
@@ -94,9 +94,9 @@ class TestCrossBatchMemory:
         a, p, n = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
         with_extra = loss.create_indices_tuple
         loss.add_to_memory(x[:, :6], y, 8)
-        found = with_extra(x[:, :6], y, loss.embedding_memory, loss.label_memory, (a, p, n), True)
+        actual = with_extra(x[:, :6], y, loss.embedding_memory, loss.label_memory, (a, p, n), True)
         places = [(16 + i) % 20 for i in range(8)]
-        assert [index[-1].item() for index in found] == [0, places[1], 0, places[2]]
+        assert [index[-1].item() for index in actual] == [0, places[1], 0, places[2]]
 
     def test_one_item_is_not_compared_with_itself(self) -> None:
         loss, y = (
@@ -124,8 +124,8 @@ class TestCrossBatchMemory:
         theirs = upstream.CrossBatchMemory(upstream.TripletMarginLoss(), 6, 20)
         for x, y in batches(4):
             mask = torch.arange(8) < 4
-            wanted = theirs(x[:, :6], y, enqueue_mask=mask).item()
-            assert ours(x[:, :6], y, enqueue_mask=mask).item() == pytest.approx(wanted)
+            expected = theirs(x[:, :6], y, enqueue_mask=mask).item()
+            assert ours(x[:, :6], y, enqueue_mask=mask).item() == pytest.approx(expected)
 
     def test_sentences(self) -> None:
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=4)
@@ -150,18 +150,20 @@ class TestMultiple:
             miner_for=[1],
         )
         miner = PLUGINS.build("miners", {"name": "pml.triplet_margin", "type_of_triplets": "hard"})
-        wanted = 0.5 * upstream.ContrastiveLoss()(self.x, self.y)
-        wanted += 2 * upstream.TripletMarginLoss(margin=0.3)(self.x, self.y, miner(self.x, self.y))
-        assert loss(self.x, self.y).item() == pytest.approx(wanted.item())
+        expected = 0.5 * upstream.ContrastiveLoss()(self.x, self.y)
+        expected += 2 * upstream.TripletMarginLoss(margin=0.3)(
+            self.x, self.y, miner(self.x, self.y)
+        )
+        assert loss(self.x, self.y).item() == pytest.approx(expected.item())
         with pytest.raises(ValueError, match="miners of their own"):
             loss(self.x, self.y, (self.y, self.y, self.y))
 
     def test_reference_set_is_handed_on(self) -> None:
         reference: dict[str, Any] = {"ref_emb": self.x.flip(0) * 2, "ref_labels": self.y}
-        wanted = upstream.ContrastiveLoss()(self.x, self.y, **reference)
-        wanted += upstream.SupConLoss()(self.x, self.y, **reference)
+        expected = upstream.ContrastiveLoss()(self.x, self.y, **reference)
+        expected += upstream.SupConLoss()(self.x, self.y, **reference)
         loss = make("multiple", losses=["pml.contrastive", "pml.sup_con"])
-        assert loss(self.x, self.y, **reference).item() == pytest.approx(wanted.item())
+        assert loss(self.x, self.y, **reference).item() == pytest.approx(expected.item())
         with pytest.raises(ValueError, match="SmoothAPLoss takes none"):
             make("multiple", losses=["pml.contrastive", "pml.smooth_ap"])(
                 self.x, self.y, **reference
@@ -196,26 +198,26 @@ class TestViews:
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_self_supervised_finds_the_views(self, symmetric: bool) -> None:
-        wanted = upstream.SelfSupervisedLoss(upstream.NTXentLoss(), symmetric)(
+        expected = upstream.SelfSupervisedLoss(upstream.NTXentLoss(), symmetric)(
             self.first, self.second
         )
         loss = make("self_supervised", loss="pml.nt_xent", symmetric=symmetric)
-        assert loss(self.mixed, self.labels).item() == pytest.approx(wanted.item(), rel=1e-5)
+        assert loss(self.mixed, self.labels).item() == pytest.approx(expected.item(), rel=1e-5)
         assert loss(self.first, ref_emb=self.second).item() == pytest.approx(
-            wanted.item(), rel=1e-5
+            expected.item(), rel=1e-5
         )
 
     def test_vic_reg_finds_the_views(self) -> None:
-        wanted = upstream.VICRegLoss()(self.first, ref_emb=self.second).item()
+        expected = upstream.VICRegLoss()(self.first, ref_emb=self.second).item()
         shuffled = torch.tensor([8, 0, 2, 9, 3, 1, 4, 6, 7, 5])
         loss = make("vic_reg")
-        assert loss(self.first, ref_emb=self.second).item() == pytest.approx(wanted)
+        assert loss(self.first, ref_emb=self.second).item() == pytest.approx(expected)
         # which view comes first may differ, and the loss is the same either way for equal
         # statistics only: keep order
         order = torch.argsort(shuffled % 2, stable=True)
         assert loss(
             self.mixed[shuffled[order]], self.labels[shuffled[order]]
-        ).item() == pytest.approx(wanted)
+        ).item() == pytest.approx(expected)
 
     def test_an_item_left_over_is_left_out(self) -> None:
         loss = make("vic_reg")

@@ -180,11 +180,11 @@ def inat(root: Path) -> Path:
     number, sides = 0, {"train": ["Aves/10", "Fungi/11"], "test": ["Aves/12", "Plantae/13"]}
     for side, species in sides.items():
         rows = []
-        for one in species:
+        for left in species:
             for _ in range(2):
                 number += 1
-                picture(root / "train_val2018" / one / f"{number}.jpg", number)
-                rows.append(f"Inaturalist/train_val2018/{one}/{number}.jpg")
+                picture(root / "train_val2018" / left / f"{number}.jpg", number)
+                rows.append(f"Inaturalist/train_val2018/{left}/{number}.jpg")
         lines(root / "Inat_dataset_splits" / f"Inat_{side}_set1.txt", rows)
     for name, ids in (("train", (1, 3, 5, 7)), ("val", (2, 4, 6, 8))):
         species = [

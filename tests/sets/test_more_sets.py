@@ -85,11 +85,11 @@ def refused(load: Callable[..., Dataset], folder: Path, **values: Any) -> str:
 
 
 def sides(data: Dataset) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    actual: dict[str, list[str]] = {}
     for i, label in enumerate(data.labels):
         role = data.roles[i] if data.roles else ""
-        found.setdefault(role or (data.splits[i] if data.splits else ""), []).append(label)
-    return found
+        actual.setdefault(role or (data.splits[i] if data.splits else ""), []).append(label)
+    return actual
 
 
 def test_vehicles_of_three_sizes(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_people_of_market_without_junk_and_with_cameras(tmp_path: Path) -> None:
     }
     assert data.metadata is not None and {m["camera"] for m in data.metadata} == {"c1", "c2"}
     assert list(data.notes) == ["2 junk images are left out."]
-    found = make_splits(data, Split(validation=0))
-    assert found.gallery is not None and (len(found.query), len(found.gallery)) == (2, 6)
+    actual = make_splits(data, Split(validation=0))
+    assert actual.gallery is not None and (len(actual.query), len(actual.gallery)) == (2, 6)
     (tmp_path / "query" / "0001_c1s1_001451_03.jpg").rename(tmp_path / "query" / "someone.jpg")
     assert "1 images are not called ID_cCAMERA_…" in refused(market1501, tmp_path, counts="any")
 
@@ -178,8 +178,8 @@ def test_dishes_textures_and_things(tmp_path: Path) -> None:
         sides(food101(layouts.food(tmp_path / "food-101").parent, counts="any"))["test"]
         == ["apple_pie"] * 2 + ["sushi"] * 2
     )
-    found = sides(dtd(layouts.dtd(tmp_path / "dtd"), partition=2, counts="any"))
-    assert set(found) == {"train", "validation", "test"} and set(found["test"]) == {
+    actual = sides(dtd(layouts.dtd(tmp_path / "dtd"), partition=2, counts="any"))
+    assert set(actual) == {"train", "validation", "test"} and set(actual["test"]) == {
         "banded",
         "woven",
     }

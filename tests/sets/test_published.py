@@ -46,12 +46,12 @@ def refused(load: Callable[..., Dataset], folder: Path, **values: Any) -> str:
 
 def sides(data: Dataset) -> dict[str, list[str]]:
     assert data.splits is not None
-    found: dict[str, list[str]] = {}
+    actual: dict[str, list[str]] = {}
     for i, side in enumerate(data.splits):
-        found.setdefault(data.roles[i] if data.roles and data.roles[i] else side, []).append(
+        actual.setdefault(data.roles[i] if data.roles and data.roles[i] else side, []).append(
             data.labels[i]
         )
-    return found
+    return actual
 
 
 def test_birds_by_species_and_by_the_makers_split(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_in_shop_has_queries_and_a_gallery(tmp_path: Path) -> None:
         "query": 2,
         "gallery": 3,
     }
-    found = make_splits(data, Split(validation=0))
-    assert found.gallery is not None and (len(found.query), len(found.gallery)) == (2, 3)
+    actual = make_splits(data, Split(validation=0))
+    assert actual.gallery is not None and (len(actual.query), len(actual.gallery)) == (2, 3)
 
 
 @pytest.mark.parametrize(
