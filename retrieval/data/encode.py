@@ -1,4 +1,4 @@
-"""Items → features and codes, in batches; how far it is can be shown."""
+"""Items → features and embeddings, in batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def encode(
     from_features: bool = False,
     raw: RawInputs | None = None,
 ) -> Tensor:
-    """Return the codes (N, C) of items, float32, on the CPU.
+    """Return the embeddings (N, C) of items, float32, on the CPU.
 
     Args:
         model: a model; its mode is left as it was.
@@ -53,15 +53,15 @@ def encode(
         raw: the dataset's inputs, where they are kept between calls.
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    codes: list[Tensor] = []
+    embeddings: list[Tensor] = []
     meter = Meter(progress or "", len(indices), "items", show=progress is not None)
     with evaluating(model), _channels_last(model, device), meter:
         for chunk in inputs(
             dataset, indices, None if from_features else model.preprocessing, batch, raw=raw
         ):
-            codes.append(_forward(model, chunk.to(device), from_features).float().cpu())
+            embeddings.append(_forward(model, chunk.to(device), from_features).float().cpu())
             meter.update(len(chunk))
-    return torch.cat(codes) if codes else torch.empty(0, 0)
+    return torch.cat(embeddings) if embeddings else torch.empty(0, 0)
 
 
 @contextlib.contextmanager
@@ -80,15 +80,15 @@ def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
 
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
-    """Return the codes (B, C); a net that fails with channels last is called without."""
+    """Return the embeddings (B, C); a net that fails with channels last is called without."""
     try:
-        codes: Tensor = model(inputs, from_features)[1]
+        embeddings: Tensor = model(inputs, from_features)[1]
     except RuntimeError:
         if not model.channels_last:
             raise
         model.channels_last = False
-        codes = model(inputs, from_features)[1]
-    return codes
+        embeddings = model(inputs, from_features)[1]
+    return embeddings
 
 
 def pixels(
