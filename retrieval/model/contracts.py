@@ -290,8 +290,7 @@ class Combiner(BaseDistance):
 
         Returns:
             A scalar that is added to the loss in the phases that train the combiner, or None; and
-                scalars by name, whose
-            means are in each epoch's log.
+            scalars by name, whose means are in each epoch's log.
         """
         return None, {}
 

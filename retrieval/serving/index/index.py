@@ -257,8 +257,7 @@ class Index:
                   encoder gives.
 
                 Or several, which give one list of hits each: a list of images or of vectors, an
-                    array
-                (N, F) or (N, P), or `Encoded`, which the bundle's `encode` gave.
+                array (N, F) or (N, P), or `Encoded`, which the bundle's `encode` gave.
             k: how many; all items when there are fewer.
             candidates: how many the rescorer is given, in each sub-space; the bundle's own number
                 by default.
