@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.index_backend import IndexBackend, checked_search
 from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index_backend import IndexBackend, checked_search
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.view import View
