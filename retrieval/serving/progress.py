@@ -127,7 +127,7 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a line that stays, above the bar if there is one; it may hold names from outside."""
+        """Write a line that stays, above the bar if any; it may hold names from outside."""
         line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)

@@ -37,7 +37,7 @@ def encode_queries(
               as the encoder gives.
 
             Several vectors may also be one array (N, F) or (N, P). `Encoded`, what the encoder gave
-                of N items, stays as it is.
+            of N items, stays as it is.
 
     Returns:
         `Encoded`, or vectors (N, P) that need no encoding.
