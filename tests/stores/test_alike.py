@@ -59,11 +59,11 @@ def test_duplicates_are_all_found(digits: tuple[Index, np.ndarray]) -> None:
     limit = 0.002
     squared = ((vectors[:, None, :] - vectors[None, :20, :]) ** 2).sum(-1)
     assert (squared > limit**2).sum() == squared.size - 20  # no two different digits are that near
-    found = index.duplicates(limit, progress=False)
-    assert [group.ids for group in found] == [
+    hits = index.duplicates(limit, progress=False)
+    assert [group.ids for group in hits] == [
         (f"{n:04}", f"{n:04}-again", f"{n:04}-apart") for n in range(20)
     ]
-    assert all(group.largest == pytest.approx(1e-3, rel=1e-3) for group in found)
+    assert all(group.largest == pytest.approx(1e-3, rel=1e-3) for group in hits)
     exact = index.duplicates(0, progress=False)
     assert [group.ids for group in exact] == [(f"{n:04}", f"{n:04}-again") for n in range(20)]
     only = index.duplicates(limit, where="label = '3'", progress=False)
@@ -85,14 +85,14 @@ def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[Index, np.n
 
 def test_clusters_hold_every_item_once(digits: tuple[Index, np.ndarray]) -> None:
     index, _ = digits
-    found = index.clusters(10, progress=False)
-    assert sum(cluster.count for cluster in found) == len(index)
-    assert [cluster.count for cluster in found] == sorted(
-        (cluster.count for cluster in found), reverse=True
+    hits = index.clusters(10, progress=False)
+    assert sum(cluster.count for cluster in hits) == len(index)
+    assert [cluster.count for cluster in hits] == sorted(
+        (cluster.count for cluster in hits), reverse=True
     )
-    main = sum(cluster.labels[0][1] for cluster in found)
+    main = sum(cluster.labels[0][1] for cluster in hits)
     assert main > 0.5 * len(index)  # a tenth, were they drawn at random
-    assert found == index.clusters(10, progress=False)
+    assert hits == index.clusters(10, progress=False)
     with pytest.raises(DataError, match="cannot make 5,000 clusters"):
         index.clusters(5000, progress=False)
 
@@ -105,9 +105,9 @@ def test_tuning_takes_what_meets_both_limits(
     tuned = index.tune(recall=0.9, progress=False)
     assert tuned.chosen is not None and tuned.chosen.recall >= 0.9
     assert tuned.chosen.milliseconds == min(
-        one.milliseconds for one in tuned.trials if one.recall >= 0.9
+        entry.milliseconds for entry in tuned.trials if entry.recall >= 0.9
     )
-    assert {one.backend for one in tuned.trials} == {
+    assert {entry.backend for entry in tuned.trials} == {
         "flat",
         "sq8",
         "hnsw",
@@ -115,8 +115,8 @@ def test_tuning_takes_what_meets_both_limits(
         "ivfpq",
         "rabitq",
     }
-    found = index.stats().details["structure"]
-    assert found == (None if tuned.chosen.backend == "flat" else tuned.chosen.backend)
+    hits = index.stats().details["structure"]
+    assert hits == (None if tuned.chosen.backend == "flat" else tuned.chosen.backend)
     small = index.tune(recall=0.9, memory=1000, apply=False, progress=False)
     assert small.chosen is None
     shown = cli("index", "show", index.path).out
@@ -157,9 +157,9 @@ def test_tuning_weighs_sub_spaces(
     ]
     monkeypatch.setattr(tuning, "_grid", lambda count, width: iter(few))
     monkeypatch.setattr(tuning, "_ROUNDS", 1)
-    made = make_bundle(tmp_path / "b", subspaces=True)
-    write_manifest(made, read_manifest(made).model_copy(update={"merge": merge}))
-    bundle = Bundle.open(made, threads=1)
+    created = make_bundle(tmp_path / "b", subspaces=True)
+    write_manifest(created, read_manifest(created).model_copy(update={"merge": merge}))
+    bundle = Bundle.open(created, threads=1)
     features = np.random.default_rng(5).normal(size=(1500, 8)).astype(np.float32)
     vectors = bundle.encode(features).vector
     create_local(tmp_path / "i", bundle, widths_of(bundle))
@@ -169,16 +169,16 @@ def test_tuning_weighs_sub_spaces(
         exact = index.search(queries, 10)
         tuned = index.tune(recall=0.99, progress=False)
         assert tuned.chosen is not None and tuned.trials[0].recall == 1
-        assert min(one.recall for one in tuned.trials) < 0.99 <= tuned.chosen.recall
+        assert min(entry.recall for entry in tuned.trials) < 0.99 <= tuned.chosen.recall
         index.store.restructure(Wanted("sq8"))
         index.store.compact()
         assert index.stats().details["structure"] == "sq8"
         ids = [
-            ({hit.id for hit in one}, {hit.id for hit in other})
-            for one, other in zip(exact, index.search(queries, 10), strict=True)
+            ({hit.id for hit in entry}, {hit.id for hit in other})
+            for entry, other in zip(exact, index.search(queries, 10), strict=True)
         ]
-        share = np.mean([len(one & other) / 10 for one, other in ids])
-        (trial,) = (one for one in tuned.trials if one.backend == "sq8")
+        share = np.mean([len(entry & other) / 10 for entry, other in ids])
+        (trial,) = (entry for entry in tuned.trials if entry.backend == "sq8")
         assert share == pytest.approx(trial.recall, abs=0.02)
 
 

@@ -40,9 +40,9 @@ def test_threads_take_turns_on_a_gpu_and_each_has_its_own(monkeypatch: Any) -> N
     def search(index: Any, queries: Any, k: int) -> Any:
         inside.append(k)
         crowd.append(len(inside))
-        found = index.search(queries, k)
+        hits = index.search(queries, k)
         inside.pop()
-        return found
+        return hits
 
     gpu = OnGpu(flat._index, "one", False, {}, search)
     wrong: list[int] = []
@@ -68,11 +68,14 @@ def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(
     faiss = load_faiss()
     _, exact = built(Flat()).search(VECTORS[:100], 10)
     for by_gpu in (False, True):
-        made = built(Cagra(degree=32))
+        created = built(Cagra(degree=32))
         if by_gpu:
-            made._index.base_level_only, made._index.num_base_level_search_entrypoints = True, 32
+            created._index.base_level_only, created._index.num_base_level_search_entrypoints = (
+                True,
+                32,
+            )
         path = tmp_path / f"{by_gpu}"
-        getattr(made, saved)(path)
+        getattr(created, saved)(path)
         again = Cagra(degree=32)
         if saved == "save":
             again.load(path)
@@ -145,8 +148,8 @@ def test_what_is_set_on_an_index_where_a_call_takes_no_parameters(monkeypatch: A
     ],
 )
 def test_what_a_gpu_refuses_is_a_sentence(text: str, words: str) -> None:
-    said = refused(1500, 16, RuntimeError(text))
-    assert words in said and "project" not in said and ".cpp" not in said
+    message = refused(1500, 16, RuntimeError(text))
+    assert words in message and "project" not in message and ".cpp" not in message
 
 
 def test_memory_that_cuvs_lacks_is_a_sentence(monkeypatch: Any) -> None:
