@@ -140,8 +140,8 @@ class MilvusServer:
                 self._leases.pop()
 
     def _ask_etcd(self, what: str, **message: str) -> Any:
-        port = urllib.request.Request(f"{self._etcd_at}/v3/{what}", json.dumps(message).encode())
-        with urllib.request.urlopen(port, timeout=10) as answer:
+        request = urllib.request.Request(f"{self._etcd_at}/v3/{what}", json.dumps(message).encode())
+        with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
 
     def kill(self) -> None:

@@ -76,20 +76,18 @@ def test_an_answer_of_another_state_is_found(histories: ModuleType) -> None:
         assert histories.wrong(history, questions, maps) == []
         around = answers(histories, state, maps, max(0, number - 2), min(6, number + 1))
         assert histories.wrong(history, around, maps) == []
-    for kept, questions, kinds in (
+    for kept, moment, kinds in (
         (1, 2, {"search", "search cheap", "count", "count cheap", "get"}),  # too old
         (3, 2, {"search", "search cheap", "count", "count cheap", "get"}),  # too new
         (3, 5, {"search", "search cheap", "count", "count cheap", "get"}),
         (5, 6, {"search", "search cheap"}),  # of the other bundle
     ):
-        bad = histories.wrong(
-            history, answers(histories, states[kept], maps, questions, questions), maps
-        )
+        bad = histories.wrong(history, answers(histories, states[kept], maps, moment, moment), maps)
         assert {entry.kind for entry in bad} <= kinds and {"search"} <= {
             entry.kind for entry in bad
         }, (
             kept,
-            questions,
+            moment,
         )
     half = histories.State(0, dict(states[1].items))
     half.apply(("delete", ["id 2"]))
