@@ -32,18 +32,18 @@ def agree(store: stores.Store, data: st.DataObject) -> None:
     given = [item("all", metadata=dict.fromkeys(NAMES))]
     for at, (label, metadata) in enumerate(drawn):
         given.append(item(f"'{at}\"", label=label, metadata=metadata))
-    store.delete([one.id for one in store.scan()])
+    store.delete([entry.id for entry in store.scan()])
     store.upsert(given, opened().sha256)
     for where in data.draw(st.lists(strategies.FILTERS, min_size=4, max_size=10)):
         expected = sorted(
-            one.id
-            for one in given
-            if matches(where, one.id, one.label, json.loads(metadata_text(one.metadata)))
+            entry.id
+            for entry in given
+            if matches(where, entry.id, entry.label, json.loads(metadata_text(entry.metadata)))
         )
         with suppress(DataError):  # no item has a field of that name, so none matches
-            ids = sorted(one.id for one in scanned(store, where))
+            ids = sorted(entry.id for entry in scanned(store, where))
             assert (ids, store.count(where)) == (expected, len(expected)), where
-            (found,) = store.search(normal(1, WIDTH, 0), 50, opened().sha256, where=where)
-            assert sorted(one.id for one in found) == expected, where
+            (hits,) = store.search(normal(1, WIDTH, 0), 50, opened().sha256, where=where)
+            assert sorted(entry.id for entry in hits) == expected, where
             continue
         assert not expected, where

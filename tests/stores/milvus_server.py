@@ -57,7 +57,7 @@ class MilvusServer:
 
             config = MilvusServerConfig(data_dir=str(folder))
             named = [name for name in config.configurable_items if name.endswith("_port")]
-            *ports, self._health, asked, peers = _free(len(named) + 3)
+            *ports, self._health, port, peers = _free(len(named) + 3)
             config.update(**dict(zip(named, ports, strict=True)))
             config.resolve()
             if programs is not None:
@@ -66,18 +66,18 @@ class MilvusServer:
         self.folder = folder
         self.place = f"127.0.0.1:{config.get('proxy_port')}"
         self._settings = folder / "configs" / "milvus.yaml"
-        self._write_etcd(asked, peers)
+        self._write_etcd(port, peers)
         self._write({**QUICK, **(settings or {})})
         self._process: subprocess.Popen[bytes] | None = None
         self._leases: list[str] = []
 
-    def _write_etcd(self, asked: int, peers: int) -> None:
+    def _write_etcd(self, port: int, peers: int) -> None:
         """The etcd inside it takes its ports from no other place; without this, two servers of a
         machine would meet at 2379.
         """
-        asked_at, peers_at = f"http://127.0.0.1:{asked}", f"http://127.0.0.1:{peers}"
+        asked_at, peers_at = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
         self._etcd_at = asked_at
-        said = {
+        message = {
             "name": "default",
             "listen-client-urls": asked_at,
             "advertise-client-urls": asked_at,
@@ -87,7 +87,7 @@ class MilvusServer:
             "log-outputs": [str(self.folder / "logs" / "etcd.log")],
         }
         self._etcd = self.folder / "configs" / "etcd.yaml"
-        self._etcd.write_text(yaml.safe_dump(said))
+        self._etcd.write_text(yaml.safe_dump(message))
 
     def start(self) -> None:
         """Start it where it was, on the same ports, and wait until it is well.
@@ -139,9 +139,9 @@ class MilvusServer:
                 self._ask_etcd("lease/revoke", ID=self._leases[-1])
                 self._leases.pop()
 
-    def _ask_etcd(self, what: str, **said: str) -> Any:
-        asked = urllib.request.Request(f"{self._etcd_at}/v3/{what}", json.dumps(said).encode())
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+    def _ask_etcd(self, what: str, **message: str) -> Any:
+        request = urllib.request.Request(f"{self._etcd_at}/v3/{what}", json.dumps(message).encode())
+        with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
 
     def kill(self) -> None:
@@ -149,21 +149,21 @@ class MilvusServer:
         if self._process is not None:
             with suppress(OSError):
                 self._leases = [
-                    one["ID"] for one in self._ask_etcd("lease/leases").get("leases", [])
+                    entry["ID"] for entry in self._ask_etcd("lease/leases").get("leases", [])
                 ]
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def _write(self, settings: Mapping[str, Any]) -> None:
-        said = yaml.safe_load(self._settings.read_text())
+        message = yaml.safe_load(self._settings.read_text())
         for path, value in settings.items():
             *inner, last = path.split(".")
-            table = said
+            table = message
             for name in inner:
                 table = table.setdefault(name, {})
             table[last] = value
-        self._settings.write_text(yaml.safe_dump(said))
+        self._settings.write_text(yaml.safe_dump(message))
 
     def beside(self, folder: Path, settings: Mapping[str, Any]) -> MilvusServer:
         """Return another one, with settings of its own, which is not started."""
@@ -179,11 +179,11 @@ def _free(count: int) -> list[int]:
     """Return ports that nobody listens on, all different, below those that the system gives to
     whoever connects: they stay free while the server is down.
     """
-    found: list[int] = []
+    hits: list[int] = []
     for port in random.sample(range(20_000, 32_000), 2000):
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
+        with socket.socket() as entry, suppress(OSError):
+            entry.bind(("127.0.0.1", port))
+            hits.append(port)
+        if len(hits) == count:
             break
-    return found
+    return hits

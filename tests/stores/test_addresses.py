@@ -54,10 +54,10 @@ def retrieval_stores():
     ],
 )
 def test_an_address_is_read(text: str, expected: tuple[Any, ...]) -> None:
-    found = place_of(text)
-    assert isinstance(found, Address) and str(found) == text and place_of(found) is found
-    assert (found.scheme, found.host, found.port, found.path, found.options) == expected
-    assert found.name == expected[3].rpartition("/")[2]
+    hits = place_of(text)
+    assert isinstance(hits, Address) and str(hits) == text and place_of(hits) is hits
+    assert (hits.scheme, hits.host, hits.port, hits.path, hits.options) == expected
+    assert hits.name == expected[3].rpartition("/")[2]
 
 
 def test_everything_else_is_a_folder() -> None:
@@ -91,9 +91,9 @@ def test_a_secret_is_refused_and_not_repeated(text: str, cli: Any, tmp_path: Pat
         place_of(text)
     assert "hunter2" not in str(fault.value) and "ter2" not in str(fault.value)
     for words in (("index", "list", text), ("search", text, "a.png"), ("serve", text)):
-        told = cli(*words)
-        assert told.code == 2 and "environment variable" in told.err
-        assert "ter2" not in told.err + told.out
+        result = cli(*words)
+        assert result.code == 2 and "environment variable" in result.err
+        assert "ter2" not in result.err + result.out
     with pytest.raises(StoreError) as fault:
         retrieval.Index.open(text)
     assert "ter2" not in str(fault.value)
@@ -130,8 +130,8 @@ def test_a_scheme_that_is_not_there(cli: Any) -> None:
     assert "There is no store 'shelv' (there are: local://, " in said and " shelf://, " in said
     assert "Did you mean 'shelf'?" in said
     assert "--plugin" in said
-    told = cli("index", "list", "nowhere://host/photos")
-    assert told.code == 2 and "install the one that brings nowhere://" in told.err
+    result = cli("index", "list", "nowhere://host/photos")
+    assert result.code == 2 and "install the one that brings nowhere://" in result.err
     assert "pip install 'embedding-retrieval[timm]'" in cli("index", "list", "timm://x").err
 
 

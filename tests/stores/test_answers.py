@@ -60,19 +60,19 @@ class Known:
 
     def agrees(self, queries: Any, k: int = 10) -> None:
         proposed = self.index.store.propose(queries, k, self.index.bundle.sha256)
-        assert {len(one.items) for one in proposed} == {
+        assert {len(entry.items) for entry in proposed} == {
             min(k, len(self.items))
         }  # of a structure's more, the nearest
         matching = sum(turn == 1 for _, turn in self.items.values())
         proposed = self.index.store.propose(
             queries, k, self.index.bundle.sha256, where=parse_filter("turn = 1")
         )
-        assert {len(one.items) for one in proposed} == {min(k, matching)}
+        assert {len(entry.items) for entry in proposed} == {min(k, matching)}
         for turn in (None, 1):
             found = self.index.search(queries, k, where=None if turn is None else f"turn = {turn}")
             alone = [
-                self.index.search(one, k, where=None if turn is None else f"turn = {turn}")
-                for one in queries
+                self.index.search(entry, k, where=None if turn is None else f"turn = {turn}")
+                for entry in queries
             ]
             assert found == alone
             for query, hits in zip(queries, found, strict=True):
@@ -222,24 +222,26 @@ def test_candidates_are_as_the_contract_says(tmp_path: Path, plain_bundle: Path)
         known.put(names(range(90)), np.tile(base, (3, 1)))
         for found in index.store.propose(base[:4], 9, index.bundle.sha256):
             assert isinstance(found, Candidates) and found.distances is not None
-            keys = list(zip(found.distances.tolist(), [one.id for one in found.items], strict=True))
+            keys = list(
+                zip(found.distances.tolist(), [entry.id for entry in found.items], strict=True)
+            )
             assert keys == sorted(keys) and len(found.items) == len(found.arrays["vector"]) == 9
             assert set(found.arrays) == {"vector"} and len(found.arrays) == 1
             for item, row in zip(found.items, found.arrays["vector"], strict=True):
                 assert np.array_equal(row, known.items[item.id][0])
         for items in index.store.search(base[:4], 9, index.bundle.sha256):
-            assert [one.id for one in items] == sorted(one.id for one in items)
+            assert [entry.id for entry in items] == sorted(entry.id for entry in items)
 
 
 def test_a_hit_is_a_plain_value() -> None:
-    one = Hit("a", None, 0.5, {"b": 1})
+    entry = Hit("a", None, 0.5, {"b": 1})
     assert (
-        one
+        entry
         == Hit(id="a", label=None, distance=0.5, metadata={"b": 1}, path=None)
         != Hit("a", "b", 0.5, {})
     )
-    assert repr(one).startswith(
+    assert repr(entry).startswith(
         "Hit(id='a', label=None, distance=0.5, metadata={'b': 1}, path=None, keep='reference'"
     )
     with pytest.raises(AttributeError):
-        one.distance = 1.0  # type: ignore[misc]
+        entry.distance = 1.0  # type: ignore[misc]

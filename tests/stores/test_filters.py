@@ -54,11 +54,11 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
     create_local(tmp_path / "i", opened(), widths_of(opened()))
-    with LocalStore(tmp_path / "i", upkeep=False) as made:
-        yield made
+    with LocalStore(tmp_path / "i", upkeep=False) as created:
+        yield created
 
 
-def found(store: LocalStore, where: Any) -> set[str]:
+def hits(store: LocalStore, where: Any) -> set[str]:
     (answer,) = store.search(np.zeros((1, WIDTH), np.float32), 10_000, opened().sha256, where=where)
     return {item.id for item in answer}
 
@@ -75,7 +75,7 @@ def test_every_kind_of_value_against_every_other(store: LocalStore, op: str) -> 
     items = [Item(f"kind {n}", None, {"x": kind}, arrays=arrays) for n, kind in enumerate(KINDS)]
     items += [Item(f"label {text}", text, {}, arrays=arrays) for text in ("7", "shoe", "Z")]
     store.upsert(items, opened().sha256)
-    for value in [one for one in KINDS if not isinstance(one, list | dict)]:
+    for value in [entry for entry in KINDS if not isinstance(entry, list | dict)]:
         if op not in ("=", "!=") and (value is None or isinstance(value, bool)):
             continue
         for field in (("x",), ("x", "x"), "label"):
@@ -85,29 +85,31 @@ def test_every_kind_of_value_against_every_other(store: LocalStore, op: str) -> 
                 Exists(field),
             ):  # type: ignore[arg-type]
                 expected = {
-                    one.id for one in items if matches(where, one.id, one.label, one.metadata)
+                    entry.id
+                    for entry in items
+                    if matches(where, entry.id, entry.label, entry.metadata)
                 }
-                assert found(store, where) == expected, where
+                assert hits(store, where) == expected, where
 
 
 def test_columns_grow_and_forget(store: LocalStore) -> None:
     arrays = {"vector": np.ones(WIDTH, np.float32)}
-    where, there = parse_filter("x >= 5 and y = 1"), dict[str, int]()
+    where, present = parse_filter("x >= 5 and y = 1"), dict[str, int]()
     for turn in range(6):
         new = {f"id {n}": n % 13 for n in range(turn * 9, turn * 11 + 5)}
         store.upsert(
             [Item(id, None, {"x": x, "y": 1}, arrays=arrays) for id, x in new.items()],
             opened().sha256,
         )
-        there |= new
-        gone = sorted(there)[turn]
+        present |= new
+        gone = sorted(present)[turn]
         store.delete([gone])
-        del there[gone]
+        del present[gone]
         if turn == 3:
             store.compact()
-        assert found(store, where) == {id for id, x in there.items() if x >= 5}
-        assert found(store, parse_filter(f"x = {turn}")) == {
-            id for id, x in there.items() if x == turn
+        assert hits(store, where) == {id for id, x in present.items() if x >= 5}
+        assert hits(store, parse_filter(f"x = {turn}")) == {
+            id for id, x in present.items() if x == turn
         }
 
 
@@ -123,6 +125,8 @@ def test_a_field_that_does_not_fit_is_asked_of_the_record(
     store.upsert(items, opened().sha256)
     for where in ("text = 't 3'", "n >= 10 and text != 't 3'", "n > 28 or big = 1", "id = 'id 3'"):
         chosen = parse_filter(where)
-        expected = {one.id for one in items if matches(chosen, one.id, one.label, one.metadata)}
-        assert found(store, chosen) == expected
+        expected = {
+            entry.id for entry in items if matches(chosen, entry.id, entry.label, entry.metadata)
+        }
+        assert hits(store, chosen) == expected
     assert store.masks._unfit == {("text",), ("big",)}

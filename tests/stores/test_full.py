@@ -54,11 +54,13 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:
     """Compare what a store holds and finds with what it should."""
-    assert {one.id for one in store.scan(limit=20_000)} == ids and store.count() == len(ids)
+    assert {entry.id for entry in store.scan(limit=20_000)} == ids and store.count() == len(ids)
     vectors = {id: VECTORS[int(id[2:])] for id in ids}
     for query in VECTORS[:3]:
         nearest = sorted(ids, key=lambda id: float(((vectors[id] - query) ** 2).sum()))[:5]
-        assert {one.id for one in store.search(query[None], 5, bundle.sha256)[0]} == set(nearest)
+        assert {entry.id for entry in store.search(query[None], 5, bundle.sha256)[0]} == set(
+            nearest
+        )
 
 
 CALLS: dict[str, Callable[[LocalStore, Bundle, Bundle, Path], Any]] = {
@@ -91,7 +93,7 @@ def test_a_write_that_finds_no_room_changes_nothing(
     bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
     ids = {f"id{n}" for n in range(100)}
-    said: list[RetrievalError] = []
+    message: list[RetrievalError] = []
     with LocalStore(tmp_path / "i", upkeep=False) as store:
         store.upsert(items(range(60)), bundle.sha256)
         if name != "compact":
@@ -103,13 +105,13 @@ def test_a_write_that_finds_no_room_changes_nothing(
                     CALLS[name](store, bundle, other, tmp_path)
                 break
             except RetrievalError as fault:
-                said.append(fault)
+                message.append(fault)
             holds(store, bundle, ids)
             left = [path.name for path in tmp_path.iterdir()]
-            assert sorted(one for one in left if one not in ("i", ".i.lock")) == []
-        assert len(said) >= 3
-        assert all(isinstance(fault, StoreError) or name == "compact" for fault in said)
-        assert all("\n" not in str(fault).strip() and len(str(fault)) > 20 for fault in said)
+            assert sorted(entry for entry in left if entry not in ("i", ".i.lock")) == []
+        assert len(message) >= 3
+        assert all(isinstance(fault, StoreError) or name == "compact" for fault in message)
+        assert all("\n" not in str(fault).strip() and len(str(fault)) > 20 for fault in message)
         ids = {f"id{n}" for n in AFTER.get(name, range(100))}
         holds(store, bundle, ids)
         store.upsert(items(range(8000, 8010)), bundle.sha256)
@@ -148,7 +150,7 @@ def embed(store: LocalStore, other: Bundle) -> None:
     while pending := store.pending(generation, 4500):
         store.embed(
             generation,
-            [Item(one.id, arrays={"vector": VECTORS[int(one.id[2:])]}) for one in pending],
+            [Item(entry.id, arrays={"vector": VECTORS[int(entry.id[2:])]}) for entry in pending],
         )
 
 
@@ -181,7 +183,7 @@ def test_a_full_disk_is_said_and_changes_nothing(
     monkeypatch.setattr(structure, "LEAST", 60)
     bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
-    said: list[str] = []
+    message: list[str] = []
     with LocalStore(disk / "i", upkeep=False) as store:
         for start in range(0, len(WHOLE), 750):
             store.upsert(items(range(start, start + 750)), bundle.sha256)
@@ -196,16 +198,17 @@ def test_a_full_disk_is_said_and_changes_nothing(
                     FULL[name](store, bundle, other, disk)
                     break
                 except StoreError as fault:
-                    said.append(str(fault))
+                    message.append(str(fault))
                 holds(store, bundle, {f"id{n}" for n in WHOLE})  # searches go on
             assert sorted(path.name for path in disk.iterdir()) == before
-        assert said and all(
-            "the disk is full" in one and "Free some space and try again." in one for one in said
+        assert message and all(
+            "the disk is full" in entry and "Free some space and try again." in entry
+            for entry in message
         )
         assert not any(
-            "\n" in one or ".part" in one or "cannot be read" in one
-            for one in said
-            if "/whole " not in one
+            "\n" in entry or ".part" in entry or "cannot be read" in entry
+            for entry in message
+            if "/whole " not in entry
         )
         served = other if name == "switch" else bundle
         ids = {f"id{n}" for n in CHANGED.get(name, WHOLE)}
@@ -322,11 +325,13 @@ def test_each_command_says_that_the_disk_is_full_and_does_it_later(
     for verb, words in VERBS.items():
         line = [word.format(**names) for word in words]
         with room(disk, 0):
-            told = cli("index", *line)
-        assert told.code == 2, verb
-        assert "the disk is full" in told.err and "Free some space and try again" in told.err, (
-            told.err
+            result = cli("index", *line)
+        assert result.code == 2, verb
+        assert "the disk is full" in result.err and "Free some space and try again" in result.err, (
+            result.err
         )
-        assert "Traceback" not in told.err and len(told.err.strip().splitlines()) == 1, told.err
+        assert "Traceback" not in result.err and len(result.err.strip().splitlines()) == 1, (
+            result.err
+        )
         assert cli("index", *line).code == 0, verb
         assert cli("index", "check", disk / "i.index").code == 0

@@ -67,9 +67,9 @@ def is_of(index: Index, bundle: Path, photos: Path, without: set[str] = frozense
         if id in without:
             assert not item.arrays
             continue
-        pixels = encoder.preprocess(next(one for name, one in images.items() if id.endswith(name)))[
-            None
-        ]
+        pixels = encoder.preprocess(
+            next(entry for name, entry in images.items() if id.endswith(name))
+        )[None]
         encoded = encoder.encode(pixels)
         assert np.allclose(item.vector, encoded.vector[0], atol=1e-5)
         if encoded.code is not None:
@@ -104,8 +104,8 @@ def test_another_head_takes_kept_features_and_no_original(
         is_of(index, new, away)
         assert len(index.search(sorted(away.glob("*/*.png"))[:3], 10)[2]) == 10
         away.rename(photos)
-        one = sorted(photos.glob("*/*.png"))[0]
-        one.write_bytes(sorted(photos.glob("*/*.png"))[-1].read_bytes())
+        entry = sorted(photos.glob("*/*.png"))[0]
+        entry.write_bytes(sorted(photos.glob("*/*.png"))[-1].read_bytes())
         assert index.add(photos, **QUIET).changed == 1
         is_of(index, new, photos)
         away = no_originals(photos)
@@ -270,19 +270,19 @@ def test_writes_and_merges_while_a_head_is_applied(
         ids = [item.id for item in index.scan()]
         whole = index.get(ids, arrays=True)
         index.upsert([replace(item, id=f"{id}-twin") for id, item in list(whole.items())[:7]])
-        made, meant = [], migrating._apply_head
+        created, genuine = [], migrating._apply_head
 
         def applied(*given: Any) -> Any:
-            if not made:
+            if not created:
                 index.delete(ids[:5])
                 index.upsert([replace(whole[ids[9]], id=f"late-{ids[9]}"), whole[ids[10]]])
                 index.store.compact()
-            made.append(1)
-            return meant(*given)
+            created.append(1)
+            return genuine(*given)
 
         monkeypatch.setattr(migrating, "_apply_head", applied)
         done = index.migrate(new, **QUIET)
-        assert len(made) >= 2 and done.embedded == done.from_features
+        assert len(created) >= 2 and done.embedded == done.from_features
         monkeypatch.undo()
         head = Bundle.open(new, threads=1)
         found = index.get([item.id for item in index.scan()], arrays=True)
@@ -298,14 +298,14 @@ def test_writes_and_merges_while_a_head_is_applied(
 def test_another_generation_that_is_served_meanwhile_ends_it(
     path: Path, split: Callable[..., Path], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meant = migrating._apply_head
+    genuine = migrating._apply_head
     with opened(path) as index:
         other = split("other", seed=4)
 
         def applied(*given: Any) -> Any:
-            monkeypatch.setattr(migrating, "_apply_head", meant)
+            monkeypatch.setattr(migrating, "_apply_head", genuine)
             migrating.migrate(index, other, **QUIET)
-            return meant(*given)
+            return genuine(*given)
 
         monkeypatch.setattr(migrating, "_apply_head", applied)
         with pytest.raises(StoreError, match="Another generation is served by now"):
@@ -358,7 +358,7 @@ def test_after_a_kill_the_same_call_goes_on(
         assert done.embedded == (0 if point == "switch" else COUNT)
         is_of(index, new, photos)
         with LocalStore(path) as store:
-            assert [one.state for one in store.generations()] == ["kept", "served"]
+            assert [entry.state for entry in store.generations()] == ["kept", "served"]
     assert check_index(path) == ([], [])
     assert len(list((path / "arrays").iterdir())) == 4
 
@@ -368,13 +368,13 @@ def test_the_backbone_runs_once_for_an_item(
 ) -> None:
     counts: dict[str, int] = {"features": 0, "encode": 0}
     for name in counts:
-        meant = getattr(Bundle, name)
+        genuine = getattr(Bundle, name)
 
         def counted(
-            self: Bundle, inputs: Any, name: str = name, meant: Any = meant, **more: Any
+            self: Bundle, inputs: Any, name: str = name, genuine: Any = genuine, **more: Any
         ) -> Any:
             counts[name] += len(inputs)
-            return meant(self, inputs, **more)
+            return genuine(self, inputs, **more)
 
         monkeypatch.setattr(Bundle, name, counted)
     create_index(tmp_path / "i", split("b"), photos, keep_features=True, **QUIET)

@@ -26,10 +26,10 @@ def histories(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_every_answer_is_of_a_state_between_its_question_and_itself(
     histories: ModuleType, tmp_path: Path, seed: int
 ) -> None:
-    found = histories.run(tmp_path, 7, seed, threads=8, processes=2)
-    assert found["wrong"] == []
-    assert found["from threads"] > 100 and found["from processes"] > 100
-    assert found["operations"]["upsert"] > 3 and found["several"] > 50
+    hits = histories.run(tmp_path, 7, seed, threads=8, processes=2)
+    assert hits["wrong"] == []
+    assert hits["from threads"] > 100 and hits["from processes"] > 100
+    assert hits["operations"]["upsert"] > 3 and hits["several"] > 50
 
 
 def answers(
@@ -72,22 +72,24 @@ def test_an_answer_of_another_state_is_found(histories: ModuleType) -> None:
         states.append(histories.State(states[-1].bundle, dict(states[-1].items)))
         states[-1].apply(change)
     for number, state in enumerate(states):
-        asked = answers(histories, state, maps, number, number)
-        assert histories.wrong(history, asked, maps) == []
+        questions = answers(histories, state, maps, number, number)
+        assert histories.wrong(history, questions, maps) == []
         around = answers(histories, state, maps, max(0, number - 2), min(6, number + 1))
         assert histories.wrong(history, around, maps) == []
-    for kept, asked, kinds in (
+    for kept, moment, kinds in (
         (1, 2, {"search", "search cheap", "count", "count cheap", "get"}),  # too old
         (3, 2, {"search", "search cheap", "count", "count cheap", "get"}),  # too new
         (3, 5, {"search", "search cheap", "count", "count cheap", "get"}),
         (5, 6, {"search", "search cheap"}),  # of the other bundle
     ):
-        bad = histories.wrong(history, answers(histories, states[kept], maps, asked, asked), maps)
-        assert {one.kind for one in bad} <= kinds and {"search"} <= {one.kind for one in bad}, (
+        bad = histories.wrong(history, answers(histories, states[kept], maps, moment, moment), maps)
+        assert {entry.kind for entry in bad} <= kinds and {"search"} <= {
+            entry.kind for entry in bad
+        }, (
             kept,
-            asked,
+            moment,
         )
     half = histories.State(0, dict(states[1].items))
     half.apply(("delete", ["id 2"]))
     bad = histories.wrong(history, answers(histories, half, maps, 1, 3), maps)
-    assert "count" in {one.kind for one in bad}
+    assert "count" in {entry.kind for entry in bad}

@@ -40,15 +40,15 @@ def test_a_bundle_comes_back_and_is_fetched_once(plain_bundle: Path) -> None:
     pieces = list(bundle_pieces(bundle, 1000))
     assert all(len(piece) == 1000 for piece in pieces[:-1]) and 0 < len(pieces[-1]) <= 1000
     assert pieces == list(bundle_pieces(bundle, 1000))
-    asked = []
+    questions = []
 
     def give() -> list[bytes]:
-        asked.append(1)
+        questions.append(1)
         return pieces
 
     for _ in range(2):
         assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
-    assert len(asked) == 1
+    assert len(questions) == 1
     for path in sorted(kept_bundle(bundle.sha256, give).iterdir()):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256

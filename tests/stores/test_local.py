@@ -63,7 +63,7 @@ def test_no_page_begins_behind_what_is_no_id(living: Index) -> None:
     for after in ("\ud83d", "id\0"):
         with pytest.raises(DataError, match="no id that an item can have"):
             living.scan(after=after)
-    assert [one.id for one in living.scan(after="")] == ["id1"]
+    assert [entry.id for entry in living.scan(after="")] == ["id1"]
 
 
 def test_a_record_with_other_tables_says_what_to_do(living: Index, tmp_path: Path) -> None:
@@ -150,12 +150,12 @@ def test_an_index_of_a_newer_format_says_which_version_reads_it(
 ) -> None:
     living.close()
     file = tmp_path / "i" / "index.json"
-    said = json.loads(file.read_text())
-    file.write_text(json.dumps({**said, "format": said["format"] + 1, "version": "7.8.9"}))
+    message = json.loads(file.read_text())
+    file.write_text(json.dumps({**message, "format": message["format"] + 1, "version": "7.8.9"}))
     with pytest.raises(
         StoreError, match=r"has format 4, which retrieval 7\.8\.9 wrote; .* reads format 3"
     ):
         open_index(tmp_path / "i")
-    file.write_text(json.dumps({**said, "format": 2}))
+    file.write_text(json.dumps({**message, "format": 2}))
     with pytest.raises(StoreError, match=r"index\.json has format 2"):
         open_index(tmp_path / "i")

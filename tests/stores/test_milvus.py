@@ -76,9 +76,9 @@ class Spares:
 
 @pytest.fixture(scope="module")
 def spares(milvus: Any) -> Iterator[Spares]:
-    made = Spares(milvus)
-    yield made
-    made.drop()
+    created = Spares(milvus)
+    yield created
+    created.drop()
 
 
 class TestMilvus(testing.StoreSuite):
@@ -167,8 +167,8 @@ def test_a_graph_finds_most_of_what_is_nearest(milvus: Any) -> None:
         index.upsert(some(400), opened().sha256)
         queries = normal(5, 12, 3)
         vectors = np.stack([item.vector for item in some(400)])
-        found = index.search(queries, 10, opened().sha256)
-        for query, items in zip(queries, found, strict=True):
+        hits = index.search(queries, 10, opened().sha256)
+        for query, items in zip(queries, hits, strict=True):
             order = np.square(vectors - query).sum(1).argsort()[:10]
             assert len({item.id for item in items} & {some(400)[row].id for row in order}) >= 8
     place.drop()
@@ -185,8 +185,8 @@ def test_a_field_that_comes_to_hold_lists(index: stores.RemoteStore) -> None:
         assert other.count(where) == 0
         index.upsert([item("two", metadata={"a": [0, 5], "b": {"c": [2]}})], opened().sha256)
         assert other.count(where) == 1 and [each.id for each in other.scan(where)] == ["two"]
-        (found,) = other.search(normal(1, 12, 0), 5, opened().sha256, where=where)
-        assert [each.id for each in found] == ["two"]
+        (hits,) = other.search(normal(1, 12, 0), 5, opened().sha256, where=where)
+        assert [each.id for each in hits] == ["two"]
 
 
 def test_more_items_than_milvus_finds(
@@ -210,8 +210,8 @@ def verb(milvus: Any, tmp_path: Path, cli: Any, makers: Any, plain_bundle: Path)
         return json.loads(done.out) if json_ and code == 0 else done
 
     call.address = where  # type: ignore[attr-defined]
-    made = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
-    assert "Indexed 30 items" in made.out and where in made.out
+    created = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
+    assert "Indexed 30 items" in created.out and where in created.out
     yield call
     MilvusPlace(stores.Address.parse(where)).drop()
 
@@ -225,8 +225,8 @@ def _nearest(url: str, image: Path) -> dict[str, Any]:
     with urllib.request.urlopen(
         urllib.request.Request(f"{url}v1/search", body + b"\r\n--x--\r\n", kind), timeout=60
     ) as done:
-        found: dict[str, Any] = json.load(done)["results"][0]
-        return found
+        hits: dict[str, Any] = json.load(done)["results"][0]
+        return hits
 
 
 def test_the_verbs_of_the_command_line(
@@ -238,8 +238,8 @@ def test_the_verbs_of_the_command_line(
     assert (again["index"], again["added"], again["unchanged"]) == (verb.address, 0, 30)
     first = verb("list", "--limit", 1)["items"][0]["id"]
     assert len(verb("show", first)["vector"]) == 16 and verb("show")["items"] == 30
-    found = cli("search", verb.address, digits[4], "-k", "1", "--json")
-    (hit,) = json.loads(found.out)[0]["results"]
+    hits = cli("search", verb.address, digits[4], "-k", "1", "--json")
+    (hit,) = json.loads(hits.out)[0]["results"]
     assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
     assert verb("delete", first)["deleted"] == 1 and verb("list")["count"] == 29
     assert verb("add", tmp_path / "digits")["added"] == 1 and verb("check")["damaged"] == []
@@ -247,23 +247,26 @@ def test_the_verbs_of_the_command_line(
     assert "items: 30" in (shown := verb("show", json_=False).out) and "None" not in shown
     verb("snapshot", tmp_path / "s.index")
     assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
-    for name, words, said in [
+    for name, words, message in [
         ("tune", (), "chooses by itself how it searches"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:
-        told = verb(name, *words, code=2, json_=False)
-        assert said in told.err and "Traceback" not in told.err, (name, told.err)
+        result = verb(name, *words, code=2, json_=False)
+        assert message in result.err and "Traceback" not in result.err, (name, result.err)
     run = {"port": 0, "wait": False}
-    with retrieval.serve(verb.address, **run) as one, retrieval.serve(verb.address, **run) as other:
-        for url in (one.url, other.url):
+    with (
+        retrieval.serve(verb.address, **run) as entry,
+        retrieval.serve(verb.address, **run) as other,
+    ):
+        for url in (entry.url, other.url):
             nearest = _nearest(url, digits[7])
             assert str(digits[7]).endswith(nearest["key"]) and nearest["distance"] == pytest.approx(
                 0, abs=1e-3
             )
         verb("migrate", other_bundle)
         verb("delete", nearest["key"])
-        for url in (one.url, other.url):
+        for url in (entry.url, other.url):
             assert not str(digits[7]).endswith(_nearest(url, digits[7])["key"])
     assert verb("rollback")["generation"] == 1
     assert (
@@ -274,8 +277,8 @@ def test_the_verbs_of_the_command_line(
 
 def test_nobody_answers(cli: Any) -> None:
     """A server that is not there is a sentence, soon."""
-    told = cli("index", "list", "milvus://127.0.0.1:9/photos?timeout=1")
-    assert told.code == 2 and "does not answer" in told.err and "Traceback" not in told.err
+    result = cli("index", "list", "milvus://127.0.0.1:9/photos?timeout=1")
+    assert result.code == 2 and "does not answer" in result.err and "Traceback" not in result.err
     with pytest.raises(stores.StoreUnavailable):
         MilvusPlace(
             stores.Address.parse("milvus://127.0.0.1:9/photos?timeout=1"), timeout=1
@@ -307,15 +310,17 @@ def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Pa
             assert answer.code == 503
         milvus.start()
         store.timeout = 60.0
-        ids = {one.id for one in store.scan()}
+        ids = {entry.id for entry in store.scan()}
         assert len(ids) == 31 and "late" in ids and store.count() == 31
-        (found,) = store.search(item("late", 0, bundle).vector[None], 40, sha256)
-        assert {one.id for one in found} == ids
+        (hits,) = store.search(item("late", 0, bundle).vector[None], 40, sha256)
+        assert {entry.id for entry in hits} == ids
         store.upsert([item("later", 0, bundle)], sha256)
-        assert {one.id for one in store.scan()} == ids | {"later"}
+        assert {entry.id for entry in store.scan()} == ids | {"later"}
         assert str(image).endswith(_nearest(served.url, image)["key"])
         for at in range(KILLS - 1):  # the last thing that it was told is kept, whatever it is
             store.delete(["later"]) if at else store.upsert([item("last", 0, bundle)], sha256)
             milvus.kill()
             milvus.start()
-            assert {one.id for one in store.scan()} == ids | ({"last"} if at else {"last", "later"})
+            assert {entry.id for entry in store.scan()} == ids | (
+                {"last"} if at else {"last", "later"}
+            )

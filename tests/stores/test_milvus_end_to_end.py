@@ -76,7 +76,7 @@ class Load:
     url: str
     queries: list[Path]
     answers: list[tuple[int, list[str] | int]] = field(default_factory=list)
-    said: set[str] = field(default_factory=set)
+    message: set[str] = field(default_factory=set)
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
@@ -84,8 +84,8 @@ class Load:
             while not self.stopped.is_set():
                 at = len(self.answers) % len(self.queries)
                 try:
-                    found = client.search(self.queries[at], k=5, filter=CHOSEN)
-                    self.answers.append((at, [hit.id for hit in found.results]))
+                    hits = client.search(self.queries[at], k=5, filter=CHOSEN)
+                    self.answers.append((at, [hit.id for hit in hits.results]))
                 except ServerError as fault:
                     self.answers.append((at, fault.status or 0))
                     self.said.add(str(fault))
@@ -220,8 +220,8 @@ def embed_as_a_node_ends(
             if len(parts) == 3:
                 cluster.remove()
 
-    made = embed_sources(bundle, folder, output, ray=cluster.address, part=1, progress=end)
-    assert made.items == made.parts == len(parts) > 3 and made.bad == 0
+    created = embed_sources(bundle, folder, output, ray=cluster.address, part=1, progress=end)
+    assert created.items == created.parts == len(parts) > 3 and created.bad == 0
     return output
 
 
@@ -264,8 +264,8 @@ class Scene:
                 )
             )
         for load, at in zip(loads, done, strict=True):
-            assert all(found in (before[query], after[query]) for query, found in load.answers)
-            assert all(found == after[query] for query, found in load.answers[at + 1 :])
+            assert all(hits in (before[query], after[query]) for query, hits in load.answers)
+            assert all(hits == after[query] for query, hits in load.answers[at + 1 :])
         self.index.drop_old()
 
     def takes(self, source: Callable[[], Path]) -> None:
@@ -273,7 +273,7 @@ class Scene:
         loads = self.loads()
         with running(*loads):
             self.index.add(source(), progress=False)
-        assert all(isinstance(found, list) for load in loads for _, found in load.answers)
+        assert all(isinstance(hits, list) for load in loads for _, hits in load.answers)
 
     def migrates_as_the_server_ends(self, bundle: Path, writer: Writer) -> None:
         """Searches and writes are refused meanwhile, and go on."""
@@ -295,11 +295,9 @@ class Scene:
             until(lambda: all(isinstance(load.answers[-1][1], list) for load in loads))
         assert ended.is_set() and writer.refused
         for load in loads:
-            assert {found for _, found in load.answers if isinstance(found, int)} == {503}, (
-                load.said
-            )
+            assert {hits for _, hits in load.answers if isinstance(hits, int)} == {503}, load.said
             assert all(
-                "The store of this index cannot be reached now." in one for one in load.said
+                "The store of this index cannot be reached now." in entry for entry in load.said
             ), load.said
 
     def agrees(self) -> None:
@@ -308,13 +306,13 @@ class Scene:
         assert answers(self.index, self.queries) == expected
         for url in self.urls:
             with retrieval.Client(url) as client:
-                found = [client.search(query, k=5, filter=CHOSEN).results for query in self.queries]
-            assert [[hit.id for hit in one] for one in found] == expected
+                hits = [client.search(query, k=5, filter=CHOSEN).results for query in self.queries]
+            assert [[hit.id for hit in entry] for entry in hits] == expected
 
 
-def recall(found: list[list[str]], expected: list[list[str]]) -> float:
+def recall(hits: list[list[str]], expected: list[list[str]]) -> float:
     """Return the share of what was expected that was found."""
-    same = sum(len({*one} & {*other}) for one, other in zip(found, expected, strict=True))
+    same = sum(len({*entry} & {*other}) for entry, other in zip(hits, expected, strict=True))
     return same / sum(map(len, expected))
 
 

@@ -34,7 +34,7 @@ def test_the_commands_of_the_page(
     shutil.copytree(plain_bundle, tmp_path / "runs" / "photos" / "bundle")
     shutil.copytree(other_bundle, tmp_path / "better.bundle")
     address = f"milvus://{milvus.place}/photos"
-    said: dict[str, str] = {}
+    message: dict[str, str] = {}
     blocks = re.findall(
         r"test_milvus_page.py runs it -->\n```sh\n(.*?)```", PAGE.read_text(), re.DOTALL
     )
@@ -43,18 +43,20 @@ def test_the_commands_of_the_page(
             name, *words = shlex.split(line.replace(SHOWN, milvus.place))
             if words[0] == "serve":
                 with (
-                    retrieval.serve(words[1], port=0, wait=False) as one,
-                    retrieval.Client(one.url) as client,
+                    retrieval.serve(words[1], port=0, wait=False) as entry,
+                    retrieval.Client(entry.url) as client,
                 ):
-                    said["serve"] = client.search(images[3], k=1).results[0].key
+                    message["serve"] = client.search(images[3], k=1).results[0].key
             elif name == "retrieval":
                 done = cli(*words)
                 assert done.code == 0, (line, done.err)
-                said[" ".join(words[: 1 + (words[0] == "index")])] = done.out
-        assert "Indexed 11 items" in said["index create"] and said["serve"] in said["search"]
-        assert "1 added" in said["index add"] and "items: 12" in said["index show"]
-        assert "generation 2 is served" in said["index migrate"]
-        assert "generation 1 is served again" in said["index rollback"]
+                message[" ".join(words[: 1 + (words[0] == "index")])] = done.out
+        assert (
+            "Indexed 11 items" in message["index create"] and message["serve"] in message["search"]
+        )
+        assert "1 added" in message["index add"] and "items: 12" in message["index show"]
+        assert "generation 2 is served" in message["index migrate"]
+        assert "generation 1 is served again" in message["index rollback"]
         with retrieval.Index.open(tmp_path / "photos.copy") as copy:
             assert len(copy) == 12
     finally:

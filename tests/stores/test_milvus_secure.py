@@ -30,7 +30,7 @@ def certify(folder: Path) -> tuple[Path, Path]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
-    made = (
+    created = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -43,7 +43,7 @@ def certify(folder: Path) -> tuple[Path, Path]:
         .sign(key, hashes.SHA256())
     )
     certificate, private = folder / "server.pem", folder / "server.key"
-    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    certificate.write_bytes(created.public_bytes(serialization.Encoding.PEM))
     form = serialization.PrivateFormat.PKCS8
     private.write_bytes(
         key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
@@ -52,8 +52,8 @@ def certify(folder: Path) -> tuple[Path, Path]:
 
 
 def test_tls_where_there_is_none(milvus: Any, cli: Any) -> None:
-    told = cli("index", "list", f"milvus://{milvus.place}/photos?tls=true")
-    assert told.code == 2 and "does not speak TLS" in told.err and "Traceback" not in told.err
+    result = cli("index", "list", f"milvus://{milvus.place}/photos?tls=true")
+    assert result.code == 2 and "does not speak TLS" in result.err and "Traceback" not in result.err
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +104,16 @@ def test_an_index_in_a_database_over_tls(guarded: Any, token: None, cli: Any) ->
         assert not place.exists()
         with place.create(opened(), stores.widths_of(opened())) as other:
             other.upsert(some(2), opened().sha256)
-            (found,) = store.search(some(5)[3].vector[None], 1, opened().sha256)
-            assert [one.id for one in found] == ["id 3"] and (store.count(), other.count()) == (
+            (hits,) = store.search(some(5)[3].vector[None], 1, opened().sha256)
+            assert [entry.id for entry in hits] == ["id 3"] and (store.count(), other.count()) == (
                 5,
                 2,
             )
-    told = cli("index", "list", f"{text}&database=shelf", "--json")
-    assert told.code == 0 and json.loads(told.out)["count"] == 5
-    for one in (place, shelf):
-        one.drop()
-        assert not one.exists()
+    result = cli("index", "list", f"{text}&database=shelf", "--json")
+    assert result.code == 0 and json.loads(result.out)["count"] == 5
+    for entry in (place, shelf):
+        entry.drop()
+        assert not entry.exists()
 
 
 @pytest.mark.parametrize("text", ["root:no", "nobody:Milvus", "", "nonsense"])
@@ -122,13 +122,13 @@ def test_a_token_that_is_refused(
 ) -> None:
     """It is said at once, and not repeated."""
     monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", text)
-    told = cli("index", "list", f"milvus://{guarded.place}/photos{guarded.options}")
+    result = cli("index", "list", f"milvus://{guarded.place}/photos{guarded.options}")
     assert (
-        told.code == 2
-        and "Milvus refuses" in told.err
-        and "RETRIEVAL_MILVUS_TOKEN must hold" in told.err
+        result.code == 2
+        and "Milvus refuses" in result.err
+        and "RETRIEVAL_MILVUS_TOKEN must hold" in result.err
     )
-    assert "Traceback" not in told.err and (not text or text not in told.err)
+    assert "Traceback" not in result.err and (not text or text not in result.err)
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,16 @@ def test_what_is_refused(
     """A certificate, a database, or no TLS where the server speaks it: each is a sentence."""
     (tmp_path / "nonsense.pem").write_text("nonsense")
     words = {"folder": tmp_path, "ca": guarded.ca, "port": guarded.place.partition(":")[2]}
-    told = cli("index", "list", f"milvus://{guarded.place}/photos{options.format(**words)}")
-    assert told.code == 2 and said.format(**words) in told.err and "Traceback" not in told.err, (
-        told.err
-    )
+    result = cli("index", "list", f"milvus://{guarded.place}/photos{options.format(**words)}")
+    assert (
+        result.code == 2 and said.format(**words) in result.err and "Traceback" not in result.err
+    ), result.err
 
 
 def test_another_hosts_certificate(guarded: Any, token: None, cli: Any) -> None:
-    told = cli(
+    result = cli(
         "index",
         "list",
         f"milvus://127.0.0.1:{guarded.place.partition(':')[2]}/photos{guarded.options}",
     )
-    assert told.code == 2 and "is not trusted: IP address mismatch" in told.err
+    assert result.code == 2 and "is not trusted: IP address mismatch" in result.err

@@ -79,5 +79,5 @@ def test_what_is_no_file_is_not_read(
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         (index.parent / "moved").rename(path)
     assert set(refused) >= {"index.json", "items.sqlite"}
-    assert all(said.endswith(".") and "\n" not in said for said in refused.values())
+    assert all(message.endswith(".") and "\n" not in message for message in refused.values())
     assert answers() == before

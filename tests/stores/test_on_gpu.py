@@ -72,11 +72,14 @@ def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(
     faiss = load_faiss()
     _, exact = built(Flat()).search(VECTORS[:100], 10)
     for by_gpu in (False, True):
-        made = built(Cagra(degree=32))
+        created = built(Cagra(degree=32))
         if by_gpu:
-            made._index.base_level_only, made._index.num_base_level_search_entrypoints = True, 32
+            created._index.base_level_only, created._index.num_base_level_search_entrypoints = (
+                True,
+                32,
+            )
         path = tmp_path / f"{by_gpu}"
-        getattr(made, saved)(path)
+        getattr(created, saved)(path)
         again = Cagra(degree=32)
         if saved == "save":
             again.load(path)

@@ -51,8 +51,12 @@ def journal(
         return json.loads(done.out) if json_ and code == 0 else done
 
     call.address = address  # type: ignore[attr-defined]
-    made = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
-    assert "Indexed 30 items" in made.out and "back end journal" in made.out and address in made.out
+    created = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
+    assert (
+        "Indexed 30 items" in created.out
+        and "back end journal" in created.out
+        and address in created.out
+    )
     return call
 
 
@@ -66,15 +70,15 @@ def test_the_verbs_of_the_command_line(
     first = journal("list", "--limit", 1)["items"][0]["id"]
     shown = journal("show", first)
     assert len(shown["vector"]) == 16 and journal("show")["items"] == 30
-    found = cli(
+    hits = cli(
         "search", journal.address, digits[4], "-k", "1", "--json", "--plugin", "retrieval_acme"
     )
-    (hit,) = json.loads(found.out)[0]["results"]
+    (hit,) = json.loads(hits.out)[0]["results"]
     assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
     assert journal("delete", first)["deleted"] == 1 and journal("list")["count"] == 29
     assert journal("add", tmp_path / "digits", "--sync")["added"] == 1
     assert journal("check")["damaged"] == []
-    for verb, words, said in [
+    for verb, words, message in [
         ("compact", (), "A journal keeps every transaction"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
         (
@@ -85,13 +89,13 @@ def test_the_verbs_of_the_command_line(
         ("migrate", (), "Name the bundle"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:
-        told = journal(verb, *words, code=2, json_=False)
-        assert said in told.err and "Traceback" not in told.err, (verb, told.err)
+        result = journal(verb, *words, code=2, json_=False)
+        assert message in result.err and "Traceback" not in result.err, (verb, result.err)
     (tmp_path / "bad.png").write_bytes(b"no image")
-    told = journal(
+    result = journal(
         "create", tmp_path / "bad.png", digits[0], "--bundle", plain_bundle, "--replace", code=2
     )
-    assert "bad.png" in told.err
+    assert "bad.png" in result.err
     assert (
         journal("list", code=2).err.count("There is no index at") == 1
     )  # what was there went first, as --replace says
@@ -104,14 +108,14 @@ def test_snapshots_go_both_ways(journal: Any, tmp_path: Path, cli: Call) -> None
     done = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
     assert done.code == 0 and f"Restored {second}" in done.out
     with (
-        retrieval.Index.open(journal.address, plugins=["retrieval_acme"]) as one,
+        retrieval.Index.open(journal.address, plugins=["retrieval_acme"]) as entry,
         retrieval.Index.open(second, plugins=["retrieval_acme"]) as other,
     ):
-        assert str(other.path) == second and one.identity == other.identity and len(other) == 30
+        assert str(other.path) == second and entry.identity == other.identity and len(other) == 30
         query = sorted((tmp_path / "digits").rglob("*.png"))[3]
-        assert one.search(query) == other.search(query)
-    told = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
-    assert told.code == 2 and "exists already" in told.err
+        assert entry.search(query) == other.search(query)
+    result = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
+    assert result.code == 2 and "exists already" in result.err
 
 
 KILLED = """
@@ -153,11 +157,11 @@ def test_what_a_killed_create_left_is_added_to(
     with pytest.raises(StoreError, match=r"exists already\. Add to it with 'retrieval index add'"):
         create_index(address, plain_bundle, [tmp_path / "digits"], **options)
     with retrieval.Index.open(address, plugins=["retrieval_acme"]) as index:
-        there = len(index)
-        assert 0 < there < 30
+        present = len(index)
+        assert 0 < present < 30
         added = index.add(tmp_path / "digits", progress=False)
-        assert (added.added, added.unchanged, len(index)) == (30 - there, there, 30)
-    assert encoded == 30 - there
+        assert (added.added, added.unchanged, len(index)) == (30 - present, present, 30)
+    assert encoded == 30 - present
     replaced = create_index(address, plain_bundle, [tmp_path / "digits"], replace=True, **options)
     assert (replaced.count, replaced.resumed) == (30, 0)
 
@@ -181,8 +185,8 @@ def test_two_servers_of_one_address_follow_a_migration(
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=60) as done:
-                    found: dict[str, Any] = json.load(done)
-                    return found
+                    hits: dict[str, Any] = json.load(done)
+                    return hits
             except (
                 urllib.error.HTTPError
             ) as refused:  # busy: it says when to come again, and pytest's time-out bounds this
@@ -192,19 +196,19 @@ def test_two_servers_of_one_address_follow_a_migration(
 
     settings = {"port": 0, "plugins": ["retrieval_acme"], "wait": False}
     with (
-        retrieval.serve(journal.address, **settings) as one,
+        retrieval.serve(journal.address, **settings) as entry,
         retrieval.serve(journal.address, **settings) as other,
     ):
-        for url in (one.url, other.url):
+        for url in (entry.url, other.url):
             nearest = answer(url)["results"][0]
             assert str(image).endswith(nearest["key"]) and nearest["distance"] == pytest.approx(
                 0, abs=1e-3
             )
         journal("migrate", other_bundle)
         journal("delete", nearest["key"])
-        for url in (one.url, other.url):
+        for url in (entry.url, other.url):
             assert not str(image).endswith(answer(url)["results"][0]["key"])
-    states = {made["bundle"]: made["state"] for made in journal("show")["generations"]}
+    states = {created["bundle"]: created["state"] for created in journal("show")["generations"]}
     assert states == {old: "kept", new: "served"}
     assert journal("rollback")["generation"] == 1
     assert (

@@ -62,7 +62,7 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
     before = sorted(path.name for path in writable.iterdir())
     with LocalStore(frozen) as reader:
         assert reader.count() == 20
-        assert [one.id for one in reader.search(VECTORS[3:4], 1, bundle.sha256)[0]] == ["id3"]
+        assert [entry.id for entry in reader.search(VECTORS[3:4], 1, bundle.sha256)[0]] == ["id3"]
         for refused in (
             lambda: reader.upsert(items, bundle.sha256),
             lambda: reader.delete(["id0"]),
@@ -82,7 +82,7 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
         with LocalStore(writable, upkeep=False) as store:  # somebody else may write to it
             store.upsert(items, bundle.sha256)
             assert reader.count() == 30
-            assert [one.id for one in reader.search(VECTORS[25:26], 1, bundle.sha256)[0]] == [
+            assert [entry.id for entry in reader.search(VECTORS[25:26], 1, bundle.sha256)[0]] == [
                 "id25"
             ]
         assert reader.count() == 30

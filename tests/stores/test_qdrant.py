@@ -81,16 +81,16 @@ def test_filters_agree_with_the_language(
 
 def test_one_process_opens_a_folder(index: stores.RemoteStore, process: Any) -> None:
     """Another one is told so, in a sentence."""
-    told = process("-m", "retrieval.cli", "index", "list", index.address)
-    assert told.code == 2 and "takes one" in told.err and "Traceback" not in told.err
+    result = process("-m", "retrieval.cli", "index", "list", index.address)
+    assert result.code == 2 and "takes one" in result.err and "Traceback" not in result.err
 
 
 def test_names_and_servers_that_are_not_there(cli: Any) -> None:
     for name in ("a~b", "a..b", "", ".a", "a%20b", "a" * 200):
         with pytest.raises(retrieval.errors.StoreError, match="names no index"):
             QdrantPlace(stores.Address.parse(f"qdrant://host/{name}"))
-    told = cli("index", "list", "qdrant://127.0.0.1:9/photos?timeout=1")
-    assert told.code == 2 and "does not answer" in told.err and "Traceback" not in told.err
+    result = cli("index", "list", "qdrant://127.0.0.1:9/photos?timeout=1")
+    assert result.code == 2 and "does not answer" in result.err and "Traceback" not in result.err
 
 
 @pytest.fixture
@@ -132,12 +132,17 @@ def test_what_is_written_until_the_alias_moves_is_kept(
     index, other, generation = two
     _before(monkeypatch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
     assert index.switch(generation) is False
-    assert [one.state for one in other.generations()] == ["served", "kept"] and other.count() == 21
-    assert [one.id for one in index.pending(generation, 10)] == ["late"]
+    assert [entry.state for entry in other.generations()] == [
+        "served",
+        "kept",
+    ] and other.count() == 21
+    assert [entry.id for entry in index.pending(generation, 10)] == ["late"]
     _fill(index, generation)
     _before(monkeypatch, index, "_point", lambda: other.delete(["id 3"]))
     assert index.switch(generation) is True
-    assert {one.id for one in other.scan()} == {one.id for one in some(20)} - {"id 3"} | {"late"}
+    assert {entry.id for entry in other.scan()} == {entry.id for entry in some(20)} - {"id 3"} | {
+        "late"
+    }
 
 
 def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(
@@ -149,10 +154,10 @@ def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(
         patch.setattr(index, "_settle", None)
         with pytest.raises(TypeError):
             index.switch(generation)
-    assert [one.state for one in other.generations()] == ["kept", "served"]
+    assert [entry.state for entry in other.generations()] == ["kept", "served"]
     with pytest.raises(stores.Superseded):
         other.upsert([item("new", 0, NEXT)], NEXT.sha256)
-    assert [one.state for one in index.generations()] == ["served", "kept"]
+    assert [entry.state for entry in index.generations()] == ["served", "kept"]
     assert other.upsert([item("late")], opened().sha256) == 1 and index.count() == 21
 
 

@@ -38,10 +38,10 @@ def brute(
 def agree(queries: Array, vectors: Array, k: int, **options: Any) -> None:
     """Hold `nearest` to the plain search, to the last tie."""
     squared, rows = nearest(queries, vectors, k, **options)
-    true, wanted = brute(queries, vectors, k, **options)
+    true, choice = brute(queries, vectors, k, **options)
     assert squared.dtype == np.float64 and rows.dtype == np.int64
     np.testing.assert_array_equal(squared, true)
-    np.testing.assert_array_equal(rows, wanted)
+    np.testing.assert_array_equal(rows, choice)
 
 
 def normal(*shape: int, seed: int = 0) -> Any:

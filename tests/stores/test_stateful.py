@@ -75,15 +75,15 @@ class Machine(RuleBasedStateMachine):
         self.index.close()
         shutil.rmtree(self.folder)
 
-    def arrays(self, one: Any, number: int) -> dict[str, Any]:
-        return {VECTOR: self.opened[number].encode(one[None]).vector[0], FEATURES: one}
+    def arrays(self, entry: Any, number: int) -> dict[str, Any]:
+        return {VECTOR: self.opened[number].encode(entry[None]).vector[0], FEATURES: entry}
 
     @rule(new=st.dictionaries(ids, given, min_size=1, max_size=25))
     def upsert(self, new: dict[str, Any]) -> None:
         replaced = self.index.upsert(
             [
-                Item(id, label, {"price": price}, arrays=self.arrays(one, self.served))
-                for id, (one, label, price) in new.items()
+                Item(id, label, {"price": price}, arrays=self.arrays(entry, self.served))
+                for id, (entry, label, price) in new.items()
             ]
         )
         assert replaced == len(new.keys() & self.items.keys())
@@ -136,7 +136,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         other = self.opened[1 - self.served]
-        known = {one.number for one in self.store.generations()}
+        known = {entry.number for entry in self.store.generations()}
         self.next = self.store.begin(other, widths_of(other, features=NUMBERS))
         if self.next.number not in known:
             self.left[self.next.number] = set()
@@ -149,12 +149,12 @@ class Machine(RuleBasedStateMachine):
         for item in items:
             assert item.id in self.items
         without = [item.id for item in items[:1]] if out else []
-        made = [
+        created = [
             replace(item, arrays=self.arrays(self.items[item.id][0], 1 - self.served))
             for item in items
             if item.id not in without
         ]
-        self.store.embed(self.next, made, without)
+        self.store.embed(self.next, created, without)
         self.left[self.next.number] |= set(without)
 
     @precondition(lambda self: self.next is not None)
@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
         assert self.next is not None
         complete = not self.store.pending(self.next, 1)
         old = self.opened[self.served].sha256
-        before = next(one.number for one in self.store.generations() if one.state == "served")
+        before = next(entry.number for entry in self.store.generations() if entry.state == "served")
         assert self.store.switch(self.next) == complete
         if complete:
             self.left.setdefault(before, set())
@@ -174,13 +174,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def drop(self) -> None:
-        for one in self.store.generations():
-            if one.state == "served":
+        for entry in self.store.generations():
+            if entry.state == "served":
                 with pytest.raises(StoreError):
-                    self.store.drop(one)
+                    self.store.drop(entry)
             else:
-                self.store.drop(one)
-                self.left.pop(one.number, None)
+                self.store.drop(entry)
+                self.left.pop(entry.number, None)
         self.next = None
 
     def matching(self, where: str | None) -> set[str]:
@@ -203,15 +203,17 @@ class Machine(RuleBasedStateMachine):
     def same(self, index: Index, where: str | None = None) -> None:
         if where is not None and not self.items:
             return
-        assert [one.id for one in index.scan(where)] == sorted(self.matching(where))
+        assert [entry.id for entry in index.scan(where)] == sorted(self.matching(where))
         assert index.count(where) == len(self.matching(where))
-        served = next(one.number for one in index.store.generations() if one.state == "served")
+        served = next(
+            entry.number for entry in index.store.generations() if entry.state == "served"
+        )
         found = sorted(self.matching(where) - self.left.get(served, set()))
         read = index.get(self.items, arrays=True)
-        for id, (one, label, price) in self.items.items():
+        for id, (entry, label, price) in self.items.items():
             assert (read[id].label, read[id].metadata) == (label, {"price": price})
             if id not in self.left.get(served, set()):
-                assert np.array_equal(read[id].arrays[FEATURES], one)
+                assert np.array_equal(read[id].arrays[FEATURES], entry)
         bundle = self.opened[self.served]
         for seed in (1, 2):
             query = np.random.default_rng(seed).integers(-9, 10, NUMBERS).astype(np.float32)

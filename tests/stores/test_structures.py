@@ -39,7 +39,7 @@ def vectors() -> np.ndarray:
     return (low + 0.05 * rng.normal(size=(COUNT, 16))).astype(np.float32)
 
 
-def made(folder: Path, bundle: Path, vectors: np.ndarray, wanted: Wanted) -> Index:
+def created(folder: Path, bundle: Path, vectors: np.ndarray, wanted: Wanted) -> Index:
     opened = Bundle.open(bundle, threads=1)
     create_local(folder, opened, widths_of(opened), structure=wanted)
     index = open_index(folder, threads=1)
@@ -91,7 +91,7 @@ def test_every_structure_finds(
     wanted: Wanted, kept: str, least: float, tmp_path: Path, plain_bundle: Path, vectors: np.ndarray
 ) -> None:
     prices = np.arange(COUNT) % 100
-    with made(tmp_path / "i", plain_bundle, vectors, wanted) as index:
+    with created(tmp_path / "i", plain_bundle, vectors, wanted) as index:
         assert index.stats().details["structure"] == kept
         for where, keep in [
             (None, prices >= 0),
@@ -111,7 +111,7 @@ def test_a_damaged_structure_is_told_and_built_again(
     vectors: np.ndarray,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made(tmp_path / "i", plain_bundle, vectors, wanted).close()
+    created(tmp_path / "i", plain_bundle, vectors, wanted).close()
     (file,) = [path for path in (tmp_path / "i" / "arrays").iterdir() if path.suffix != ".vector"]
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -135,7 +135,7 @@ def test_a_graph_is_kept_without_the_vectors_that_the_segment_has(
         with monkeypatch.context() as changed:
             if name == "before":
                 changed.setattr(Hnsw, "save_beside", Hnsw.save)
-            made(tmp_path / name, plain_bundle, vectors, Wanted("hnsw")).close()
+            created(tmp_path / name, plain_bundle, vectors, Wanted("hnsw")).close()
         (file,) = (tmp_path / name / "arrays").glob("*.hnsw")
         sizes.append(file.stat().st_size)
         with open_index(tmp_path / name, threads=1) as index:
@@ -186,7 +186,7 @@ def test_codes_find_more_where_more_is_measured_again(
         found = []
         for expand in (1, 32):
             folder = tmp_path / f"{name}{expand}"
-            with made(
+            with created(
                 folder, plain_bundle, vectors, Wanted(name, {**options, "expand": expand})
             ) as index:
                 found.append(recall(index, vectors, None, everything))
@@ -209,7 +209,7 @@ def test_a_code_of_rabitq_has_as_many_bytes_as_its_page_says(
 def test_a_file_that_rabitq_does_not_write_is_refused(tmp_path: Path, vectors: np.ndarray) -> None:
     """Whole files of FAISS's, which pass their checksum and are not what the back end writes."""
     faiss = pytest.importorskip("faiss")
-    made = {
+    created = {
         "IndexIVFRaBitQ": "IVF4,RaBitQ",
         "and a IndexIVFFlat": "RR16,IVF4,Flat",
         "which this back end does not write": "PCA16,IVF4,RaBitQ",
@@ -217,7 +217,7 @@ def test_a_file_that_rabitq_does_not_write_is_refused(tmp_path: Path, vectors: n
         "not one rotation": "RR16,RR16,IVF4,RaBitQ",
         "does not fit it": "RR16,IVF4_HNSW8,RaBitQ",
     }
-    for fault, text in made.items():
+    for fault, text in created.items():
         index = faiss.index_factory(16, text)
         index.train(vectors[:1000])
         index.add(vectors[:1000])
@@ -247,7 +247,7 @@ def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     monkeypatch.setattr(structure, "_RARE", 0.0)
     monkeypatch.setattr(masks, "_SMALL", COUNT)  # the filter is asked of the record
     prices = np.arange(COUNT) % 100
-    with made(
+    with created(
         tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})
     ) as index:
         assert recall(index, vectors, "price = 3", prices == 3) > 0.9
@@ -259,7 +259,7 @@ def test_the_rows_behind_a_structure_are_found_too(
 ) -> None:
     """Exactly, with a filter and without, until the structure is built over them."""
     prices = np.arange(COUNT) % 100
-    with made(tmp_path / "i", plain_bundle, vectors, Wanted(backend)) as index:
+    with created(tmp_path / "i", plain_bundle, vectors, Wanted(backend)) as index:
         moved = {n: -vectors[n] for n in range(1, COUNT, 7)}
         index.upsert(
             [
@@ -301,13 +301,13 @@ def test_the_background_builds_and_compacts(
     ):
         items = [Item(str(n), arrays={"vector": vectors[n]}) for n in range(COUNT)]
         index.upsert(items[:3000])
-        until(lambda said: said["structure"] == "ivf" and said["covered"] == 3000)
+        until(lambda message: message["structure"] == "ivf" and message["covered"] == 3000)
         assert len(other.search(vectors[1], 5)) == 5
         index.upsert(items[3000:3100])  # few: the structure stays as it is
         index.upsert(items[3100:])
-        until(lambda said: said["covered"] == COUNT)
+        until(lambda message: message["covered"] == COUNT)
         index.delete([str(n) for n in range(0, COUNT, 2)])
-        until(lambda said: said["rows"] == COUNT // 2 == said["covered"])
+        until(lambda message: message["rows"] == COUNT // 2 == message["covered"])
         for opened in (index, other):
             hits = opened.search(vectors[1], 200)
             assert len(hits) == 200 and hits[0].id == "1"

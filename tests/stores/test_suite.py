@@ -36,10 +36,10 @@ class Misses(LocalStore):
     """Never proposes the nearest."""
 
     def search(self, queries: Any, count: int, bundle: str, *, where: Filter | None = None) -> Any:
-        found = super().search(queries, count + 1, bundle, where=where)
+        hits = super().search(queries, count + 1, bundle, where=where)
         return [
-            sorted(one, key=lambda item: float(np.square(item.vector - query).sum()))[1:]
-            for query, one in zip(queries, found, strict=True)
+            sorted(entry, key=lambda item: float(np.square(item.vector - query).sum()))[1:]
+            for query, entry in zip(queries, hits, strict=True)
         ]
 
 
@@ -47,9 +47,9 @@ class FiltersLate(LocalStore):
     """Filters what it proposes, and not before."""
 
     def search(self, queries: Any, count: int, bundle: str, *, where: Filter | None = None) -> Any:
-        found = super().search(queries, count, bundle)
+        hits = super().search(queries, count, bundle)
         kept = set() if where is None else {item.id for item in self.scan(where, limit=100_000)}
-        return [[item for item in one if where is None or item.id in kept] for one in found]
+        return [[item for item in entry if where is None or item.id in kept] for entry in hits]
 
 
 class Takes(LocalStore):
@@ -82,8 +82,8 @@ class Hurries(LocalStore):
 def suite(request: pytest.FixtureRequest) -> Iterator[StoreSuite]:
     class Faulty(LocalPlace):
         def open(self) -> LocalStore:
-            made: LocalStore = request.param(self.folder)
-            return made
+            created: LocalStore = request.param(self.folder)
+            return created
 
     class Suite(StoreSuite):
         def at(self, place: Path) -> LocalPlace:

@@ -105,23 +105,25 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
             assert _asked(*request)[0] in (200, 201), name
         away.touch()
         for name, request in requests.items():
-            status, headers, said = _asked(*request)
-            assert (status, headers["Retry-After"]) == (503, "1"), (name, said)
-            assert "cannot be reached now" in said["detail"] and "try again" in said["detail"], (
+            status, headers, message = _asked(*request)
+            assert (status, headers["Retry-After"]) == (503, "1"), (name, message)
+            assert (
+                "cannot be reached now" in message["detail"] and "try again" in message["detail"]
+            ), (
                 name,
-                said,
+                message,
             )
-            assert "it is damaged" not in said["detail"] and "disk" not in said["detail"], (
+            assert "it is damaged" not in message["detail"] and "disk" not in message["detail"], (
                 name,
-                said,
+                message,
             )
         while (ready := _asked(f"{server.url}readyz"))[0] == 200:
             time.sleep(0.05)
         assert "cannot be reached now" in ready[2]["checks"]["search"], ready
         with urllib.request.urlopen(f"{server.url}metrics", timeout=60) as figures:
             assert 'retrieval_refused_total{reason="unreachable"}' in figures.read().decode()
-        told = cli("index", "list", address, "--plugin", plugin)
-        assert told.code == 2 and "does not answer: connection refused" in told.err
+        result = cli("index", "list", address, "--plugin", plugin)
+        assert result.code == 2 and "does not answer: connection refused" in result.err
         away.unlink()
         for name, request in requests.items():
             assert _asked(*request)[0] in (200, 201), name

@@ -76,7 +76,7 @@ def run(jobs: list[list[object]], seconds: float) -> list[set[str]]:
         )
         for path, who, count, how in jobs  # type: ignore[misc]
     ]
-    there = []
+    present = []
     for process, (_, who, count, _) in zip(processes, jobs, strict=True):
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
@@ -87,26 +87,26 @@ def run(jobs: list[list[object]], seconds: float) -> list[set[str]]:
                 ids -= {f"{who} {n}" for n in range(int(start), int(stop))}
             else:
                 ids |= {f"{who} {n}" for n in range(int(line_) - int(count), int(line_))}  # type: ignore[call-overload]
-        there.append(ids)
-    return there
+        present.append(ids)
+    return present
 
 
 def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
     assert check_record(index, lambda count: None) == ([], [])
     with LocalStore(index, upkeep=False) as store:
-        assert {one.id for one in store.scan(limit=10**6)} == ids
+        assert {entry.id for entry in store.scan(limit=10**6)} == ids
         read = store.get(ids, arrays=True)
-        assert all(one.arrays for one in read.values())
-        found = store.search(np.zeros((1, 16), np.float32), len(ids), bundle.sha256)[0]
-        assert {one.id for one in found} == ids
+        assert all(entry.arrays for entry in read.values())
+        hits = store.search(np.zeros((1, 16), np.float32), len(ids), bundle.sha256)[0]
+        assert {entry.id for entry in hits} == ids
 
 
 def test_processes_write_in_turn_and_nothing_is_lost(index: Path, bundle: Bundle) -> None:
-    there = run(
+    present = run(
         [[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 3
     )
-    assert all(there)
-    holds(index, bundle, set().union(*there))
+    assert all(present)
+    holds(index, bundle, set().union(*present))
 
 
 def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) -> None:
@@ -116,11 +116,13 @@ def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) ->
     if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
         pytest.skip("nothing may be mounted here")
     try:
-        there = run([[tmp_path / "mounted", "big", 2000, "once"], [index, "small", 1, "reopen"]], 3)
+        present = run(
+            [[tmp_path / "mounted", "big", 2000, "once"], [index, "small", 1, "reopen"]], 3
+        )
     finally:
         subprocess.run(["umount", "-l", tmp_path / "mounted"], check=True)
-    assert all(there)
-    holds(index, bundle, set().union(*there))
+    assert all(present)
+    holds(index, bundle, set().union(*present))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
@@ -251,10 +253,10 @@ def test_a_claim_that_was_lost_changes_nothing(
         append = upkeep.append
 
         def late(*given: object) -> object:
-            made = append(*given)  # type: ignore[arg-type]
+            created = append(*given)  # type: ignore[arg-type]
             with store.record.writing() as (connection, _):
                 connection.execute("delete from claims")
-            return made
+            return created
 
         monkeypatch.setattr(upkeep, "append", late)
         store.compact()
@@ -293,8 +295,8 @@ def test_what_comes_and_goes_while_an_index_is_compacted(
             39 + 19 + 2,
             3,
         )  # id4, and the former id5 and id6
-        there = {f"id{n}" for n in range(60)} - {"id3", "id4", "id41"}
+        present = {f"id{n}" for n in range(60)} - {"id3", "id4", "id41"}
         for opened in (store, other):
-            read = opened.get(there, arrays=True)
-            assert all((read[id].vector == vectors[int(id[2:])]).all() for id in there)
-    holds(index, bundle, there)
+            read = opened.get(present, arrays=True)
+            assert all((read[id].vector == vectors[int(id[2:])]).all() for id in present)
+    holds(index, bundle, present)

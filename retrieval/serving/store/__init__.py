@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from retrieval.serving.store.items import spans_of as spans_of
     from retrieval.serving.store.items import usable as usable
     from retrieval.serving.store.items import widths_of as widths_of
-    from retrieval.serving.store.local import write_copy as write_copy
     from retrieval.serving.store.remote import RemotePlace as RemotePlace
     from retrieval.serving.store.remote import RemoteStore as RemoteStore
+    from retrieval.serving.store.remote import write_copy as write_copy
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -80,7 +80,6 @@ __getattr__, __dir__ = lazy(
             "usable",
             "widths_of",
         ],
-        "retrieval.serving.store.local": ["write_copy"],
-        "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore"],
+        "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore", "write_copy"],
     },
 )

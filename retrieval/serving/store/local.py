@@ -24,7 +24,6 @@ import apsw
 import numpy as np
 
 from retrieval.errors import DataError, StoreError, listed, printable
-from retrieval.host.files import rename_whole, scratch_folder, sync_below
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, to_sql
@@ -78,7 +77,6 @@ from retrieval.serving.store.view import Distances, View, Views, gone, keep_rows
 
 _FIELDS = 1000  # names that `settings` gives
 _ROWS = 8192  # items whose arrays are put together at a time
-_PAGE = 1000
 _CACHE_BYTES = 256 << 20
 _ITEM_BYTES = 1000  # of an item in memory, beside its metadata
 
@@ -674,72 +672,3 @@ class LocalPlace(StorePlace):
             raise StoreError(
                 f"The index {self.folder} cannot be deleted: {fault.strerror or fault}."
             ) from None
-
-
-def write_copy(store: Store, target: Path) -> None:
-    """Write what a store serves to a new folder that opens as an index, whole or not at all.
-
-    For `Store.snapshot` of a store that lies elsewhere. The folder holds one moment if nobody
-    writes meanwhile.
-
-    Args:
-        store: whose items.
-        target: must not exist; its parent must.
-
-    Raises:
-        StoreError: there is something already, or the disk refuses.
-    """
-    occupied = StoreError(f"{target} exists already. Choose another name for the snapshot.")
-    generation = next(known for known in store.generations() if known.state == "served")
-    bundle = Bundle.open(store.bundle(generation), variant=generation.variant, device="cpu")
-    if target.exists() or target.is_symlink():
-        raise occupied
-    try:
-        with scratch_folder(target.parent, f".{target.name}.", ".part") as beside:
-            fresh = beside / target.name
-            create_local(fresh, bundle, generation.widths, identity=store.identity())
-            with LocalStore(fresh, upkeep=False) as copy:
-                copy_items(store, copy, bundle.sha256, bare=lambda items: _add_bare(copy, items))
-            sync_below(fresh)
-            rename_whole(fresh, target, replace=False, taken=occupied)
-    except OSError as fault:
-        raise StoreError(f"{target} cannot be written: {fault.strerror or fault}.") from None
-
-
-def copy_items(
-    source: Store,
-    target: Store,
-    bundle: str,
-    *,
-    bare: Callable[[Sequence[Item]], object],
-    report: Callable[[int], object] = lambda count: None,
-) -> None:
-    """Copy all items of one store to another, with the arrays and originals that are kept.
-
-    Args:
-        source: where they are.
-        target: where they go.
-        bundle: SHA-256 of the one that both serve.
-        bare: takes items that the served generation does without: `upsert` takes none such.
-        report: called with how many items more are done.
-    """
-    after: str | None = None
-    while page := source.scan(after=after, limit=_PAGE):
-        after = page[-1].id
-        items = [
-            replace(item, original=source.original(item.id))
-            for item in source.get([item.id for item in page], arrays=True).values()
-        ]
-        target.upsert([item for item in items if item.arrays], bundle)
-        if without := [item for item in items if not item.arrays]:
-            bare(without)
-        report(len(page))
-
-
-def _add_bare(copy: LocalStore, items: Sequence[Item]) -> None:
-    """Write items that the served generation does without."""
-    texts = checked(items, {})
-    with copy.record.writing() as (connection, _):
-        number = served(connection).number
-        rows = [(number, n) for n in insert(connection, items, texts)]
-        connection.executemany("insert into left_out values (?, ?)", rows)
