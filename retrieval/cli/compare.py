@@ -103,8 +103,7 @@ def compare(
     Writes tables with intervals, and says in plain words what they show. The same command goes on
     where one was stopped.
 
-    Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20 --output
-    comparisons/digits
+    Example:  retrieval compare triplet.toml proxy.toml --seeds 5 --search 20 --output comparison
     """
     if cpus is not None and ray is None:
         raise click.UsageError(
