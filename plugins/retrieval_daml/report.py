@@ -71,7 +71,7 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
         DataError: the folder is not a run, its log has no epoch in its log yet, or the folder
             cannot be written.
     """
-    run = load(path)
+    run = _loaded(path)
     if run.recipe.learner is not None:
         raise DataError(
             f"{path} is a learner's run: it has no epochs, batches or synthetic samples to draw."
@@ -93,7 +93,7 @@ def report_panels(path: Path) -> dict[str, bytes]:
     """Return the panels of a run with a generator or with this plugin's local metrics as SVG, by
     title; none of any other run.
     """
-    run = load(path)
+    run = _loaded(path)
     combiner = run.recipe.combiner
     if run.recipe.generator is None and not (combiner and combiner.name.startswith("daml.")):
         return {}
@@ -105,6 +105,13 @@ def report_panels(path: Path) -> dict[str, bytes]:
             figure.savefig(out, format="svg", metadata={"Date": None})
         found[TITLES[name]] = out.getvalue()
     return found
+
+
+def _loaded(path: Path) -> Run:
+    run = load(path)
+    if not isinstance(run, Run):
+        raise DataError(f"{path} is not a run. Name a folder that training wrote.")
+    return run
 
 
 def drawings(run: Run) -> dict[str, Callable[[Any], None]]:

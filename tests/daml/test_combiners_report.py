@@ -180,7 +180,7 @@ def test_a_plain_run_has_fewer_panels_and_what_is_no_run_is_refused(tmp_path: Pa
     assert [path.name for path in report.write_report(plain)] == ["losses.svg", "map.svg"]
     assert (plain / "report" / "map.svg").is_file()
     done = CliRunner().invoke(app, ["daml-report", str(tmp_path / "nothing")])
-    assert done.exit_code != 0 and "is not a run" in str(done.exception)
+    assert done.exit_code != 0 and "is neither a run" in str(done.exception)
     (plain / "metrics.jsonl").write_text("")
     done = CliRunner().invoke(app, ["daml-report", str(plain)])
     assert done.exit_code != 0 and "has no epoch yet" in str(done.exception)
