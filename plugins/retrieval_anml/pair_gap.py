@@ -86,7 +86,7 @@ class ListedPairs:
     """The pairs that a miner listed, each counted once however often it is listed.
 
     Args:
-        indices: three or four index tensors, see `retrieval.Miner`.
+        indices: three or four index tensors, see `retrieval.plugin.Miner`.
         shape: B and R.
         device: where the embeddings are.
 

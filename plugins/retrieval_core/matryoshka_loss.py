@@ -55,7 +55,7 @@ class Matryoshka(nn.Module):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the weighted sum, a scalar; see `retrieval.Loss`.
+        """Return the weighted sum, a scalar; see `retrieval.plugin.Loss`.
 
         A miner's indices serve each width.
         """

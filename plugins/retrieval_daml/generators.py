@@ -139,7 +139,7 @@ class HardNegativeGenerator(TripletGenerator):
         synthetic: Tensor,
         distance: PairDistance,
     ) -> Tensor:
-        """Return J_gen; see `retrieval.Generator`."""
+        """Return J_gen; see `retrieval.plugin.Generator`."""
         hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
         return hard + self.lambda_reg * reg + self.lambda_adv * adv
 
@@ -210,7 +210,7 @@ class HardPositiveGenerator(TripletGenerator):
         synthetic: Tensor,
         distance: PairDistance,
     ) -> Tensor:
-        """Return J_gen; see `retrieval.Generator`."""
+        """Return J_gen; see `retrieval.plugin.Generator`."""
         hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
         return hard + self.lambda_reg * reg + self.lambda_adv * adv
 

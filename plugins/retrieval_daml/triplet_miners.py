@@ -45,7 +45,7 @@ class OnePerClass(nn.Module):
         ref_emb: Any = None,
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         own = ref_emb is None or ref_labels is None
         known_labels = labels if ref_labels is None else ref_labels
         classes, group = torch.unique(known_labels, return_inverse=True)
@@ -117,7 +117,7 @@ class SemiHard(nn.Module):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         query = reference = full_precision(embeddings)
         known_labels = labels
         if ref_emb is not None and ref_labels is not None:

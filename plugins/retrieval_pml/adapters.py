@@ -92,7 +92,7 @@ class PreciseLoss(_Mixin):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the loss, a scalar; see `retrieval.Loss`.
+        """Return the loss, a scalar; see `retrieval.plugin.Loss`.
 
         Raises:
             ValueError: the loss has weights of classes, and a label is not the number of one; on a
@@ -141,7 +141,7 @@ class PreciseMiner(_Mixin):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return index tensors; see `retrieval.Miner`."""
+        """Return index tensors; see `retrieval.plugin.Miner`."""
         full, reference = _full_precision(embeddings, ref_emb)
         with _no_autocast(embeddings):
             return super().forward(full, labels, reference, ref_labels)

@@ -35,7 +35,7 @@ class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
     """Upstream's pairs by each row's extremes, where upstream sorts all rows."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return pairs; see `retrieval.Miner`."""
+        """Return pairs; see `retrieval.plugin.Miner`."""
         mat = similarities(self.distance, embeddings, ref_emb)
         pairs, highest = Pairs(labels, ref_labels), torch.finfo(mat.dtype).max
         if embeddings is ref_emb:
@@ -78,7 +78,7 @@ class PairMarginMiner(PreciseMiner, miners.PairMarginMiner):
     """Upstream's pairs, found by masks."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return pairs; see `retrieval.Miner`."""
+        """Return pairs; see `retrieval.plugin.Miner`."""
         mat = similarities(self.distance, embeddings, ref_emb)
         pairs, chunks = Pairs(labels, ref_labels), []
         for rows in blocks(*mat.shape):
@@ -112,7 +112,7 @@ class TripletMarginMiner(PreciseMiner, miners.TripletMarginMiner):
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> Triplets:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         mat = similarities(self.distance, embeddings, ref_emb)
         pairs = Pairs(labels, ref_labels)
         anchor, positive = pairs.positives()
@@ -158,7 +158,7 @@ class AngularMiner(PreciseMiner, miners.AngularMiner):
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> Triplets:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         unit = self.distance.normalize(embeddings)
         reference = unit if ref_emb is embeddings else self.distance.normalize(ref_emb)
         anchor, positive = Pairs(labels, ref_labels).positives()
@@ -216,7 +216,7 @@ class BatchEasyHardMiner(PreciseMiner, miners.BatchEasyHardMiner):
     """Upstream's pairs, found by masks."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return pairs; see `retrieval.Miner`."""
+        """Return pairs; see `retrieval.plugin.Miner`."""
         mat = similarities(self.distance, embeddings, ref_emb)
         pairs, whole = Pairs(labels, ref_labels), self.ALL
         of_positives: list[tuple[Tensor, Tensor]] = []
@@ -316,7 +316,7 @@ class BatchHardMiner(BatchEasyHardMiner, miners.BatchHardMiner):
     """Upstream's triplets, found by masks."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         a, p, _, n = BatchEasyHardMiner.mine(self, embeddings, labels, ref_emb, ref_labels)
         return a, p, n
 
@@ -341,7 +341,7 @@ class HDCMiner(PreciseMiner, miners.HDCMiner):
     """Upstream's pairs, found by masks."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return pairs; see `retrieval.Miner`."""
+        """Return pairs; see `retrieval.plugin.Miner`."""
         if self.was_set_externally:
             return super().mine(embeddings, labels, ref_emb, ref_labels)
         mat = similarities(self.distance, embeddings, ref_emb)
@@ -374,7 +374,7 @@ class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
     """Upstream's pairs, found by masks: each pair's bin is looked up once, and bins are sorted."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return pairs; see `retrieval.Miner`."""
+        """Return pairs; see `retrieval.plugin.Miner`."""
         mat = similarities(self.distance, embeddings, ref_emb)
         picked: list[Tensor] = []
         masks = Pairs(labels, ref_labels).of(slice(None))
@@ -432,7 +432,7 @@ class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> Triplets:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         mat, width = similarities(self.distance, embeddings, ref_emb), float(embeddings.shape[1])
 
         def logarithms(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -515,7 +515,7 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return triplets; see `retrieval.Miner`."""
+        """Return triplets; see `retrieval.plugin.Miner`."""
         no_reference(
             "EmbeddingsAlreadyPackagedAsTriplets", None if ref_emb is embeddings else ref_emb
         )

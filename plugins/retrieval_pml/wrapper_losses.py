@@ -81,7 +81,7 @@ class MultipleLosses(losses.MultipleLosses):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the weighted sum of the losses; see `retrieval.Loss`.
+        """Return the weighted sum of the losses; see `retrieval.plugin.Loss`.
 
         Raises:
             ValueError: indices come from outside though a loss has a miner, or a loss takes no

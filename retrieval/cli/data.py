@@ -56,8 +56,7 @@ def show(
     """Draw what the net sees in training: each item as it is, then after the random changes of
     [augmentation].
 
-    Example:  retrieval data show models/digits/recipe.toml --set
-    augmentation.transforms='["RandAugment"]'
+    Example:  retrieval data show recipe.toml --set augmentation.transforms='["RandAugment"]'
     """
     from retrieval.serving.runtime import quiet_threads
 

@@ -112,8 +112,7 @@ def train(
     \b
     Example:  retrieval train models/digits/recipe.toml --set loss.alpha=1.5 --output runs/digits
     Several GPUs:  accelerate launch -m retrieval.cli train models/digits/recipe.toml
-    Several CPU processes:  torchrun --nproc-per-node 2 -m retrieval.cli train
-    models/digits/recipe.toml
+    Several CPU processes:  torchrun --nproc-per-node 2 -m retrieval.cli train recipe.toml
     """
     if resume and replace:
         raise click.UsageError(

@@ -176,8 +176,18 @@ def test_a_wrong_formula_is_a_warning(site: Path, root: Path, tmp_path: Path) ->
 
 def test_every_name_of_the_face_has_an_entry(root: Path, site: Path) -> None:
     source = (root / "docs" / "api.md").read_text(encoding="utf-8")
-    named = re.findall(r"^\.\. (?:auto\w+|py:data):: (?!retrieval)(\w+)$", source, re.M)
-    assert sorted(named) == sorted(set(dir(retrieval)) - {"client", "plot", "stores", "testing"})
+    parts = re.split(r"^\.\. currentmodule:: (\S+)$", source, flags=re.M)
+    named: dict[str, set[str]] = {}
+    for module, text in zip(parts[1::2], parts[2::2], strict=True):
+        entries = re.findall(r"^\.\. (?:auto\w+|py:data):: (?!retrieval\.)(\w+)$", text, re.M)
+        named.setdefault(module, set()).update(entries)
+    elsewhere = {"RetrievalError", "errors", "plot", "plugin", "results", "stores", "testing"}
+    assert named["retrieval"] == set(dir(retrieval)) - elsewhere
+    assert named["retrieval.plugin"] == set(retrieval.plugin.__all__)
+    assert named["retrieval.results"] == set(retrieval.results.__all__) - {"Stats"}
+    classes = {name: item for name, item in vars(retrieval.errors).items() if inspect.isclass(item)}
+    raised = {name for name, item in classes.items() if issubclass(item, Exception)}
+    assert named["retrieval.errors"] == raised
     functions = re.findall(r"^\.\. autofunction:: retrieval\.plot\.(\w+)$", source, re.M)
     assert sorted(functions) == retrieval.plot.__all__
     built = html.unescape((site / "api.html").read_text(encoding="utf-8"))
