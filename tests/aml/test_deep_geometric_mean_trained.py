@@ -63,7 +63,7 @@ def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = N
 
 
 class TestReachesTheLearnersOptimum:
-    """Training a linear head reaches the metric of the estimators, which get there by other ways."""
+    """Training a linear head reaches the estimators' metric, which they find by other ways."""
 
     def test_gmml(self) -> None:
         x, y = features()
@@ -107,7 +107,7 @@ class TestReachesTheLearnersOptimum:
 
 class TestTrainableFeatures:
     def test_with_a_ridge_directions_that_part_no_classes_fade(self) -> None:
-        """Three classes lie in a plane: of five directions two are left; without a ridge all are."""
+        """Three classes lie in a plane: two of five directions are left, all without a ridge."""
         x, y = features()
         noise = np.random.default_rng(0).normal(size=(len(x), 1))
         x = np.concatenate([x, noise], axis=1)

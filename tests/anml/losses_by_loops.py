@@ -98,7 +98,7 @@ def mean_loss(x: list[float | None], outer: str, margin: float = 0.0) -> float:
 
 
 def npair(s: list[list[float]], gamma: float, offset: float) -> float:
-    """Equation 31 of N pairs of N classes, s[i][j] the similarity of an anchor i with a positive j."""
+    """Equation 31 of N pairs of N classes, s[i][j] the similarity of anchor i and positive j."""
     n = len(s)
     return math.fsum(
         math.log(

@@ -1,4 +1,4 @@
-"""LANML and PNCA as scikit-learn estimators: what they learn, save, refuse, and do with odd data."""
+"""LANML and PNCA as scikit-learn estimators: what they learn and refuse, and odd data."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_the_contrastive_form_sees_no_positive() -> None:
 
 
 def test_without_the_adversarial_term_the_optimum_lies_between_anchor_and_negative() -> None:
-    """(a + λ₁ n)/(1 + λ₁), as the first two terms alone have it: with the paper's λ₁ the midpoint."""
+    """(a + λ₁ n)/(1 + λ₁), as the first two terms have it: the midpoint with the paper's λ₁."""
     for reg in (1.0, 4.0):
         generator = HardNegativeGenerator(F, lambda_reg=reg, lambda_adv=0.0)
         x = N.clone().requires_grad_()

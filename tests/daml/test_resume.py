@@ -95,7 +95,8 @@ for recipe, kills in json.loads(sys.argv[1]).items():
     app(["train", f"{recipe}.toml", "--output", f"{recipe}/whole"], standalone_mode=False)
     for step in kills:
         run = f"{recipe}/step{step}"
-        assert retrieval("train", f"{recipe}.toml", "--output", run, kill_at=step) == -9, "was not killed"
+        code = retrieval("train", f"{recipe}.toml", "--output", run, kill_at=step)
+        assert code == -9, "was not killed"
         assert retrieval("train", f"{recipe}.toml", "--output", run, "--resume") == 0
 """
 

@@ -220,7 +220,6 @@ def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_ow
 
 
 # --- K = 1
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])

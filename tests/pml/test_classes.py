@@ -311,7 +311,7 @@ def many_times(near: float, m: int) -> float:
 
 
 def of_item(name: str, x: list[float], w: list[list[float]], y: int) -> float:
-    """Return an item's loss by the definition; `w` has all centres of a class one after the other."""
+    """Return an item's loss by the definition; `w` has each class's centres together."""
     near = [cosine(x, value) for value in w]
     if name == "LargeMarginSoftmaxLoss":
         return entropy(

@@ -202,7 +202,7 @@ def test_a_gradient_of_a_gradient(name: str, reference: bool) -> None:
     ],
 )
 def test_a_loss_of_the_matrix_over_every_distance(name: str, distance: Any, scale: float) -> None:
-    """Products of large codes have exponentials beyond any float; of distances, smaller is closer."""
+    """Products of large codes have exponentials beyond any float."""
     built = [module[name](distance=distance) for module in (OURS, UPSTREAM)]
     same(*built, scale * codes(12, 0, 1.0), Y)
 
