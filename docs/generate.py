@@ -25,6 +25,7 @@ from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
 from retrieval.host.values import toml_value, type_text
 from retrieval.recipe.read import Recipe
 from retrieval.serving.http.openapi import document
+from retrieval.serving.http.routes import Routes
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "generated"
@@ -214,7 +215,7 @@ def floors() -> str:
 
 def openapi() -> str:
     """The OpenAPI document of the server."""
-    return json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(document(Routes), indent=1, ensure_ascii=False) + "\n"
 
 
 def pages() -> dict[str, str]:

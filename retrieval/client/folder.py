@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
+from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
 from retrieval.client.images import NewItem, file_bytes
 from retrieval.errors import DataError, ServerError, at_least_one
 from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere, own_name
-
-if TYPE_CHECKING:
-    from retrieval.client.clients import AsyncClient
 
 HASH = "sha256"
 """Where an item's metadata have the hash of its file."""
@@ -26,6 +24,16 @@ _BATCH_BYTES = 8_000_000
 _ADDRESS_CHARACTERS = 8_000
 """Of the ids of a batch in an address."""
 _ITEMS_FAULT = {400, 413, 422}
+
+
+class Server(Protocol):
+    """What a push asks of a client: some of `AsyncClient`."""
+
+    async def index(self) -> IndexAnswer: ...  # noqa: D102
+    async def add(self, items: Iterable[NewItem]) -> AddAnswer: ...  # noqa: D102
+    def items(  # noqa: D102
+        self, filter: Mapping[str, Any], *, fields: Sequence[str], page: int
+    ) -> AsyncIterator[ItemAnswer]: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Push:
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: Server,
         folder: Path,
         batch: int,
         progress: Callable[[PushProgress], None] | None,

@@ -264,12 +264,6 @@ def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path):
     with Client("http://127.0.0.1:1") as client, pytest.raises(DataError, match="is not a folder"):
         client.push(tmp_path / "nowhere")  # no server is asked
 
-    async def inside():
-        with Client(server.url) as client, pytest.raises(DataError, match="await"):
-            client.push(folder)
-
-    asyncio.run(inside())
-
 
 def test_the_names_are_of_the_face_and_light():
     assert retrieval.Client is Client and retrieval.client.AsyncClient is AsyncClient

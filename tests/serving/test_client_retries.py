@@ -112,9 +112,6 @@ def asyncio_run(url, work, **settings):
     return asyncio.run(run())
 
 
-both = pytest.mark.parametrize("ask", [waiting, asyncio_run])
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -125,7 +122,7 @@ both = pytest.mark.parametrize("ask", [waiting, asyncio_run])
         (502, {}, b"<html>"),
     ],
 )
-def test_a_search_is_sent_again_until_it_is_answered(ask, wrong):
+def test_a_search_is_sent_again_until_it_is_answered(wrong):
     with Server(wrong, wrong, (200, {}, FOUND)) as server:
         assert waiting(server.url, lambda client: client.search(b"image", k=3)).results == ()
         assert len(server.seen) == 3
@@ -134,7 +131,7 @@ def test_a_search_is_sent_again_until_it_is_answered(ask, wrong):
         )
 
 
-@both
+@pytest.mark.parametrize("ask", [waiting, asyncio_run])
 def test_a_server_that_hangs_is_left_and_asked_again(ask):
     with Server(("hang",), (200, {}, FOUND)) as server:
         assert ask(server.url, lambda client: client.search(id="a"), timeout=0.2).took_ms == 1

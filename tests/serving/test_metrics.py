@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -132,16 +133,18 @@ def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
 
 
 def test_why_work_was_refused(served, index_path):
-    """One worker: of 150 searches at once, some are told that the queue is full."""
+    """One worker: of 150 batches at once, some are told that the queue is full."""
     server = served(index_path, "--workers", "1", "--max-bytes", "1000")
     big = wire.post(wire.form(bytes(3000)), wire.FORM)
     assert wire.ask(server.port, big).status == 413
     assert wire.ask(server.port, wire.post(b"x", "text/plain")).status == 415
+    queries = json.dumps({"queries": [{"vector": [0.25] * 16}] * 100, "k": 1}).encode()
+    batch = wire.post(queries).replace(b"/v1/search", b"/v1/search/batch", 1)
     end = time.monotonic() + 60
     while ("queue",) not in scrape(server.port)[
         "retrieval_refused_total"
     ] and time.monotonic() < end:
         with ThreadPoolExecutor(150) as threads:
-            list(threads.map(lambda _: wire.ask(server.port, wire.vector()), range(450)))
+            list(threads.map(lambda _: wire.ask(server.port, batch), range(300)))
     refused = scrape(server.port)["retrieval_refused_total"]
     assert refused["413",] == refused["415",] == 1 and refused["queue",] >= 1

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.openapi import OPERATIONS, document
+from retrieval.serving.http.routes import Routes
 from starlette.routing import Route
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 WIDTH = 16
+DOCUMENT = document(Routes)
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def living(index_path: Path, tmp_path: Path) -> Path:
 
 def valid(schema: dict, content: object) -> bool:
     """Whether JSON is what a schema of the document says."""
-    whole = {**schema, "components": document()["components"]}
+    whole = {**schema, "components": DOCUMENT["components"]}
     return jsonschema_rs.is_valid(whole, content)
 
 
@@ -42,22 +44,22 @@ def test_every_route_is_described_and_every_description_is_a_route(index_path):
         for method in route.methods - {"HEAD"}
     }
     assert routes == {
-        (path, method) for path, methods in document()["paths"].items() for method in methods
+        (path, method) for path, methods in DOCUMENT["paths"].items() for method in methods
     }
-    paths = document()["paths"].values()
+    paths = DOCUMENT["paths"].values()
     names = [operation["operationId"] for methods in paths for operation in methods.values()]
     count = sum(1 + operation.of_index for operation in OPERATIONS)
     assert len(names) == len(set(names)) == count
 
 
 def test_the_document_is_openapi():
-    text = json.dumps(document())
-    for path, methods in document()["paths"].items():
+    text = json.dumps(DOCUMENT)
+    for path, methods in DOCUMENT["paths"].items():
         parameters = [entry for operation in methods.values() for entry in operation["parameters"]]
         in_path = {entry["name"] for entry in parameters if entry["in"] == "path"}
         assert in_path == set(re.findall(r"{(\w+)}", path))
     for reference in re.findall(r'"#/components/schemas/(\w+)"', text):
-        assert reference in document()["components"]["schemas"]
+        assert reference in DOCUMENT["components"]["schemas"]
 
 
 def test_answers_are_what_the_document_says(served, living, photos):
@@ -69,7 +71,7 @@ def test_answers_are_what_the_document_says(served, living, photos):
     def ask(path, method="GET", template=None, **more):
         answer = server.client.request(method, path, **more)
         template = template or path.partition("?")[0]
-        operation = document()["paths"][template][method.lower()]
+        operation = DOCUMENT["paths"][template][method.lower()]
         seen.add(operation["operationId"].removesuffix("Of"))
         responses = operation["responses"]
         described = responses.get(str(answer.status_code)) or responses["4XX"]
@@ -128,7 +130,7 @@ def test_the_document_names_the_role_that_each_operation_takes(served, living):
         add_key(keys, kept)
     client = served(living, "--keys", str(keys)).client
     roles = list(sent)
-    for path, methods in document()["paths"].items():
+    for path, methods in DOCUMENT["paths"].items():
         for method, operation in methods.items():
             address = path.replace("{index}", "i").replace("{id}", "nobody")
 
@@ -151,7 +153,7 @@ def test_the_document_names_the_role_that_each_operation_takes(served, living):
                 allowed.text,
             )
             assert allowed.status_code != 401
-    assert document()["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert DOCUMENT["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
 
 
 def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, living):
@@ -172,7 +174,7 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
     )
     with warnings.catch_warnings(), requests.Session() as session:
         warnings.simplefilter("ignore")
-        schema = schemathesis.openapi.from_dict(document())
+        schema = schemathesis.openapi.from_dict(DOCUMENT)
         count = 0
         for result in schema.get_all_operations():
             operation = result.ok()

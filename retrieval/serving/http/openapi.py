@@ -152,10 +152,8 @@ OPERATIONS = (
 
 
 @cache
-def document() -> dict[str, Any]:
-    """Return the document; not to be changed."""
-    from retrieval.serving.http.routes import Routes  # which is made of `OPERATIONS`
-
+def document(handlers: type) -> dict[str, Any]:
+    """Return the document, not to be changed, with summaries of `Routes`, the handlers."""
     types = [
         *(models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody),
         *(models.SearchBody, models.BatchBody, answers.Problem),
@@ -167,7 +165,7 @@ def document() -> dict[str, Any]:
     )
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        summary = getattr(Routes, operation.handler).__doc__
+        summary = getattr(handlers, operation.handler).__doc__
         for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
             methods = paths.setdefault(prefix + operation.path, {})
             methods[operation.method] = _described(operation, summary, named="{index}" in prefix)

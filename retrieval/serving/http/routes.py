@@ -285,7 +285,7 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         """Give this document."""
-        return answer(document())
+        return answer(document(Routes))
 
     # What they share
 
