@@ -295,6 +295,7 @@ def _alarms(rows: list[Row]) -> list[str]:
     lines = []
     for kind in KINDS:
         streams = [row for row in rows if row["stream"][1] == f"shuffled {kind}"]
+        names = [row["stream"][0] for row in streams]
         away = [row["stream"][0] for row in streams if row["left_after"] is not None]
         worst = max(sorted(set(away)), key=away.count, default="")
         lines.append(
@@ -303,7 +304,7 @@ def _alarms(rows: list[Row]) -> list[str]:
                 str(len(streams)),
                 str(len(away)),
                 f"{100 * len(away) / max(len(streams), 1):.1f} %",
-                f"{worst}, {away.count(worst)} of {SEEDS}" if away else "none",
+                f"{worst}, {away.count(worst)} of {names.count(worst)}" if away else "none",
             ]
         )
     head = ["shuffled labels", "number", "ever left Euclid", "share", "most on one set"]
