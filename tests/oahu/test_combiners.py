@@ -253,7 +253,7 @@ def test_oasis_and_warm_are_served_too(tmp_path: Path) -> None:
     columns, rows = rng.lognormal(0, 1.5, X.shape[1]), rng.lognormal(0, 1.5, (len(X), 1))
     for name, learner, features in (
         ("oasis", OASIS(seeds=300, closure=0), X),
-        ("map", Warm(seeds=1500, closure=0), X * columns),
+        ("map", Warm(seeds=2500, closure=0), X * columns),
         ("angle", Warm(components=20, seeds=1500, closure=0), X * rows),
         ("euclid", Warm(components=20, seeds=1500, closure=0), X),  # as good as any on digits
     ):
