@@ -1,6 +1,7 @@
 """The figures of docs/aml.md, from our own runs: the paper's Figures 3 and 5.
 
-    python benchmarks/aml_figures.py      # less than a minute, then docs/aml_two_classes.png, docs/aml_sensitivity.png
+    # less than a minute, then docs/aml_two_classes.png, docs/aml_sensitivity.png
+    python benchmarks/aml_figures.py
 
 Two classes (Figure 3): 200 training and 200 test items of two normal distributions in 10
 dimensions, clean in training (means 4 apart) and overlapping in the test (means 1.5 apart); shown

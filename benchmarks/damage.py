@@ -1,7 +1,8 @@
 """Alter or cut off files of a living index, one at a time, and see whether it answers, says that it
 is damaged, or is silently wrong.
 
-    python benchmarks/damage.py --count 2000 --seed 0      # writes results/raw/damage.json and results/damage.md
+    # writes results/raw/damage.json and results/damage.md
+    python benchmarks/damage.py --count 2000 --seed 0
 
 The index is one whose writer was killed: with a write-ahead log, segments, a structure, kept
 originals and two generations. In a copy of it a bit, a byte or some bytes of a file are altered, or

@@ -44,8 +44,10 @@ training classes (docs/daml.md shows them).
 A last table has plain losses with their parameters as they come instead of chosen ones, since what
 a generator gains depends on how good the loss without it is.
 
-    python benchmarks/daml_baselines.py            # goes on where it stopped, in benchmarks/work/daml_baselines
-    python benchmarks/daml_baselines.py --sets fashion --losses triplet --methods plain DAML    # a part of it
+    # goes on where it stopped, in benchmarks/work/daml_baselines
+    python benchmarks/daml_baselines.py
+    # a part of it
+    python benchmarks/daml_baselines.py --sets fashion --losses triplet --methods plain DAML
     python benchmarks/daml_baselines.py --report benchmarks/results/daml_baselines.md
 """
 

@@ -2,7 +2,7 @@
 
 Digits and two UCI sets, each difference paired over ten splits.
 
-    python benchmarks/daml_real.py                          # what is not measured yet, then the page
+    python benchmarks/daml_real.py # what is not measured yet, then the page
     python benchmarks/daml_real.py --sets digits vehicle
     python benchmarks/daml_real.py --write                  # the page alone, from what is kept
 

@@ -1,7 +1,7 @@
 """How much λ₁, λ₂, λ and μ matter: Tables XII and XIII and Figure 7 of DAML's paper, on a small
 set.
 
-    python benchmarks/daml_weights.py            # what is not measured yet, then the page and the picture
+    python benchmarks/daml_weights.py # what is not measured yet, then the page and the picture
     python benchmarks/daml_weights.py --write    # from what is kept
 
 letter, A–M train and N–Z are searched (`uci.py` says which package has it); standardised features

@@ -1,6 +1,6 @@
 """Recall@1 and MAP@R: `retrieval.evaluate` beside pytorch-metric-learning's AccuracyCalculator.
 
-    python benchmarks/evaluation.py                       # writes results/evaluation.md; needs 4 GB of memory
+    python benchmarks/evaluation.py # writes results/evaluation.md; needs 4 GB of memory
     python benchmarks/evaluation.py --items 2000          # smaller; nothing is kept
 
 "Images" are Fashion-MNIST's training images as 128 principal components of unit length, in ten

@@ -3,7 +3,7 @@ training classes, two of the five, kept for validation.
 
     python benchmarks/fashion.py --output FOLDER                          # goes on where it stopped
     python benchmarks/fashion.py --output FOLDER --recipe fashion-danml
-    python benchmarks/fashion.py --write                                  # the page alone, from what is kept
+    python benchmarks/fashion.py --write # the page alone, from what is kept
 
 Each seed trains for as many epochs as are tried, and MAP@R on the validation classes is kept after
 each, in results/raw/fashion.jsonl. The classes to search are not looked at here: `cards.py`

@@ -11,7 +11,7 @@ and left out, never drawn as an empty box.
 
 The file is a plugin: `plugins = ["benchmarks/glyphs.py"]` and `[data] name = "glyphs.han"` in a
 recipe.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Kill a process that writes to a living index, again and again, and compare what is left with what
 it had been told is written.
 
-    python benchmarks/kills.py --count 1000 --seed 0      # writes results/raw/kills.json and results/kills.md
+    # writes results/raw/kills.json and results/kills.md
+    python benchmarks/kills.py --count 1000 --seed 0
 
 A child does random calls of a store and says over a pipe which one it begins and which one has
 returned. It is killed by SIGKILL: either by this process, after a time drawn from what such a call

@@ -1,8 +1,9 @@
 """Learners at many classes: LANML, GMML, AML, OAHU and `oahu.warm` beside metric-learn's and
 scikit-learn's, in time, memory and growth.
 
-    python benchmarks/learners.py                                            # what is not measured yet, then the page
-    python benchmarks/learners.py --fresh --only GMML RCA --sizes 6250       # measured again, beside what is kept
+    python benchmarks/learners.py # what is not measured yet, then the page
+    # measured again, beside what is kept
+    python benchmarks/learners.py --fresh --only GMML RCA --sizes 6250
 
 Ten items a class, 100 features, 6,250 to 50,000 items: 625 to 5,000 classes. Classes are Gaussian,
 and spread differently along each of 100 random directions: along a few of them classes lie far

@@ -2,14 +2,15 @@
 help.
 
     OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py
-    OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py --fresh --parts table --methods LEGO --repeats 0    # a part, measured again
+    # a part, measured again
+    OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py --fresh --parts table --methods LEGO --repeats 0
 
 Each figure is kept at once, in results/raw/oahu_table3.jsonl: a run that stops goes on where it
 was. Some ten minutes of CPU time. Constants of the baselines were chosen on the development parts
 of two other splits; the queries are 4,000 images a repeat that lie in neither of those parts.
 35,000 of the other images are the development part, as in the paper: they give the triplets and are
 the references.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ Job = tuple[str, str, int]
 
 
 def jobs() -> Iterator[tuple[Job, Callable[[], list[dict[str, Any]]]]]:
-    """Return what is to be measured: part, method and repeat, and a function that gives its rows."""
+    """Return what to measure: part, method, repeat, and a function that gives its rows."""
     x, y = fashion()
     on_splits = {
         "table": (table_rows, ["Euclid", *learners()], range(REPEATS)),
@@ -217,7 +218,7 @@ def curve_rows(
 
 
 def retrieval_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[str, Any]]:
-    """Recall@K and precision@10 on classes that were not trained on: each item asks for the others."""
+    """Recall@K and precision@10 on unseen classes: each item is a query for the others."""
     rng = np.random.default_rng(300 + repeat)
     order = rng.permutation(70_000)
     train = order[y[order] < 5][:15_000]

@@ -11,7 +11,7 @@ Table = list[dict[str, str]]
 
 @functools.cache
 def tables(result: str) -> dict[str, list[Table]]:
-    """Return the tables of results/RESULT.md by the heading that they stand under; rows by column."""
+    """Return the tables of results/RESULT.md by heading; rows by column."""
     found: dict[str, list[Table]] = {}
     heading, columns = "", None
     for line in (RESULTS / f"{result}.md").read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,8 @@
 """The picture of a search without labels in docs/engineer.md: Fashion-MNIST's images, a pretrained
 backbone, nothing trained.
 
-    python benchmarks/photos_without_labels.py        # writes docs/without_labels.png and results/photos_without_labels.md; some minutes
+    # writes docs/without_labels.png and results/photos_without_labels.md; some minutes
+    python benchmarks/photos_without_labels.py
 
 The first 500 training images are indexed by `retrieval index create --model
 core.efficientnet_lite0`, without their labels. The queries are the first 40 test images; of each

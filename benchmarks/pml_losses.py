@@ -1,8 +1,9 @@
 """Every loss and miner of `pml` beside pytorch-metric-learning's own of the same parameters: time
 and memory.
 
-    python benchmarks/pml_losses.py                                                # cases that are not measured yet, then the page
-    python benchmarks/pml_losses.py --fresh --only triplet_margin --items 256      # measured again; nothing is kept
+    python benchmarks/pml_losses.py # cases that are not measured yet, then the page
+    # measured again; nothing is kept
+    python benchmarks/pml_losses.py --fresh --only triplet_margin --items 256
 
 A loss is called forward and backward, a miner once, on one thread. Both sides are called in turn in
 one process; the median CPU time of the rounds is kept. Memory is how far the process's peak rises
@@ -92,7 +93,7 @@ def part(kind: str, name: str, ours: bool, width: int) -> Any:
 
 
 def call(kind: str, name: str, ours: bool, width: int) -> Callable[[Any, Any], Any]:
-    """Return a function of codes and labels to what one side gives: a loss, or a miner's indices."""
+    """Return a function of embeddings and labels that gives a loss or a miner's indices."""
     if kind == "miner":
         miner = part("miners", name, ours, width)
         return lambda x, y: miner(x, y)

@@ -1,7 +1,8 @@
 """Cut the power of a machine that writes to a living index, at a thousand moments, and compare what
 a disk may then hold with what was acknowledged.
 
-    python benchmarks/power_cuts.py --count 1000 --seed 0      # writes results/raw/power_cuts.json and results/power_cuts.md; needs strace
+    # writes results/raw/power_cuts.json and results/power_cuts.md; needs strace
+    python benchmarks/power_cuts.py --count 1000 --seed 0
 
 A process makes an index and does random calls of a store, or is killed in their midst and another
 goes on; `strace` records every system call that changes a file or a name. Of drawn moments of that

@@ -223,7 +223,7 @@ class Disk:
             self._on_names(name, said, paths, result, began)
 
     def _came(self, name: str, said: str) -> int | None:
-        """Return what a call would have returned that a kill ended; None where it changed nothing."""
+        """Return what a killed call would have returned; None where it changed nothing."""
         texts, handles = _texts(name, said), _handles(said)
         if name in ("write", "pwrite64", "writev", "ftruncate"):
             handle, path = (int(handles[0][0]), Path(handles[0][1])) if handles else (-1, Path())

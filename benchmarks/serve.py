@@ -1,7 +1,7 @@
 """The server beside ONNX Runtime and FAISS called by hand, and beside a bare ASGI application.
 
-    python benchmarks/serve.py                              # indexes in benchmarks/work/serve; writes results/serve.md
-    python benchmarks/serve.py --only PNG --seconds 1 --rounds 1    # a part of it, which is not kept
+    python benchmarks/serve.py # indexes in benchmarks/work/serve; writes results/serve.md
+    python benchmarks/serve.py --only PNG --seconds 1 --rounds 1 # a part of it, which is not kept
 
 Each contestant is a process of its own; they take turns in each round. A figure is the median over
 rounds of the CPU time, user and system, that all processes of a server took for a request. "By

@@ -1,7 +1,8 @@
 """Read and write an index over HTTP while its server is killed again and again, and compare what is
 left with what the clients were told.
 
-    python benchmarks/soak.py --seconds 600 --seed 0      # writes results/raw/soak.json and results/soak.md
+    # writes results/raw/soak.json and results/soak.md
+    python benchmarks/soak.py --seconds 600 --seed 0
 
 Several clients of `retrieval.client` put, relabel and delete items of their own, one or many at a
 time, search, and look at items. Each keeps its own record: of every id, what the server has
@@ -138,7 +139,7 @@ class Worker:
         self.counts["writes"] += 1
 
     def _relabel(self, client: Client) -> None:
-        """Change the label and the metadata of an item that is surely there, and keep its vector."""
+        """Change label and metadata of an item that is surely there; keep its vector."""
         there = [
             (id, known[0])
             for id, known in self.record.known.items()
@@ -218,7 +219,7 @@ class Worker:
 
 
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
-    """Kill the server, or one of its processes, again and again; return what was killed how often."""
+    """Kill the server or one of its processes repeatedly; return how often each was."""
     drawn, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
     processes = 2
     while time.monotonic() < end:
@@ -351,7 +352,7 @@ searches were compared with exact search.
 {kills}
 
 The whole: the supervisor and all processes at once, or the one process. Either process answers searches and writes.
-"""
+"""  # noqa: E501
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ class Server:
             time.sleep(0.05)
 
     def members(self) -> dict[int, int]:
-        """Return the pids of its processes, by their numbers; those that decode end by themselves."""
+        """Return its processes' pids by number; decoders end by themselves."""
         assert self.process is not None
         found = {}
         for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):

@@ -1,8 +1,9 @@
 """Our local store beside others that are embedded: time, memory and disk of the same few verbs.
 
     python benchmarks/store.py                                         # writes results/store.md
-    python benchmarks/store.py --rows 2000 --only "local flat" FAISS   # a part of it, which is not kept
-    pip install qdrant-client lancedb chromadb                         # the peers; who is missing is left out
+    # a part of it, which is not kept
+    python benchmarks/store.py --rows 2000 --only "local flat" FAISS
+    pip install qdrant-client lancedb chromadb # the peers; who is missing is left out
 
 Vectors are Fashion-MNIST's training images, 64 numbers along the principal components of their
 pixels; queries are test images. Each item has a number as its id and one field, `share`, evenly

@@ -1,6 +1,7 @@
 """Eight readers against four processes that write to one index; every answer is compared.
 
-    python benchmarks/writers.py --seconds 600 --seed 0      # writes results/raw/writers.json and results/writers.md
+    # writes results/raw/writers.json and results/writers.md
+    python benchmarks/writers.py --seconds 600 --seed 0
 
 Each writer owns three groups of twenty items. One write replaces a whole group, or deletes it, or
 asks for `compact`; a group's state is a number that grows with each write, and says what every item
@@ -230,7 +231,7 @@ For {result["seconds"] / 60:.3g} minutes {WRITERS} processes wrote to one index 
 Every answer had to be one state of a group, between the last one acknowledged before the question and the last one begun before the answer.
 
 **Wrong answers, half transactions, lost writes: {result["wrong"]}.**
-"""
+"""  # noqa: E501
 
 
 def main() -> None:

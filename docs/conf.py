@@ -51,7 +51,7 @@ MARK = "<!-- every file of benchmarks/results -->"
 
 
 def add_results(app: Any, name: str, source: list[str]) -> None:
-    """Put every measured result into benchmarks.md, so that a figure is written in one place only."""
+    """Put every measured result into benchmarks.md: a figure stands in one place only."""
     if name == "benchmarks":
         files = sorted(RESULTS.glob("*.md"))
         parts = [

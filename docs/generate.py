@@ -41,8 +41,8 @@ def hooks() -> str:
             " for.\n"
         ),
         (
-            "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is the run that is trained, `app` a"
-            " `click.Group`.\n"
+            "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is the run that is trained,"
+            " `app` a `click.Group`.\n"
         ),
         "What the host gives to a factory that names it, and a recipe cannot set:\n",
         *(f"- `{name}`: {meaning}" for name, meaning in GIVEN.items()),

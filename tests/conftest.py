@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more process than there are cores: many tests wait for a server or for other processes."""
+    """One more process than cores: many tests wait for a server or other processes."""
     return (os.cpu_count() or 1) + 1
 
 

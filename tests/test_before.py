@@ -1,4 +1,4 @@
-"""Runs and a bundle of an earlier version open, go on and answer as they did: `before/README.md`."""
+"""Runs and a bundle of an earlier version work as they did: `before/README.md`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class PairMiner(BaseMiner):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return pairs, see `retrieval.plugin.Miner`; in float32 or float64 whatever autocast says."""
+        """Return pairs, in float32 or float64 under autocast too; see `retrieval.plugin.Miner`."""
         query = full_precision(embeddings)
         reference = None if ref_emb is None or ref_emb is embeddings else full_precision(ref_emb)
         with torch.autocast(device_type=query.device.type, enabled=False):

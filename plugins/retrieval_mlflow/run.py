@@ -29,7 +29,9 @@ class MlflowRun:
     """
 
     def __init__(self) -> None:
-        """Load the package and open its store, in the calling thread: see `retrieval.plugin.Tracker`."""
+        """Load the package and open its store, in the calling thread: see
+        `retrieval.plugin.Tracker`.
+        """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked for a network
         from mlflow import MlflowClient
 
@@ -37,7 +39,7 @@ class MlflowRun:
         self._key = ""
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or go on with one that the store still has; see `retrieval.plugin.Tracker`."""
+        """Begin a run, or go on with one that the store has; see `retrieval.plugin.Tracker`."""
         from mlflow.exceptions import MlflowException
 
         known: Mapping[str, str] = {}

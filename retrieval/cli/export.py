@@ -127,7 +127,7 @@ def export_command(
     \b
     Example:  retrieval export runs/digits --output digits.bundle --variant int8
     No labels, no training:
-              retrieval export --model core.efficientnet_lite0 --whiten photos --output photos.bundle
+        retrieval export --model core.efficientnet_lite0 --whiten photos --output photos.bundle
     """
     if (run is None) == (model is None):
         raise click.UsageError("Name a run, or a backbone with --model: one of them.")

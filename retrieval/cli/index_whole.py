@@ -91,7 +91,7 @@ def compact(path: IndexPlace, as_json: bool) -> None:
 @WHERE
 @JSON
 def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool) -> None:
-    """List groups of items of INDEX within a distance of one another, directly or through others."""
+    """List groups of items of INDEX that lie near one another, directly or through others."""
     with opened_index(path) as opened:
         groups = opened.duplicates(within, where=where)
     if as_json:
@@ -208,7 +208,7 @@ def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
 @INDEX
 @JSON
 def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
-    """Look through SNAPSHOT, and copy it to INDEX: a new folder, or an address where no index is."""
+    """Check SNAPSHOT and copy it to INDEX: a new folder, or an address without an index."""
     from retrieval.serving.index.checking import restore as copy
 
     notes = copy(source, path, plugins=plugins_given())

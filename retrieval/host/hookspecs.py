@@ -35,7 +35,10 @@ def retrieval_backbones() -> Factories:  # type: ignore[empty-body]
 
 @hookspec
 def retrieval_datasets() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[data]` is looked up. Each factory gives a `retrieval.plugin.Dataset`."""
+    """Called when a recipe's `[data]` is looked up.
+
+    Each factory gives a `retrieval.plugin.Dataset`.
+    """
 
 
 @hookspec
@@ -58,8 +61,8 @@ def retrieval_miners() -> Factories:  # type: ignore[empty-body]
 def retrieval_generators() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[generator]` is looked up.
 
-    Each factory gives a `retrieval.plugin.Generator`, whose `bind` is called with the model's head before
-    training.
+    Each factory gives a `retrieval.plugin.Generator`, whose `bind` is called with the model's head
+    before training.
     """
 
 
@@ -73,7 +76,10 @@ def retrieval_combiners() -> Factories:  # type: ignore[empty-body]
 
 @hookspec
 def retrieval_learners() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[learner]` is looked up. Each factory gives a `retrieval.plugin.Learner`."""
+    """Called when a recipe's `[learner]` is looked up.
+
+    Each factory gives a `retrieval.plugin.Learner`.
+    """
 
 
 @hookspec

@@ -38,7 +38,8 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
     """Return a backbone that has what the host reads of it."""
     if not isinstance(backbone, Backbone):
         raise PluginError(
-            f"{name} gave {shown(backbone)}; a backbone factory must give a retrieval.plugin.Backbone."
+            f"{name} gave {shown(backbone)}; a backbone factory must give a"
+            " retrieval.plugin.Backbone."
         )
     features = getattr(backbone, "features", None)
     if not isinstance(features, int) or isinstance(features, bool) or features < 1:
@@ -59,7 +60,8 @@ def check_generator(generator: Any, name: str) -> Generator:
     """Return a generator that says whose place it takes."""
     if not isinstance(generator, Generator):
         raise PluginError(
-            f"{name} gave {shown(generator)}; a generator factory must give a retrieval.plugin.Generator."
+            f"{name} gave {shown(generator)}; a generator factory must give a"
+            " retrieval.plugin.Generator."
         )
     if generator.replaces not in ("positive", "negative"):
         raise PluginError(
@@ -87,7 +89,8 @@ def check_combiner(combiner: Any, name: str) -> Combiner:
     """Return a combiner."""
     if not isinstance(combiner, Combiner):
         raise PluginError(
-            f"{name} gave {shown(combiner)}; a combiner factory must give a retrieval.plugin.Combiner."
+            f"{name} gave {shown(combiner)}; a combiner factory must give a"
+            " retrieval.plugin.Combiner."
         )
     return combiner
 
@@ -140,8 +143,8 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
     check_head(head, what, features)
     if combiner is not None and not isinstance(combiner, Combiner):
         raise PluginError(
-            f"{what} gave {shown(combiner)} as its combiner; it must be a retrieval.plugin.Combiner or"
-            " None."
+            f"{what} gave {shown(combiner)} as its combiner; it must be a retrieval.plugin.Combiner"
+            " or None."
         )
     return head, combiner
 

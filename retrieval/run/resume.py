@@ -274,8 +274,8 @@ def _schedule(recipe: Recipe, longer: Sequence[str], progress: Position | None) 
     if recipe.schedule.name not in ("constant", "cosine", "linear"):
         return []
     return [
-        f"note: [schedule] {recipe.schedule.name} is drawn over a phase's whole length. From here on"
-        " the rate follows the new curve, so the run is not what it would have been with this"
+        f"note: [schedule] {recipe.schedule.name} is drawn over a phase's whole length. From here"
+        " on the rate follows the new curve, so the run is not what it would have been with this"
         " length from the start."
     ]
 

@@ -234,10 +234,11 @@ def train(
         replace_plugins: with `resume`, go on with the plugin files as they are now, not with the
             run's copies.
         dataset: instead of `[data]`.
-        backbone: instead of `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images (B,
-            channels, H, W) or vectors (B, F') to features (B, F). The width of its features is
-            measured. What its attribute `preprocessing`, a `retrieval.plugin.Preprocessing`, says is done
-            to images before; without one they become RGB, 224 × 224, normalised as for ImageNet.
+        backbone: instead of `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images
+            (B, channels, H, W) or vectors (B, F') to features (B, F). The width of its features is
+            measured. What its attribute `preprocessing`, a `retrieval.plugin.Preprocessing`, says
+            is done to images before; without one they become RGB, 224 × 224, normalised as for
+            ImageNet.
         combiner: instead of `[combiner]`. A loss or miner that has it as `distance` keeps it.
         loss: instead of `[loss]`, called as pytorch-metric-learning's.
         miner: instead of `[miner]`.

@@ -1,4 +1,4 @@
-"""Scripts of benchmarks/ are no package: their folder goes on the path, as when one of them is run."""
+"""Puts benchmarks/ on the path: its scripts are no package."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ while held == "exit" and look() == before:
     time.sleep(0.01)
 time.sleep(0.1)
 os.kill(os.getpid(), signal.SIGKILL)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(
     script: Any = importlib.import_module("power_disk")
     (tmp_path / "disk").mkdir()
     hold = (  # of each thread
-        f"inject={call}:delay_{held}={300_000 if held == 'exit' else 1_000_000}:when={500 if call == 'openat' else 1}"
+        f"inject={call}:delay_{held}={300_000 if held == 'exit' else 1_000_000}:when={500 if call == 'openat' else 1}"  # noqa: E501
     )
     program = [sys.executable, "-I", "-S", "-c", ENDED, tmp_path / "disk", call, held]
     done = subprocess.run([*script.strace(tmp_path / "trace"), "-e", hold, *program], timeout=60)
@@ -240,7 +240,7 @@ ROWS = {f"id {n}": n + 100 if n < 60 else n for n in range(40, 120)}
 
 
 def holds(folder: Path, bundle: str, vectors: Any, *, again: bool) -> bool:
-    """Whether an index holds `ROWS` and is whole, and so (`again`) after it is compacted once more."""
+    """Whether an index holds `ROWS` and is whole; with `again`, also after compacting."""
     for last in (False, True)[not again :]:
         try:
             with LocalStore(folder, upkeep=False) as store:

@@ -189,7 +189,7 @@ def test_nothing_touches_the_global_generators(digits: ArrayDataset, photos: Fil
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 def test_the_draw_is_pytorch_metric_learnings(monkeypatch: pytest.MonkeyPatch, dtype: type) -> None:
-    """Class ids with gaps, in any order, of one item and of many; more classes than a batch takes."""
+    """Class ids with gaps, in any order; more classes than a batch takes."""
     random = np.random.default_rng(5)
     for p, m, batches_, seed, epoch in [(3, 4, 7, 0, 0), (6, 2, 1, 2**70, 3), (2, 9, None, 11, 2)]:
         labels = random.permutation(np.repeat([7, 2, 90, 5, 41, 3], [1, 30, 4, 12, 3, 5])).astype(

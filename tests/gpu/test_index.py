@@ -1,4 +1,4 @@
-"""FAISS's structures on a GPU: what they find; CAGRA's file on a CPU; threads; too little memory."""
+"""FAISS's structures on a GPU: hits, CAGRA's file on a CPU, threads, memory."""
 
 from __future__ import annotations
 

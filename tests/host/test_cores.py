@@ -144,7 +144,7 @@ print(json.dumps({
     "decoding threads": raw._threads._max_workers,
     "encoder of a server": Parts({}, Settings(workers=1)).threads,
 }))
-""")
+""")  # noqa: E501
     assert found.pop("explicit session") == 3
     assert found == dict.fromkeys(found, 1)
 
@@ -160,7 +160,7 @@ limit_threads(Path({str(tmp_path)!r}))
 import faiss, torch, numpy
 from threadpoolctl import threadpool_info
 print(json.dumps([torch.get_num_threads(), faiss.omp_get_max_threads(), *(p["num_threads"] for p in threadpool_info())]))
-""",
+""",  # noqa: E501
         one_core=False,
     )
     assert set(found) == {1}

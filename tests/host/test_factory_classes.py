@@ -1,4 +1,4 @@
-"""A factory that is a class: which of its parents' parameters it has, and what a loss's call takes."""
+"""A factory that is a class: its parents' parameters, and what a loss's call takes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def retrieval_metrics():
 
 
 def write(folder: Path, value: int) -> str:
-    """A plugin folder with modules, one of which is imported when it is called, a package and data."""
+    """A plugin folder with modules (one imported late), a package and data."""
     (folder / "kit").mkdir(parents=True)
     (folder / "__init__.py").write_text(PLUGIN)
     (folder / "helpers.py").write_text(

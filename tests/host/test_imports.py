@@ -42,7 +42,8 @@ MOST_ENTRIES = 15
 
 MOST_INNER = 10
 
-# A plugin imports the face, `retrieval.plugin` and `retrieval.errors`; what one needs besides is here.
+# A plugin imports the face, `retrieval.plugin` and `retrieval.errors`; what one needs besides is
+# here.
 INNER = {
     "retrieval.data.pairs": {"find_pairs", "read_people"},
     "retrieval.model.metrics": {"retrieval_metrics"},
@@ -251,7 +252,7 @@ for call in calls:
         except SystemExit as left:
             assert left.code == (2 if call == [] else 0), (call, left.code, err.getvalue())
     assert "Usage:" in out.getvalue() + err.getvalue() or "version" in out.getvalue(), call
-"""
+"""  # noqa: E501
     assert not loaded(process, code) & HEAVY
 
 

@@ -1,4 +1,4 @@
-"""What a factory is made of: other factories' products, nested, in lists, and what the host gives."""
+"""Parts of a factory: other factories' products, nested and in lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that go with their processes: what a killed one leaves is cleared, and nothing else is."""
+"""Scratch folders: what a killed process leaves is cleared, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources at addresses that fsspec opens: in memory, in a zip file, and where something is missing."""
+"""Sources at addresses that fsspec opens."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_of_two_builds_to_one_path_one_wins_and_the_other_is_told(bundle_path, f
 
 
 def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, monkeypatch):
-    """Someone who knows nothing of the lock puts a folder in the place, just before the last step."""
+    """Another program puts a folder in the place just before the last step."""
     rename = Path.rename
 
     def late(path: Path, other: Path) -> Path:

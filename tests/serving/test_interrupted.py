@@ -47,7 +47,7 @@ SLOW = textwrap.dedent("""
     except KeyboardInterrupt:
         sys.exit(130)
     print("resumed", summary.resumed, "skipped", len(summary.skipped))
-""")
+""")  # noqa: E501
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

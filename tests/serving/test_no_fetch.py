@@ -21,7 +21,7 @@ def _hook(event, arguments):
     if event == "open" or event.split(".")[0] in ("os", "shutil", "socket", "subprocess", "urllib", "http", "ftplib", "glob", "pathlib", "tempfile", "sqlite3", "webbrowser"):
         os.write(_out, (event + " " + repr(arguments)[:2000] + "\\n").encode("utf-8", "replace"))
 sys.addaudithook(_hook)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ WORK = textwrap.dedent("""
     assert importlib.util.find_spec("torch") is None
     assert importlib.util.find_spec("pytorch_metric_learning") is None
     print(json.dumps([encoded.vector[0].tolist(), [[hit.id, hit.distance] for hit in hits]]))
-""")
+""")  # noqa: E501
 
 
 @pytest.fixture(scope="module")

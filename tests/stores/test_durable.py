@@ -1,4 +1,4 @@
-"""What must hold of the local store when calls overlap, are cut short, or find something damaged."""
+"""The local store when calls overlap, are cut short, or meet damage."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def opened(path: Path) -> Index:
 
 
 def is_of(index: Index, bundle: Path, photos: Path, without: set[str] = frozenset()) -> None:
-    """Compare every vector, code and kept feature with those that a bundle gives of the originals."""
+    """Compare every vector, code and feature with what a bundle gives."""
     encoder = Bundle.open(bundle, threads=1)
     items = index.get([item.id for item in index.scan()], arrays=True)
     assert len(items) == len(index)

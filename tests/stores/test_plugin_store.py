@@ -133,7 +133,7 @@ def counted(self, *given, **named):
 
 Bundle.encode, adding._SECONDS = counted, 0.0
 create_index(sys.argv[1], sys.argv[2], [sys.argv[3]], plugins=["retrieval_acme"], batch=8, progress=False)
-"""
+"""  # noqa: E501
 
 
 def test_what_a_killed_create_left_is_added_to(

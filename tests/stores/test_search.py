@@ -86,7 +86,7 @@ KINDS: dict[str, Callable[[Array], Array]] = {
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many blocks, groups and parts of few rows, and no pair in doubt that is allowed for nothing."""
+    """Many blocks, groups and parts of few rows."""
     for name, value in {
         "_FEW": 1,
         "_GROUP": 5,

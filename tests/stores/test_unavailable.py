@@ -47,7 +47,7 @@ class FlakyPlace(LocalPlace):
 @hookimpl
 def retrieval_stores():
     return {"flaky": FlakyPlace}
-"""
+"""  # noqa: E501
 
 
 def _asked(

@@ -49,7 +49,7 @@ while time.monotonic() < end:
         store.close()
         store = LocalStore(Path(path))
 store.close()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ for i in range(int(sys.argv[5])):
     os.kill(pid, signal.SIGKILL)
     wait(pid)
     assert wait(child(folder, True)) == 0
-"""
+"""  # noqa: E501
 
 
 def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path: Path) -> None:

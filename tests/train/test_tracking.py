@@ -92,7 +92,7 @@ class Leaves(Notes):
 def retrieval_trackers():
     """They."""
     return {"notes": Notes, "refused": Refused, "full": Full, "hangs": Hangs, "leaves": Leaves}
-'''
+'''  # noqa: E501
 
 
 @pytest.fixture

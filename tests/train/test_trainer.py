@@ -175,7 +175,9 @@ RATES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
         (10, 10, 10, 10),
     ),
 ]
-"""Tables, and how many times the plain rate each part then has: backbone, head, combiner, generator."""
+"""Tables, and how many times the plain rate each part then has: backbone, head, combiner,
+generator.
+"""
 
 
 def test_rates_and_factors_reach_what_they_name(make: Make, tmp_path: Path) -> None:

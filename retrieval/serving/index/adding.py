@@ -271,8 +271,8 @@ def _original(name: str, content: Any) -> Original:
     except DataError as fault:
         return DataError(f"{name}: {fault}")
     return DataError(
-        f"{name}: an image is a path, bytes, a Pillow image, pixels or a tensor, not an object of type"
-        f" {type(content).__name__}."
+        f"{name}: an image is a path, bytes, a Pillow image, pixels or a tensor, not an object of"
+        f" type {type(content).__name__}."
     )
 
 

@@ -379,9 +379,9 @@ class Index:
         Args:
             sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or
                 `.npz` features; see `retrieval.serving.index.sources.collect`.
-            images: instead of sources, one or more images from memory, as `retrieval.Encoder.encode`
-                takes them; an index of features takes their rows (N, F). An id that is there
-                already gets the new image.
+            images: instead of sources, one or more images from memory, as
+                `retrieval.Encoder.encode` takes them; an index of features takes their rows (N, F).
+                An id that is there already gets the new image.
             ids: of these images.
             labels: of these images.
             metadata: of these images, a JSON object each.

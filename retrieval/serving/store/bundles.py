@@ -1,4 +1,4 @@
-"""Bundles of an index whose store lies elsewhere: kept there in pieces, fetched when it is opened."""
+"""Bundles of an index in a remote store: kept there in pieces, fetched when it opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items and generations as values, what every store refuses of them, and how long a call may take."""
+"""Items and generations, the checks that every store makes, and a call's time limit."""
 
 from __future__ import annotations
 

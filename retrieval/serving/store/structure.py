@@ -126,7 +126,7 @@ class Loaded:
     def propose(
         self, space: int, queries: Floats, count: int, keep: Mask | None, *, filtered: bool
     ) -> Numbers | None:
-        """Return candidates' rows (Q, k) in a sub-space, -1 for none; None: better search exactly."""
+        """Return candidates' rows (Q, k) in a sub-space, -1 for none; None: search exactly."""
         backend, name, size = self.backends[space], self.structure.backend, self.structure.rows
         breadth = min(count * backend.expand, size)
         if keep is None:

@@ -353,7 +353,7 @@ class Upkeep:
     def _swap(
         self, connection: apsw.Connection, stem: str, old: Rows, kept: Numbers, new: dict[str, Sums]
     ) -> None:
-        """Have the record name files with the rows that were kept, and add those that came since."""
+        """Make the record name the new files, and add the rows that came since."""
         generation, g = old.generation, old.generation.number
         grown = Rows.of(connection, generation, old)
         later = np.arange(old.rows, grown.rows)

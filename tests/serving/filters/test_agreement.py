@@ -129,14 +129,14 @@ tags = 'red' | tags = 3 | tags != 'red' | tags > 'blaa' | tags < 4 | tags in ('b
 maker.country = 'DE' | exists(maker) | exists(maker.sites) | "unit price" < 3 | metadata.label = 'inner' | metadata."and" = 1
 metadata.price = 20 | "a.b" = 1 | not a.b = 1 | PRICE = 20 or price = 20 | NOT price < 20 AND new = TRUE
 not price = '20' | not size = 1 | not exists(size) | price not in (1, 2) | not (price = 1 or price = 2) | not none = 1
-""".replace("\n", "|")
+""".replace("\n", "|")  # noqa: E501
 FALSE = """
 price < 20 | price = '20' | price = true | price > '1' | price in ('20', true) | label = 5 | label in (5, null) | label > 5
 size = 1 | size != 1 | size = null | size in (null) | exists(size) | size.x = 1 | price.x = 1 | exists(label2)
 colour = 'red' | colour < 1 | new = 1 | new = 'true' | new > 0 | none = 1 | none != 1 | tags = 'deep' | tags = 'green'
 maker = 'DE' | maker in ('DE', 1) | maker.sites.city = 'Ulm' | tags.x = 1 | label = 'inner' | label = 'Shoe' | not tags = 'red'
 Price = 20 | maker.country = 'DE' and price = 1 or price = 2 | not new = true | not exists(id)
-""".replace("\n", "|")
+""".replace("\n", "|")  # noqa: E501
 CASES = [
     (text.strip(), truth)
     for texts, truth in ((TRUE, True), (FALSE, False))

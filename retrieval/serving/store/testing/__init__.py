@@ -1,6 +1,7 @@
 """What the author of a store tests it with: `retrieval.testing`.
 
-`StoreSuite` holds a case for every promise of `retrieval.stores.Store`. A subclass says where an index is:
+`StoreSuite` holds a case for every promise of `retrieval.stores.Store`. A subclass says where an
+index is:
 
     from retrieval import stores, testing
 

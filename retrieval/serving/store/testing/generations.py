@@ -58,7 +58,7 @@ class GenerationCases(Bench):
         self.other = opened(seed=1, width=WIDTH + 5)
 
     def test_the_first_generation(self) -> None:
-        """A new store serves one, which says what it is; while it is empty another follows at once."""
+        """A new store serves one generation; while it is empty, another follows at once."""
         store, bundle = self.store(), opened()
         (served,) = store.generations()
         properties = (

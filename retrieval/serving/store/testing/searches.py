@@ -43,7 +43,7 @@ class SearchCases(Bench):
     """Searching, with and without filters, sub-spaces and codes."""
 
     def test_few_items_or_none(self) -> None:
-        """An empty store finds nothing; asked for more than there are, or match, all are proposed."""
+        """An empty store finds nothing; a search for more items than match proposes all."""
         store, state = self.store(), State()
         self.check(store, state)
         equal(store.search(normal(0, WIDTH, 0), 5, opened().sha256), [], "answers to no queries")
@@ -54,7 +54,7 @@ class SearchCases(Bench):
             self.check(store, state, where=where, count=count)
 
     def test_filters(self) -> None:
-        """Search, scan, count and delete agree with `filters.matches`, for filters of every kind."""
+        """Search, scan, count and delete agree with `filters.matches` on every filter."""
         nested = [
             {"deep": {"flag": True}, "a b": 0},
             {"deep": {"flag": None}, "a b": -0.5},
