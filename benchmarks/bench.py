@@ -230,7 +230,7 @@ def train_and_judge(
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
         run = train(folder, check_recipe(table), report=len)
         seconds = time.process_time() - began
-        return evaluate_run(run, baseline=baseline).figures, seconds
+        return evaluate_run(run, baseline=baseline).metrics, seconds
 
 
 class Runs:

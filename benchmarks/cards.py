@@ -154,7 +154,7 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     return {
         "figures": {
             name: {metric: round(value, 6) for metric, value in values.items()}
-            for name, values in found.figures.items()
+            for name, values in found.metrics.items()
         },
         "queries": found.queries,
         "cpu_seconds": {

@@ -27,7 +27,7 @@ def test_a_run_has_the_figures_that_it_had(
     done = cli("evaluate", before / name)
     assert done.code == 0, done.err
     found = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))[
-        "figures"
+        "metrics"
     ]
     # another processor may swap neighbours that are equally far but for the last digit
     assert found["trained"] == pytest.approx(EXPECTED["figures"][name]["trained"], abs=0.02)

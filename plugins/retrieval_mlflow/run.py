@@ -16,7 +16,7 @@ from retrieval.plugin import TrackedRun
 EXPERIMENT = "retrieval"
 """Where MLFLOW_EXPERIMENT_NAME names none."""
 LONGEST_KEY, LONGEST_VALUE, MOST = 250, 6000, 100
-"""MLflow's limits: characters of a parameter's name and value, parameters of a call (of figures,
+"""MLflow's limits: characters of a parameter's name and value, parameters of a call (of metrics,
 1,000).
 """
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -83,13 +83,13 @@ class MlflowRun:
             self._client.log_batch(self._key, params=new[start : start + MOST])
         self._client.log_dict(self._key, dict(configuration), "configuration.json")
 
-    def figures(self, figures: Mapping[str, float], epoch: int | None) -> None:
-        """Log an epoch's figures at its number from 1, or final ones at 0."""
+    def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
+        """Log an epoch's metrics at its number from 1, or final ones at 0."""
         from mlflow.entities import Metric
 
         now, step = int(time.time() * 1000), 0 if epoch is None else epoch + 1
-        metrics = [Metric(_allowed(name), value, now, step) for name, value in figures.items()]
-        self._client.log_batch(self._key, metrics=metrics)
+        entries = [Metric(_allowed(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._key, metrics=entries)
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Keep a table as a CSV file, which MLflow shows as a table."""

@@ -50,12 +50,12 @@ class WandbRun:
         # an offline run has no address, and warns where it is asked for one
         return str(self._run.id), str(self._run.dir if self._offline else self._run.url)
 
-    def figures(self, figures: Mapping[str, float], epoch: int | None) -> None:
-        """Log an epoch's figures, or put final ones into the summary."""
+    def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
+        """Log an epoch's metrics, or put final ones into the summary."""
         if epoch is None:
-            self._run.summary.update(dict(figures))
+            self._run.summary.update(dict(metrics))
         else:
-            self._run.log({"epoch": epoch + 1, **figures}, step=epoch)
+            self._run.log({"epoch": epoch + 1, **metrics}, step=epoch)
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Log a table."""

@@ -112,9 +112,9 @@ def evaluate(
     ray: str | None,
     as_json: bool,
 ) -> None:
-    """Evaluate a run's best weights on its held-out items, and write the figures into the run.
+    """Evaluate a run's best weights on its held-out items, and write the metrics into the run.
 
-    RUN may also be a folder that 'retrieval embed' wrote of items with labels: the figures are
+    RUN may also be a folder that 'retrieval embed' wrote of items with labels: the metrics are
     those of its vectors, by Euclidean distance, and it may be larger than the memory.
 
     Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
@@ -199,7 +199,7 @@ def _of_vectors(
     as_json: bool,
     options_of_runs: dict[str, bool],
 ) -> None:
-    """Print the figures of a folder of embeddings."""
+    """Print the metrics of a folder of embeddings."""
     from retrieval.evaluation.evaluation import DEFAULT_METRICS
     from retrieval.evaluation.pairwise import evaluate_vectors
 

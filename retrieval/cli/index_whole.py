@@ -136,7 +136,7 @@ def migrate(
         if bundle is None and not drop_old:
             raise click.UsageError("Name the bundle to migrate to.")
         done = None if bundle is None else opened.migrate(bundle, skip_bad=skip_bad)
-        figures: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         sentences = []
         if done is not None:
             for fault in done.skipped:
@@ -150,13 +150,13 @@ def migrate(
                 f"{path}: {done.embedded:,} items embedded{kept}; generation"
                 f" {done.generation.number} is served."
             )
-            figures = _plain(done)
+            metrics = _plain(done)
         if drop_old:
-            figures["dropped"] = count = opened.drop_old()
+            metrics["dropped"] = count = opened.drop_old()
             sentences.append(
                 f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted."
             )
-    tell(path, as_json, "\n".join(sentences), **figures)
+    tell(path, as_json, "\n".join(sentences), **metrics)
 
 
 @command(

@@ -53,7 +53,7 @@ Examples:
     type=Choice(["read", "write", "admin"]),
     help=(
         "read: search and look. write: add, change and delete items too. admin: snapshots and"
-        " figures too."
+        " metrics too."
     ),
 )
 @click.option(

@@ -1,1 +1,1 @@
-"""Exact figures of a run, of a bundle, or of codes and labels; verification on pairs."""
+"""Exact metrics of a run, of a bundle, or of codes and labels; verification on pairs."""

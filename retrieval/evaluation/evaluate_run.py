@@ -63,7 +63,7 @@ class RunEvaluation:
         queries: how many queries the means are taken over.
         gallery: how many items were searched.
         singletons: how many queries were left out because no other item has their label.
-        figures: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), each metric's
+        metrics: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), each metric's
             mean.
         candidates: with a bundle that rescores, what its candidate step costs.
         spread: by contestant, each figure's standard deviation over random galleries, with
@@ -78,7 +78,7 @@ class RunEvaluation:
     queries: int
     gallery: int
     singletons: int
-    figures: dict[str, dict[str, float]]
+    metrics: dict[str, dict[str, float]]
     candidates: CandidateStep | None = None
     spread: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class RunEvaluation:
         note = f"{self.queries:,} queries among {self.gallery:,} items ({self.split})"
         if self.singletons:
             note += f"; {self.singletons:,} left out: no other item of their class"
-        lines = [*grid(self.figures), note]
+        lines = [*grid(self.metrics), note]
         for row, groups in self.groups.items():
             lines += ["", f"{row}, by group:", *grid(groups)]
         for row, spread in self.spread.items():
@@ -163,12 +163,12 @@ def evaluate_run(
     bundle: StrPath | None = None,
     progress: Progress = True,
 ) -> RunEvaluation:
-    """Evaluate a run's model, and write the figures into `evaluation-SIDE.json` in its folder.
+    """Evaluate a run's model, and write the metrics into `evaluation-SIDE.json` in its folder.
 
     Args:
         run: a run, or its folder.
         side: "test" or "validation".
-        metrics: figures as in `[evaluate] metrics`; by default the recipe's.
+        metrics: metrics as in `[evaluate] metrics`; by default the recipe's.
         clusters: also NMI and F1 of k-means clusters.
         baseline: also the raw inputs, unit length, Euclidean.
         bundle: also a bundle's answers, searched as a server does: candidates by vector, then the
@@ -176,7 +176,7 @@ def evaluate_run(
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
-        The figures of each contestant; with a rescorer also how much of the exhaustive ranking's
+        The metrics of each contestant; with a rescorer also how much of the exhaustive ranking's
             first ten its candidates keep.
 
     Raises:

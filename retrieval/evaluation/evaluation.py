@@ -76,7 +76,7 @@ class Evaluation:
         return self.table()
 
     def table(self) -> str:
-        """Return the figures as text, one a line, with the counts below."""
+        """Return the metrics as text, one a line, with the counts below."""
         width = max((len(name) for name in self.values), default=0)
         lines = [f"{name:<{width}}  {value:.4f}" for name, value in self.values.items()]
         counts = f"{self.queries:,} queries, gallery of {self.gallery:,}"
@@ -103,7 +103,7 @@ def evaluate(
     device: str = "auto",
     progress: Progress = False,
 ) -> Evaluation:
-    """Return the retrieval figures of codes, by exact search.
+    """Return the retrieval metrics of codes, by exact search.
 
     Args:
         codes: (Q, C) the queries' codes. Without `gallery` they are the gallery too, each query
@@ -120,7 +120,7 @@ def evaluate(
             the query itself only.
         relevance: grades of relevance, in the place of equal labels; see
             `retrieval.evaluation.evaluation`.
-        by: (Q,) a value for each query, such as its vendor: also give the figures of each value's
+        by: (Q,) a value for each query, such as its vendor: also give the metrics of each value's
             queries.
         clusters: also give NMI and F1 of k-means clusters of the queries' codes (see
             `retrieval.evaluation.evaluation`).

@@ -56,7 +56,7 @@ class Measured:
         values: each figure; the mean over random galleries, where there are any.
         first: what `evaluate` gave, of the first gallery.
         spread: standard deviation of each figure over random galleries; empty without them.
-        groups: figures by group.
+        groups: metrics by group.
         milliseconds: of a query's search.
     """
 
@@ -96,7 +96,7 @@ class Protocol:
         """
         if self.set_keys:
             raise DataError(
-                f"[evaluate] {', '.join(self.set_keys)}: a bundle measures no such figures. "
+                f"[evaluate] {', '.join(self.set_keys)}: a bundle measures no such metrics. "
                 "Leave out --bundle, or --set the key to its default."
             )
 

@@ -59,7 +59,7 @@ class RunVerification:
         pairs: how many are "same" and "different", of how many "items" in how many "folds", what
             two folds share ("folds_share": "nothing", "classes" or "items"), and where they come
             from: "drawn_from" or "file", "folds_drawn", "seed".
-        figures: by contestant ("trained", what needs no training, "bundle"), each metric.
+        metrics: by contestant ("trained", what needs no training, "bundle"), each metric.
         folds: by contestant, "accuracy" by fold, and "threshold", which the other folds chose.
         notes: what a reader of the metrics must know.
         files: names of the files in the run's folder: "roc.csv", "roc.svg", "pairs.csv".
@@ -68,7 +68,7 @@ class RunVerification:
     run: str
     split: str
     pairs: dict[str, Any]
-    figures: dict[str, dict[str, float]]
+    metrics: dict[str, dict[str, float]]
     folds: dict[str, dict[str, dict[str, float]]]
     notes: list[str]
     files: dict[str, str]
@@ -87,7 +87,7 @@ class RunVerification:
             f"from {pairs['file']}" if "file" in pairs else f"drawn from the {self.split} items"
         )
         lines = [
-            *grid(self.figures),
+            *grid(self.metrics),
             (
                 f"{pairs['same']:,} same and {pairs['different']:,} different pairs of"
                 f" {pairs['items']:,} items, {origin}, in {pairs['folds']} folds"
@@ -133,7 +133,7 @@ def verify_run(
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
-        Each contestant's figures, over all pairs and by fold, and the names of the files.
+        Each contestant's metrics, over all pairs and by fold, and the names of the files.
 
     Raises:
         DataError: the run has no such items, the list is wrong, or pairs cannot be drawn.
@@ -317,7 +317,7 @@ def _results(
         clean = [name for k, name in enumerate(pairs.folds) if not known[fold == k].any()]
         notes.append(
             f"{int(known.sum()):,} of {len(pairs):,} pairs have an item that trained or chose this"
-            " model, so these are not figures of held-out items; folds without such pairs:"
+            " model, so these are not metrics of held-out items; folds without such pairs:"
             f" {', '.join(clean) or 'none'}."
         )
     used = {
@@ -339,7 +339,7 @@ def _results(
         run=str(run.path),
         split=side,
         pairs=used,
-        figures={row: outcome.values for row, outcome in verified.items()},
+        metrics={row: outcome.values for row, outcome in verified.items()},
         folds=by_fold,
         notes=notes,
         files={name: f"verification-{side}-{name}" for name in ("roc.csv", "roc.svg", "pairs.csv")},

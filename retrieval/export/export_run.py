@@ -150,10 +150,10 @@ def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _evaluation(path: Path) -> dict[str, float] | None:
-    """Return the figures of `retrieval evaluate`, where it was run."""
+    """Return the metrics of `retrieval evaluate`, where it was run."""
     try:
         metrics = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))[
-            "figures"
+            "metrics"
         ]["trained"]
         return {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

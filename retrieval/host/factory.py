@@ -96,7 +96,7 @@ UPSTREAM = {
     "weight_regularizer": ("regularizers", "what is added for the weights' own sake"),
     "embedding_reg_weight": (None, "multiplies what `embedding_regularizer` adds"),
     "weight_reg_weight": (None, "multiplies what `weight_regularizer` adds"),
-    "collect_stats": (None, "whether the module keeps figures of each batch as attributes"),
+    "collect_stats": (None, "whether the module keeps metrics of each batch as attributes"),
 }
 """What pytorch-metric-learning's base classes call their parameters, which have no types: the kind
 of part, and the meaning.

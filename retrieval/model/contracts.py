@@ -278,7 +278,7 @@ class Combiner(BaseDistance):
     def objective(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Return what the combiner minimises besides the loss, and figures for the log; of each
+        """Return what the combiner minimises besides the loss, and metrics for the log; of each
         training batch.
 
         Args:
@@ -292,8 +292,8 @@ class Combiner(BaseDistance):
         """
         return None, {}
 
-    def warnings(self, figures: Mapping[str, float]) -> Sequence[str]:
-        """Return sentences for whoever trains, from an epoch's mean `figures`; none by default."""
+    def warnings(self, metrics: Mapping[str, float]) -> Sequence[str]:
+        """Return sentences for whoever trains, from an epoch's mean `metrics`; none by default."""
         return ()
 
     def choose_candidates(self, codes: Tensor) -> int:
@@ -379,11 +379,11 @@ class Tracker(Protocol):
             The run's key, and where a person finds it.
         """
 
-    def figures(self, figures: Mapping[str, float], epoch: int | None) -> None:
-        """Take figures, by name.
+    def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
+        """Take metrics, by name.
 
         Args:
-            figures: an epoch's, or the final ones. An epoch that was cut off is done, and told,
+            metrics: an epoch's, or the final ones. An epoch that was cut off is done, and told,
                 again.
             epoch: its number from 0; None: they are final.
         """

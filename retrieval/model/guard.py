@@ -174,11 +174,11 @@ def check_width(features: Any, what: str, width: int) -> None:
 def checked_objective(
     value: Any, what: str, codes: Tensor
 ) -> tuple[Tensor | None, Mapping[str, Any]]:
-    """Return what a combiner's `objective` gave: a scalar or None, and figures by name."""
+    """Return what a combiner's `objective` gave: a scalar or None, and metrics by name."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         raise PluginError(
             f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and"
-            " figures by name."
+            " metrics by name."
         )
     loss, measured = value
     metrics: dict[str, Any] = {}
@@ -194,13 +194,13 @@ def checked_objective(
 
 
 def combiner_warnings(
-    combiner: Combiner | None, figures: Mapping[str, float], what: str
+    combiner: Combiner | None, metrics: Mapping[str, float], what: str
 ) -> list[str]:
     """Return a combiner's sentences for whoever trains."""
     if combiner is None:
         return []
     with calling(what):
-        sentences: Any = combiner.warnings(figures)
+        sentences: Any = combiner.warnings(metrics)
     if isinstance(sentences, str) or not isinstance(sentences, Iterable):
         raise PluginError(
             f"{what} gave {shown(sentences)} from warnings; it must give a list of sentences."

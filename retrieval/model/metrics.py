@@ -183,7 +183,7 @@ def _at_least_one(k: int, name: str) -> int:
 
 @hookimpl
 def retrieval_metrics() -> Factories:
-    """The figures of retrieval, also under their short names."""
+    """The metrics of retrieval, also under their short names."""
     return {
         "map": MeanAveragePrecision,
         "map_at_r": MAPAtR,

@@ -86,7 +86,7 @@ class Expansion(Section):
 
 
 class Evaluate(Section):
-    """`[evaluate]`: the figures of validation and test."""
+    """`[evaluate]`: the metrics of validation and test."""
 
     metrics: list[str | dict[str, Any]] = Field(
         ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
@@ -131,14 +131,14 @@ class Evaluate(Section):
     by: str | None = Field(
         None,
         description=(
-            "A column of metadata, such as `vendor`: also the figures of each value's queries."
+            "A column of metadata, such as `vendor`: also the metrics of each value's queries."
         ),
     )
     gallery_items: Count | None = Field(
         None,
         description=(
             "So many random test items of each class are the gallery, the others are queries, and"
-            " figures are means over `repetitions`, as VehicleID is measured with 1; none: the"
+            " metrics are means over `repetitions`, as VehicleID is measured with 1; none: the"
             " data's own roles."
         ),
     )
@@ -153,13 +153,13 @@ class Evaluate(Section):
     rerank: Rerank | None = Field(
         None,
         description=(
-            "Also figures after k-reciprocal re-ranking: `{ k1 = 20, k2 = 6, weight = 0.3 }`."
+            "Also metrics after k-reciprocal re-ranking: `{ k1 = 20, k2 = 6, weight = 0.3 }`."
         ),
     )
     expand: Expansion | None = Field(
         None,
         description=(
-            "Also figures with each query as a mean of itself and its neighbours: `{ k = 5, alpha ="
+            "Also metrics with each query as a mean of itself and its neighbours: `{ k = 5, alpha ="
             " 3.0 }`."
         ),
     )

@@ -41,7 +41,7 @@ class Position:
     stale: int = 0
     """Validations since the best."""
     sums: dict[str, float] = field(default_factory=dict)
-    """Sums of this epoch's figures so far."""
+    """Sums of this epoch's metrics so far."""
     counts: dict[str, int] = field(default_factory=dict)
     """Steps that had each of them: a batch without triplets has no generator's objective."""
 

@@ -72,13 +72,13 @@ class Tracking:
 
     @hookimpl
     def retrieval_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Tell an epoch's figures."""
-        self.figures(metrics, epoch)
+        """Tell an epoch's metrics."""
+        self.log(metrics, epoch)
 
     @hookimpl
     def retrieval_run_end(self, metrics: Mapping[str, float]) -> None:
-        """Tell the best figures of the validation part."""
-        self.figures({f"best_validation_{name}": value for name, value in metrics.items()})
+        """Tell the best metrics of the validation part."""
+        self.log({f"best_validation_{name}": value for name, value in metrics.items()})
 
     def begin(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
         """Begin, or go on with what the folder remembers; where that was done already, nothing."""
@@ -92,11 +92,11 @@ class Tracking:
         for follower in self._followers:
             follower.wait(FIRST_PATIENCE)
 
-    def figures(self, figures: Mapping[str, float], epoch: int | None = None) -> None:
-        """Tell figures: an epoch's, or final ones."""
-        now = {str(name): float(value) for name, value in figures.items()}
+    def log(self, metrics: Mapping[str, float], epoch: int | None = None) -> None:
+        """Tell metrics: an epoch's, or final ones."""
+        now = {str(name): float(value) for name, value in metrics.items()}
         if now:
-            self._tell(lambda tracker: tracker.figures(now, epoch))
+            self._tell(lambda tracker: tracker.log(now, epoch))
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Tell a table, its head first."""

@@ -145,7 +145,7 @@ class Trainer:
         """Train to the end.
 
         Returns:
-            The best validation figures, or the last epoch's where there is no validation part.
+            The best validation metrics, or the last epoch's where there is no validation part.
 
         Raises:
             Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
@@ -208,7 +208,7 @@ class Trainer:
         return metrics
 
     def _train_batch(self, inputs: Tensor, labels: Labels) -> dict[str, Tensor | int]:
-        """Train on one batch, keep its figures, and return them as they are: none is read."""
+        """Train on one batch, keep its metrics, and return them as they are: none is read."""
         try:
             losses = self.step(inputs, labels)
         except RetrievalError as error:

@@ -81,7 +81,7 @@ def test_one_metric_is_the_plain_case_bit_for_bit(
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     for key in ("loss", "validation_map_at_r", "validation_recall_at_1"):
         assert [line[key] for line in log(left)] == [line[key] for line in log(plain)]
-    metrics = [evaluate_run(load_run(run.path)).figures["trained"] for run in (left, plain)]
+    metrics = [evaluate_run(load_run(run.path)).metrics["trained"] for run in (left, plain)]
     assert metrics[0] == metrics[1]
 
 
@@ -131,11 +131,11 @@ def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
     assert both.metric is not None and both.metric.item() == pytest.approx(
         (alone + own).item(), abs=1e-6
     )
-    assert both.figures["combiner_loss"] == pytest.approx(own.item(), abs=1e-6)
+    assert both.metrics["combiner_loss"] == pytest.approx(own.item(), abs=1e-6)
     trainer.step.phase = trainer.phase.model_copy(update={"train": ["head"]})
     without = trainer.step.losses(inputs, labels)
     assert without.metric is not None and torch.equal(without.metric, alone)
-    assert "load_1" in without.figures and "combiner_loss" not in without.figures
+    assert "load_1" in without.metrics and "combiner_loss" not in without.metrics
 
 
 def test_what_the_head_shares_with_the_discriminator_is_the_discriminators(

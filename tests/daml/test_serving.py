@@ -196,8 +196,8 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name
     assert stated == pytest.approx(
         expected | {k: v for k, v in stated.items() if k not in expected}, abs=0.02
     )
-    assert results.figures["bundle"]["recall_at_1"] == pytest.approx(
-        results.figures["trained"]["recall_at_1"], abs=0.02
+    assert results.metrics["bundle"]["recall_at_1"] == pytest.approx(
+        results.metrics["trained"]["recall_at_1"], abs=0.02
     )
 
 

@@ -126,7 +126,7 @@ def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path: P
             }
         )
         run = train(tmp_path / name, built)
-        actual[name] = evaluate_run(run).figures["trained"]["recall_at_1"]
+        actual[name] = evaluate_run(run).metrics["trained"]["recall_at_1"]
         if name == "daml.discriminator":
             _check_weights(run, x[480:], spoilt=x[480:].reshape(-1, VIEWS, WIDTH)[:, :, 0] > 2.5)
     assert actual["daml.discriminator"] > actual["daml.uniform"] + 0.1, actual

@@ -279,7 +279,7 @@ class TestViews:
         before = read_recipe({**recipe.model_dump(exclude_unset=True), **few})
         untrained = train(before, tmp_path / "untrained", progress=False)
         trained, raw = (
-            each.evaluate(progress=False).figures["trained"]["map_at_r"]
+            each.evaluate(progress=False).metrics["trained"]["map_at_r"]
             for each in (run, untrained)
         )
         assert trained > raw + 0.1

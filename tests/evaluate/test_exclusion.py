@@ -382,6 +382,6 @@ def check_the_report(codes: Any) -> None:
         seen = [j for j in run.splits.gallery.tolist() if cameras[j] != cameras[query]]
         order = sorted(seen, key=lambda j: (apart[query, j], j))[:SHOWN]
         assert found.neighbours[place].tolist() == order + [-1] * (SHOWN - len(order))
-        assert found.figures["recall_at_1"][place] == (labels[order[0]] == labels[query])
+        assert found.metrics["recall_at_1"][place] == (labels[order[0]] == labels[query])
     firsts, seconds = found.pairs.items[found.pairs.first], found.pairs.items[found.pairs.second]
     assert all(cameras[a] != cameras[b] for a, b in zip(firsts, seconds, strict=True))

@@ -343,19 +343,19 @@ def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
         for row in ("trained", "raw pixels")
         for more in ("", " re-ranked", " expanded", " augmented")
     ]
-    assert list(found["figures"]) == rows and (found["queries"], found["gallery"]) == (24, 8)
+    assert list(found["metrics"]) == rows and (found["queries"], found["gallery"]) == (24, 8)
     assert set(found["groups"]["trained"]) == {"v0", "v1"} and all(
         found["milliseconds"][row] > 0 for row in rows
     )
     assert (
         found["spread"]["trained"].keys()
         == {"recall_at_1", "ndcg_at_5"}
-        == found["figures"]["trained"].keys()
+        == found["metrics"]["trained"].keys()
     )
     table = cli("evaluate", "runs/r").out
-    again = json.loads(Path("runs/r/evaluation-test.json").read_text())["figures"]
+    again = json.loads(Path("runs/r/evaluation-test.json").read_text())["metrics"]
     assert again == {
-        row: found["figures"][row] for row in rows[:4]
+        row: found["metrics"][row] for row in rows[:4]
     }  # random galleries are the same ones
     assert (
         "trained, by group:" in table

@@ -93,7 +93,7 @@ def file(run_folder: Path) -> Path:
 
 def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
-    theirs = evaluate_run(run_folder, metrics=names, progress=False).figures["trained"]
+    theirs = evaluate_run(run_folder, metrics=names, progress=False).metrics["trained"]
     assert len(found.query) == found.asked == 100
     for name in names:
         mean, low, high = found.intervals[name]
@@ -327,7 +327,7 @@ def test_the_protocols_figures_are_those_of_evaluate(
 ) -> None:
     run = protocol(run_folder, **given)
     seen = measured.measure(run, queries=1000, sample=100)
-    theirs = evaluate_run(run, metrics=NAMES, progress=False).figures["trained"]
+    theirs = evaluate_run(run, metrics=NAMES, progress=False).metrics["trained"]
     graded = "levels" in given or "tags" in given
     assert ("ndcg_at_8" in seen.intervals) == graded
     for name in NAMES[: None if graded else -1]:
@@ -361,7 +361,7 @@ def test_a_sample_of_graded_queries_is_of_all(run_folder: Path) -> None:
     whole, part = (measured.measure(run, queries=n, sample=20) for n in (1000, 10))
     assert part.asked == whole.asked and len(part.query) == 10
     at = np.searchsorted(whole.query, part.query)
-    assert all((whole.figures[name][at] == part.figures[name]).all() for name in part.figures)
+    assert all((whole.metrics[name][at] == part.metrics[name]).all() for name in part.metrics)
 
 
 def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:

@@ -109,11 +109,11 @@ def test_figures_are_those_of_the_models_own_distances(
         assert {row["first"], row["second"]} <= held
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
     expected = verification([float(row["distance"]) for row in rows], same, folds)
-    assert results.figures["trained"] == expected.values
+    assert results.metrics["trained"] == expected.values
     assert list(results.folds["trained"]["accuracy"].values()) == expected.accuracy.tolist()
     wanted = ["trained", "raw pixels", "backbone features" if kind == "learner" else "untrained"]
-    assert list(results.figures) == wanted
-    assert len({json.dumps(figures) for figures in results.figures.values()}) == 3
+    assert list(results.metrics) == wanted
+    assert len({json.dumps(figures) for figures in results.metrics.values()}) == 3
     assert (results.pairs["folds"], results.pairs["folds_share"]) == (10, "items")
     assert results.pairs["same"] == results.pairs["different"] >= 300 and results.notes == []
 
@@ -128,10 +128,10 @@ def test_what_is_written(fresh: Callable[[str], Path]) -> None:
         points = [row for row in csv.DictReader(file) if row["contestant"] == "raw pixels"]
     far, tar = ([float(point[name]) for point in points] for name in ("far", "tar"))
     assert (far[0], tar[0], far[-1], tar[-1]) == (0, 0, 1, 1)
-    assert np.trapezoid(tar, far) == pytest.approx(kept["figures"]["raw pixels"]["auc"], abs=1e-12)
+    assert np.trapezoid(tar, far) == pytest.approx(kept["metrics"]["raw pixels"]["auc"], abs=1e-12)
     picture = (run.path / "verification-test-roc.svg").read_text(encoding="utf-8")
     assert picture.rstrip().endswith("</svg>")
-    assert f"raw pixels (AUC {kept['figures']['raw pixels']['auc']:.4f})" in picture
+    assert f"raw pixels (AUC {kept['metrics']['raw pixels']['auc']:.4f})" in picture
     text = results.table()
     assert text.splitlines()[0].split() == ["trained", "raw", "pixels", "untrained"]
     assert (
@@ -140,7 +140,7 @@ def test_what_is_written(fresh: Callable[[str], Path]) -> None:
     )
     # the pairs that were written are a list that can be read, for this run or another one
     again = verify_run(run, pairs=run.path / "verification-test-pairs.csv")
-    assert again.figures["trained"] == kept["figures"]["trained"]
+    assert again.metrics["trained"] == kept["metrics"]["trained"]
     assert again.pairs["file"].endswith("pairs.csv")
 
 
@@ -157,7 +157,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
         )
         distances.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
-    assert results.figures["raw pixels"] == pytest.approx(
+    assert results.metrics["raw pixels"] == pytest.approx(
         verification(distances, same, folds).values, abs=1e-9
     )
     # the weights before the first step, as a run of no learning rate would keep them
@@ -168,7 +168,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
     codes = encode(model, run.dataset, np.arange(len(run.dataset)))
     first, second = (np.array([place[row[name]] for row in rows]) for name in ("first", "second"))
     start = verification(pair_distances(model, codes, first, second), same, folds).values
-    assert results.figures["untrained"] == pytest.approx(start, abs=1e-9)
+    assert results.metrics["untrained"] == pytest.approx(start, abs=1e-9)
 
 
 def test_each_item_is_encoded_once(
@@ -189,7 +189,7 @@ def test_each_item_is_encoded_once(
 def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path) -> None:
     run = load_run(fresh("combiner"))
     export_run(run, tmp_path / "bundle")
-    figures = verify_run(run, draw=400, bundle=tmp_path / "bundle").figures
+    figures = verify_run(run, draw=400, bundle=tmp_path / "bundle").metrics
     assert figures["bundle"] == pytest.approx(
         figures["trained"], abs=0.011
     )  # a pair or two may change places
@@ -328,7 +328,7 @@ def test_the_command_on_digits_from_end_to_end(
     )
     assert done.out.splitlines()[-1] == "ROC curve: runs/digits/verification-test-roc.svg"
     found = json.loads(cli(*evaluate, "--split", "validation", "--json").out)
-    assert found["split"] == "validation" and 0 < found["figures"]["trained"]["eer"] < 1
+    assert found["split"] == "validation" and 0 < found["metrics"]["trained"]["eer"] < 1
     assert Path("runs/digits/verification-validation.json").is_file()
 
     Path("wrong.csv").write_text(

@@ -73,7 +73,7 @@ def test_a_side_that_a_run_does_not_have(trained: retrieval.Run) -> None:
 
 def test_one_name_stands_for_a_list_of_one(trained: retrieval.Run, tmp_path: Path) -> None:
     found = trained.evaluate(metrics="recall_at_1", progress=False)
-    assert list(found.figures["trained"]) == ["recall_at_1"]
+    assert list(found.metrics["trained"]) == ["recall_at_1"]
     made = trained.export(tmp_path / "bundle", variants="fp16", progress=False)
     assert list(made.bundle.manifest.variants) == ["fp16"]
 

@@ -121,7 +121,7 @@ def test_it_is_opened_with_the_same_objects_and_evaluated(own: retrieval.Run) ->
     for name, value in opened.model.state_dict().items():
         assert torch.equal(value, own.model.state_dict()[name])
     opened.evaluate(progress=False)
-    figures = json.loads((own.path / "evaluation-test.json").read_text(encoding="utf-8"))["figures"]
+    figures = json.loads((own.path / "evaluation-test.json").read_text(encoding="utf-8"))["metrics"]
     assert figures["trained"]["recall_at_1"] > 0.5
 
 

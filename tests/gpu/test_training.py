@@ -100,10 +100,10 @@ def test_a_compiled_run_learns(make: Make, tmp_path: Path, device: str) -> None:
 
 def test_figures_of_a_run_are_those_of_the_cpu(make: Make, tmp_path: Path, device: str) -> None:
     train(tmp_path / "run", make(device))
-    on = evaluate_run(load_run(tmp_path / "run")).figures["trained"]
+    on = evaluate_run(load_run(tmp_path / "run")).metrics["trained"]
     run = load_run(tmp_path / "run")
     run.recipe = make("cpu")
-    off = evaluate_run(run).figures["trained"]
+    off = evaluate_run(run).metrics["trained"]
     assert on == pytest.approx(off, abs=2e-3)  # TF32 moves codes, and ties with them
 
 

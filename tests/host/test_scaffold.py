@@ -172,7 +172,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
             in (tmp_path / f"run_{kind}" / "recipe.toml").read_text()
         )
         figures = json.loads((tmp_path / f"run_{kind}" / "evaluation-test.json").read_text())[
-            "figures"
+            "metrics"
         ]["trained"]
         assert 0 < figures["map_at_r"] <= 1
         assert ("my_metric.reciprocal_rank" in figures) == (kind == "metric")

@@ -74,7 +74,7 @@ def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path)
         assert cli(*words).code == 0
     run = load_run(tmp_path / "run")
     metrics = ["recall_at_1", "recall_at_10"]
-    actual = evaluate_run(run, metrics=metrics, bundle=tmp_path / "bundle").figures["bundle"]
+    actual = evaluate_run(run, metrics=metrics, bundle=tmp_path / "bundle").metrics["bundle"]
     bundle = Bundle.open(tmp_path / "bundle", threads=1)
     assert bundle.manifest.merge == "score"
     query, labels = run.splits.query, run.splits.labels

@@ -150,9 +150,9 @@ class Parts(Combiner):
     def objective(self, codes, labels, indices):
         if self.how == "objective":
             return codes.mean()
-        return None, {"width": codes if self.how == "figures" else codes.mean()}
+        return None, {"width": codes if self.how == "metrics" else codes.mean()}
 
-    def warnings(self, figures):
+    def warnings(self, metrics):
         return "too long" if self.how == "warnings" else ()
 
 

@@ -103,7 +103,7 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
     assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
     measured = evaluate_run(tmp_path / "whole" / "runs" / "proxy" / "seed-1", progress=False)
-    assert measured.figures["trained"]["map_at_r"] == figures[3]["metrics"][1]["map_at_r"]
+    assert measured.metrics["trained"]["map_at_r"] == figures[3]["metrics"][1]["map_at_r"]
     (searched,) = figures[2]["searches"]
     best = int(np.argmax([trial["score"] for trial in searched["trials"]]))
     assert searched["values"] == searched["trials"][best]["values"]

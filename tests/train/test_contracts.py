@@ -142,7 +142,7 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
         combined("objective"),
         ["combiner broken.combiner gave a tensor of shape ()", "a scalar (or None), and figures"],
     ),
-    (combined("figures"), ["combiner broken.combiner gave", "the figure 'width'"]),
+    (combined("metrics"), ["combiner broken.combiner gave", "the figure 'width'"]),
     (combined("warnings"), ["combiner broken.combiner gave a str from warnings"]),
     (
         {**combined("right"), "combiner": {"name": "broken.no_build_head"}},

@@ -45,7 +45,7 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(
     run = trained(make, tmp_path / "run", combiner=combiner)
     export_run(run, tmp_path / "bundle")
     results = evaluate_run(run, baseline=True, clusters=True, bundle=tmp_path / "bundle")
-    figures = results.figures
+    figures = results.metrics
     assert figures["trained"]["recall_at_1"] == pytest.approx(
         brute_force_recall_at_1(run), abs=1e-9
     )
@@ -62,7 +62,7 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(
     assert "raw pixels" in text
     assert ("exhaustive" in text) == (combiner is not None)
     logged = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
-    validation = evaluate_run(run, side="validation").figures
+    validation = evaluate_run(run, side="validation").metrics
     assert set(validation) == {"trained"} and validation["trained"] == pytest.approx(logged)
     if combiner is not None:
         overlap = results.candidates.overlap_at_10
@@ -83,17 +83,17 @@ def test_a_metric_with_parameters_reaches_log_table_and_json(make: Make, tmp_pat
     logged = json.loads(line)
     assert logged[f"validation_{name}"] == logged["validation_recall_at_5"]
     results = evaluate_run(run)
-    figures = results.figures["trained"]
+    figures = results.metrics["trained"]
     assert list(figures) == ["recall_at_5", name] and figures[name] == figures["recall_at_5"]
     assert f"\n{name} " in results.table()
     asked = evaluate_run(run, metrics=[{"name": "core.precision_at", "k": 3}, "precision_at_3"])
-    found = asked.figures["trained"]
+    found = asked.metrics["trained"]
     assert found["core.precision_at(k=3)"] == found["precision_at_3"] > 0
 
 
 def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run", backbone={"name": "toolbox.net", "frozen": True})
-    assert evaluate_run(run).figures["trained"]["recall_at_1"] == pytest.approx(
+    assert evaluate_run(run).metrics["trained"]["recall_at_1"] == pytest.approx(
         brute_force_recall_at_1(run), abs=1e-9
     )
 

@@ -149,7 +149,7 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
     assert said == ["The model has nothing to train: its features are taken as they are."]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said
     run = load_run(tmp_path / "run")
-    figures = evaluate_run(run, baseline=True).figures
+    figures = evaluate_run(run, baseline=True).metrics
     assert 0 < figures["trained"]["recall_at_1"] <= 1 and "raw pixels" in figures
     manifest = export_run(run).manifest
     assert manifest.vector == 16

@@ -49,8 +49,8 @@ class Notes:
         with TOLD.open("a") as file:
             file.write(json.dumps({**line, "thread": threading.current_thread().name}) + "\\n")
 
-    def figures(self, figures, epoch):
-        self.note(hook="figures", epoch=epoch, figures=dict(figures))
+    def log(self, metrics, epoch):
+        self.note(hook="metrics", epoch=epoch, metrics=dict(metrics))
 
     def table(self, title, rows):
         self.note(hook="table", title=title, rows=[list(row) for row in rows])
@@ -69,7 +69,7 @@ class Refused(Notes):
 class Full(Notes):
     """Fail at the second epoch."""
 
-    def figures(self, figures, epoch):
+    def log(self, metrics, epoch):
         if epoch == 1:
             raise OSError(28, "No space left on device")
 
@@ -135,7 +135,7 @@ def test_a_tracker_is_told_the_run_and_changes_nothing(
     fit(made, tmp_path / "alone")
     assert same(tmp_path / "tracked", tmp_path / "alone")
     found = told(tmp_path)
-    assert [line["hook"] for line in found] == ["begin", "figures", "figures", "figures", "end"]
+    assert [line["hook"] for line in found] == ["begin", "metrics", "metrics", "metrics", "end"]
     assert {line["thread"] for line in found} == {"tracker acme.notes"}
     assert found[0] | {"thread": 0} == {
         "hook": "begin",
@@ -152,12 +152,12 @@ def test_a_tracker_is_told_the_run_and_changes_nothing(
     for line, record in zip(found[1:3], kept, strict=True):
         assert line["epoch"] == record["epoch"]
         assert (
-            line["figures"].items() <= record.items() and "validation_map_at_r" in line["figures"]
+            line["metrics"].items() <= record.items() and "validation_map_at_r" in line["metrics"]
         )
     best = json.loads((tmp_path / "tracked" / "summary.json").read_text())["validation"]
     assert (
         found[3]["epoch"] is None
-        and found[3]["figures"]["best_validation_map_at_r"] == best["map_at_r"]
+        and found[3]["metrics"]["best_validation_map_at_r"] == best["map_at_r"]
     )
     assert found[4]["how"] == "finished" and "acme.notes: a file" in lines
     assert not (tmp_path / "alone" / FILE).exists()
@@ -179,7 +179,7 @@ def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(
     found = told(tmp_path)
     begins = [line["key"] for line in found if line["hook"] == "begin"]
     assert begins == [None, "key-test"] and found[-1]["how"] == "finished"
-    assert {line["epoch"] for line in found if line["hook"] == "figures"} == {0, 1, None}
+    assert {line["epoch"] for line in found if line["hook"] == "metrics"} == {0, 1, None}
     (tmp_path / "run" / FILE).write_text(
         "{", encoding="utf-8"
     )  # what is damaged is no key, and no fault
@@ -221,7 +221,7 @@ def test_a_learners_run_is_told_too(make: Make, acme: str, tmp_path: Path) -> No
         learner={"name": "core.pca", "n_components": 4},
     )
     fit(made, tmp_path / "run", "acme.notes")
-    assert [line["hook"] for line in told(tmp_path)] == ["begin", "figures", "end"]
+    assert [line["hook"] for line in told(tmp_path)] == ["begin", "metrics", "end"]
 
 
 def test_what_is_no_tracker_is_refused_before_anything_is_written(
@@ -383,7 +383,7 @@ def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_p
     tables = {line["title"]: line["rows"] for line in lines_of if line["hook"] == "table"}
     assert tables == {"metrics": metric_table(found), "differences": differences(found)}
     final = [
-        line["figures"] for line in lines_of if line["hook"] == "figures" and line["epoch"] is None
+        line["metrics"] for line in lines_of if line["hook"] == "metrics" and line["epoch"] is None
     ]
     tested = [each["test_map_at_r"] for each in final if "test_map_at_r" in each]
     assert tested == [

@@ -35,7 +35,7 @@ def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path
     first = start(tmp_path / "again", made)
     kept = weights(tmp_path / "run")
     assert all(torch.equal(kept[name], value) for name, value in first.items())
-    assert evaluate_run(load_run(tmp_path / "run")).figures["trained"]["recall_at_1"] > 0
+    assert evaluate_run(load_run(tmp_path / "run")).metrics["trained"]["recall_at_1"] > 0
 
 
 def test_early_stopping_ends_after_patience_and_keeps_the_best(make: Make, tmp_path: Path) -> None:

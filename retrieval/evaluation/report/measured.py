@@ -42,7 +42,7 @@ class Searched:
         distances: (Q, SHOWN) how far each is.
         grades: (Q, SHOWN) how relevant each is.
         match: the grade from which an item is right.
-        figures: each figure of each query, (Q,).
+        metrics: each figure of each query, (Q,).
     """
 
     query: Items
@@ -52,7 +52,7 @@ class Searched:
     distances: Floats
     grades: Floats
     match: float
-    figures: dict[str, Floats]
+    metrics: dict[str, Floats]
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
     first = rounds[0]
     classes = np.concatenate([splits.labels[searched.query] for searched in rounds])
     intervals = {}
-    for name in first.figures:
-        if all(name in searched.figures for searched in rounds):
-            values = np.concatenate([searched.figures[name] for searched in rounds])
+    for name in first.metrics:
+        if all(name in searched.metrics for searched in rounds):
+            values = np.concatenate([searched.metrics[name] for searched in rounds])
             intervals[name] = interval(values, classes, random)
     pairs = _pairs(run, query, codes, sample, random)
     return Measured(**vars(first), run=run, rounds=len(rounds), intervals=intervals, pairs=pairs)
@@ -207,7 +207,7 @@ def _searched(
         distances=apart[:, :SHOWN].astype(np.float64),
         grades=grades[:, :SHOWN],
         match=match,
-        figures=values_by_name,
+        metrics=values_by_name,
     )
 
 

@@ -202,7 +202,7 @@ class Section:
 
     def sheets(self) -> list[tuple[str, Any]]:
         """Return titles and places of queries to show."""
-        metrics, distances = self.measured.figures, self.measured.distances
+        metrics, distances = self.measured.metrics, self.measured.distances
         order = np.lexsort((distances[:, 0], -metrics.get("map_at_r", metrics["recall_at_8"])))
         random = np.random.default_rng(0).permutation(len(order))[:SHEET]
         best, worst = order[:SHEET], order[::-1][:SHEET]

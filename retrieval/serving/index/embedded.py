@@ -380,7 +380,7 @@ class VectorRows:
         ]
         if missing := labels.count(None):
             raise DataError(
-                f"{missing:,} items of {self._folder} have no label: figures compare labels."
+                f"{missing:,} items of {self._folder} have no label: metrics compare labels."
             )
         return [label for label in labels if label is not None]
 

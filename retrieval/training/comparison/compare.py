@@ -227,7 +227,7 @@ class Jobs:
 
 def _tell(tracking: Tracking, result: Comparison) -> None:
     """Send the means and the tables to trackers."""
-    tracking.figures(
+    tracking.log(
         {
             f"{row.name}/{metric}": result.mean(row, metric).value
             for row in result.contestants

@@ -224,7 +224,7 @@ def _fold(job: Job) -> Figures:
     recipe, dataset = fold_recipe(job)
     try:
         run = _trained(recipe, job.folder, dataset)
-        return {"trained": evaluate_run(run, metrics=_metrics(recipe)).figures["trained"]}
+        return {"trained": evaluate_run(run, metrics=_metrics(recipe)).metrics["trained"]}
     except (Diverged, Interrupted):
         raise
     except RetrievalError as error:
@@ -241,8 +241,8 @@ def _seed(job: Job) -> Figures:
     with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as tracker:
         run = _trained(recipe, job.folder)
         tracker.retrieval_run_start(run)  # one that was trained before goes on with its metrics
-        metrics = evaluate_run(run, metrics=_metrics(recipe)).figures["trained"]
-        tracker.figures({f"test_{name}": value for name, value in metrics.items()})
+        metrics = evaluate_run(run, metrics=_metrics(recipe)).metrics["trained"]
+        tracker.log({f"test_{name}": value for name, value in metrics.items()})
     return {"trained": metrics}
 
 
@@ -262,7 +262,7 @@ def _measured(job: Job) -> Figures:
     create_folder(job.folder, recipe)
     run = Run(job.folder, recipe, dataset, splits, model.eval())
     raw = untrained and recipe.seed == 0
-    rows = evaluate_run(run, metrics=_metrics(recipe), baseline=raw).figures
+    rows = evaluate_run(run, metrics=_metrics(recipe), baseline=raw).metrics
     return {job.kind if name == "trained" else name: values for name, values in rows.items()}
 
 

@@ -208,7 +208,7 @@ def page(result: Comparison) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     return environment.from_string(template).render(
         result=result,
-        figures=metric_table(result),
+        metrics=metric_table(result),
         differences=differences(result),
         settings=settings(result),
     )
