@@ -140,7 +140,7 @@ def _factory(factory: Factory, example: str) -> Iterator[str]:
         yield "| parameter | type | default | meaning |\n| --- | --- | --- | --- |"
         for p in factory.parameters:
             default = p.default_text
-            shown = default if p.required or p.given or not default else f"`{default}`"
+            shown = default if p.required or p.by_host or not default else f"`{default}`"
             yield f"| `{p.name}` | {_cell(p.type_text)} | {_cell(shown)} | {_cell(p.doc)} |"
         yield ""
     # what is to be filled in is not TOML yet

@@ -86,7 +86,7 @@ class Matryoshka(nn.Module):
 
 
 def matryoshka(
-    loss: Annotated[nn.Module, Part("losses", each="widths")],
+    loss: Annotated[nn.Module, Part("losses", per_width="widths")],
     widths: list[Width],
     embedding_size: int,
     weights: list[Weight] | None = None,

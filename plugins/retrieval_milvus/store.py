@@ -336,7 +336,7 @@ def _joined(parts: Sequence[str], joint: str) -> str:
     """Join expressions in pairs of pairs: the server's parser is recursive."""
     parts = list(parts)
     while len(parts) > 1:
-        pairs = [parts[at : at + 2] for at in range(0, len(parts), 2)]
+        pairs = [parts[start : start + 2] for start in range(0, len(parts), 2)]
         parts = [f"({f' {joint} '.join(pair)})" for pair in pairs]
     return parts[0]
 

@@ -331,12 +331,12 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
             item = opened.get(id, arrays=True).get(id)
             if item is None:
                 raise StoreError(f"{path} has no item '{id}'.")
-            found: dict[str, Any] = _plain(item) | {
+            content: dict[str, Any] = _plain(item) | {
                 "vector": item.vector.tolist() if item.arrays else None
             }
         else:
             stats = opened.stats()
-            found = {
+            content = {
                 "items": stats.count,
                 "bytes": stats.bytes,
                 "generations": [
@@ -352,9 +352,9 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
                 **stats.details,
             }
     if as_json:
-        say_json({"index": str(path), **found})
+        say_json({"index": str(path), **content})
         return
-    for name, value in found.items():
+    for name, value in content.items():
         if name == "bytes" and value is None:  # only the store's engine knows
             continue
         if isinstance(value, list) and name != "vector":

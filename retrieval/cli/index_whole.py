@@ -74,10 +74,10 @@ def compact(path: IndexPlace, as_json: bool) -> None:
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
         after = store.stats().bytes
     if before is None or after is None:  # only its engine knows
-        said = "compacted."
+        sentence = "compacted."
     else:
-        said = f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now."
-    tell(path, as_json, f"{path}: {said}", bytes_before=before, bytes=after)
+        sentence = f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now."
+    tell(path, as_json, f"{path}: {sentence}", bytes_before=before, bytes=after)
 
 
 @command(
@@ -95,8 +95,8 @@ def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool
     with opened_index(path) as opened:
         groups = opened.duplicates(within, where=where)
     if as_json:
-        found = [{"ids": list(group.ids), "largest": group.largest} for group in groups]
-        say_json({"index": str(path), "groups": found})
+        group_rows = [{"ids": list(group.ids), "largest": group.largest} for group in groups]
+        say_json({"index": str(path), "groups": group_rows})
         return
     for group in groups:
         say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")

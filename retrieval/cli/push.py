@@ -68,7 +68,7 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
             raise
     files = "file" if report.left_out == 1 else "files"
     say(
-        f"{report.added:,} images added, {report.replaced:,} replaced, {report.there:,} there"
+        f"{report.added:,} images added, {report.replaced:,} replaced, {report.unchanged:,} there"
         f" already, {len(report.bad):,} refused; {report.left_out:,} {files} left out, being no"
         " images by their names."
     )

@@ -53,14 +53,14 @@ class PushReport:
     Attributes:
         added: how many images are new items.
         replaced: how many took the place of an item with another content.
-        there: how many were there with the same content.
+        unchanged: how many were there with the same content.
         left_out: how many files are no images by their extension.
         bad: the others: each file's path below the folder, and why it is not an item.
     """
 
     added: int
     replaced: int
-    there: int
+    unchanged: int
     left_out: int
     bad: tuple[tuple[str, str], ...]
 

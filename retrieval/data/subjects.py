@@ -42,7 +42,7 @@ class Subjects(ABC):
     notes: Sequence[str]
 
     @abstractmethod
-    def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
+    def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
         """Give items by ascending numbers, each with its content; not for several threads."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class OfSources(Subjects):
             subjects += _subjects(source, Path(name), name if len(named) > 1 else "")
         self.items = subjects
 
-    def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
+    def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
         """Give items; see `Subjects`."""
         yield from contents(((row, self._items[row].origin) for row in rows), Limits().bytes)
 
@@ -122,7 +122,7 @@ class OfDataset(Subjects):
         )  # of several items in one file the bytes say nothing
         self._files: Sequence[Path] | None = getattr(dataset, "files", None) if whole else None
 
-    def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
+    def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
         """Give items; see `Subjects`."""
         yield from ((row, None) for row in rows)
 

@@ -68,7 +68,7 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
         with hold(output, "exporting this bundle", BundleError):
             refuse_existing(output, replace)  # again: who held it until now may have made it
             with files.whole_folder(
-                output, replace=replace, taken=_exists_already(output)
+                output, replace=replace, exists_error=_exists_already(output)
             ) as temporary:
                 yield temporary
                 refuse_existing(

@@ -69,7 +69,7 @@ def sources(item: str, near: Path) -> list[Path]:
     if is_file_plugin(item):
         if not Path(item).exists():
             return []  # which is said where it is loaded
-        return [file for file in FilePlugin.at(item).files.values() if file.suffix == ".py"]
+        return [file for file in FilePlugin.from_name(item).files.values() if file.suffix == ".py"]
     return _module_files(item.partition(".")[0], near)
 
 

@@ -85,7 +85,7 @@ def _factory_text(factory: Factory, plugins: Plugins) -> str:
 
 def _default(p: Parameter) -> str:
     text = p.default_text
-    if p.given or p.required:
+    if p.by_host or p.required:
         return f" ({text})"
     return f" = {text}" if text else ""
 
@@ -93,7 +93,7 @@ def _default(p: Parameter) -> str:
 def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     """Return the lines that put a factory into a recipe, with its defaults."""
     tables = {kind: table for table, kind in COMPONENTS.items()}
-    settable = [p for p in factory.parameters if not p.given]
+    settable = [p for p in factory.parameters if not p.by_host]
     if factory.kind == "metrics":
         return (
             f"[evaluate]\nmetrics = [{_inline(factory) if settable else toml_value(factory.name)}]"
@@ -133,7 +133,7 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
 
 def _inline(factory: Factory) -> str:
     """Return a factory with its defaults as a table on one line."""
-    settable = [p for p in factory.parameters if not p.given and p.default_text]
+    settable = [p for p in factory.parameters if not p.by_host and p.default_text]
     inner = [f"{p.name} = {'…' if p.required else p.default_text}" for p in settable]
     return f"{{ {', '.join([f'name = {toml_value(factory.name)}', *inner])} }}"
 

@@ -111,13 +111,13 @@ class Part:
 
     Attributes:
         kind: one of `KINDS`.
-        each: name of a parameter that lists widths of the embedding: the part is made once for
+        per_width: name of a parameter that lists widths of the embedding: the part is made once for
             each, with that as its `embedding_size`, and once for the whole embedding; the factory
             gets a list of them.
     """
 
     kind: str
-    each: str | None = None
+    per_width: str | None = None
 
 
 def traits(**values: bool) -> Callable[[T], T]:
@@ -154,18 +154,18 @@ class Parameter:
     doc: str
     part: str | None = None
     many: bool = False
-    given: bool = False
-    each: str | None = None
+    by_host: bool = False
+    per_width: str | None = None
 
     @property
     def from_host(self) -> bool:
         """Whether it is what the host gives, when it knows it."""
-        return self.given or (self.part is not None and self.name in GIVEN)
+        return self.by_host or (self.part is not None and self.name in GIVEN)
 
     @property
     def required(self) -> bool:
         """Whether a recipe must set it."""
-        return self.default is inspect.Parameter.empty and not self.given
+        return self.default is inspect.Parameter.empty and not self.by_host
 
     @property
     def type_text(self) -> str:
@@ -177,7 +177,7 @@ class Parameter:
     @property
     def default_text(self) -> str:
         """The default as TOML, or "required", or "" for none, and for what TOML cannot say."""
-        if self.given:
+        if self.by_host:
             return "given by the host"
         if self.required:
             return "required"
@@ -227,7 +227,7 @@ class Factory:
             typed = p.name in reading.hints
             annotation = reading.hints.get(p.name, Any)
             marked, many = _part(annotation)
-            part, widths = (marked.kind, marked.each) if marked else (None, None)
+            part, widths = (marked.kind, marked.per_width) if marked else (None, None)
             if part and part not in KINDS:
                 faults.append(
                     f"marks '{p.name}' as Part({part!r}), and there is no such"
@@ -294,11 +294,11 @@ class Factory:
 
     def check(self, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
         """Check a recipe's values against the signature, without building."""
-        settable = {p.name: p for p in self.parameters if not p.given}
+        settable = {p.name: p for p in self.parameters if not p.by_host}
         problems = []
         for key in values:
             if key not in settable:
-                if any(p.name == key and p.given for p in self.parameters):
+                if any(p.name == key and p.by_host for p in self.parameters):
                     problems.append(
                         f"{where} {key}: is given by the host ({GIVEN[key]}); remove it."
                     )
@@ -335,7 +335,7 @@ class Factory:
         fields: dict[str, Any] = {}
         unwritable: set[str] = set()
         for p in self.parameters:
-            if p.given or p.part:
+            if p.by_host or p.part:
                 continue
             try:
                 TypeAdapter(p.annotation)

@@ -107,7 +107,7 @@ def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterator[Path]:
+def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> Iterator[Path]:
     """Give a hidden folder beside `path`, which is synced and renamed to `path` at the end.
 
     A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, which the next such
@@ -116,7 +116,7 @@ def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterato
     Args:
         path: the folder; its parents are made, and an empty one that is there gives way.
         replace: whether a full one that is there gives way, in the same instant.
-        taken: raised where there is one, and `replace` was not asked for.
+        exists_error: raised where there is one, and `replace` was not asked for.
 
     Raises:
         OSError: the disk is full, or the parent folder cannot be written.
@@ -128,20 +128,22 @@ def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterato
         sync_below(temporary)
         with contextlib.suppress(OSError):
             path.rmdir()  # an empty folder gives way
-        rename_whole(temporary, path, replace=replace, taken=taken)
+        rename_whole(temporary, path, replace=replace, exists_error=exists_error)
 
 
-def rename_whole(finished: Path, output: Path, *, replace: bool, taken: RetrievalError) -> None:
+def rename_whole(
+    finished: Path, output: Path, *, replace: bool, exists_error: RetrievalError
+) -> None:
     """Rename a synced folder to its place; an older folder gives way in the same instant."""
     if not output.exists():
         try:
             finished.rename(output)
         except OSError:
             if output.exists():
-                raise taken from None
+                raise exists_error from None
             raise
     elif not replace:
-        raise taken
+        raise exists_error
     elif _exchanged(finished, output):
         shutil.rmtree(
             finished, ignore_errors=True

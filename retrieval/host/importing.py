@@ -49,7 +49,7 @@ class FilePlugin:
     path: Path
 
     @classmethod
-    def at(cls, item: str) -> FilePlugin:
+    def from_name(cls, item: str) -> FilePlugin:
         """Return the plugin that a word names."""
         path = Path(item).resolve()
         kind = "file" if item.endswith(".py") else "folder"
@@ -177,7 +177,7 @@ class FilePlugin:
                 shutil.copyfile(self.path, temporary)
             return target
         with whole_folder(
-            target, replace=True, taken=PluginError(f"{target} exists.")
+            target, replace=True, exists_error=PluginError(f"{target} exists.")
         ) as temporary:
             for relative, file in self.files.items():
                 (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,7 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
 def import_extra(item: str) -> ModuleType:
     """Return the module of a plugin's file or folder, or of that name."""
     if is_file_plugin(item):
-        return FilePlugin.at(item).load()
+        return FilePlugin.from_name(item).load()
     try:
         return importlib.import_module(item)
     except (ModuleNotFoundError, TypeError, ValueError) as error:

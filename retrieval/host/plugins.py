@@ -324,8 +324,8 @@ class Plugins:
                     for _, part in _parts(p, checked[p.name], p.name)
                     for context in _widths(p, checked, known)
                 ]
-                checked[p.name] = parts if p.many or p.each else parts[0]
-            elif p.given and p.default is inspect.Parameter.empty:
+                checked[p.name] = parts if p.many or p.per_width else parts[0]
+            elif p.by_host and p.default is inspect.Parameter.empty:
                 raise PluginError(
                     f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does"
                     " not know here."
@@ -364,7 +364,7 @@ def _widths(
     p: Parameter, checked: Mapping[str, Any], known: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
     """Return what the host gives to each of the parts that one parameter asks for."""
-    widths = checked.get(p.each, []) if p.each else []
+    widths = checked.get(p.per_width, []) if p.per_width else []
     return [*({**known, "embedding_size": width} for width in widths), known]
 
 
@@ -494,7 +494,7 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
     plural = _plural(kind)
     plugins = load_plugins()
     factory = plugins.find(plural, name)
-    requested = {p.name: p for p in factory.parameters if p.given}
+    requested = {p.name: p for p in factory.parameters if p.by_host}
     from_host = {key: parameters[key] for key in requested if key in parameters}
     table = {"name": name} | {
         key: value for key, value in parameters.items() if key not in from_host

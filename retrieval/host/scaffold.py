@@ -103,7 +103,7 @@ def write_package(name: str, output: Path | None = None, kind: str = "loss") -> 
     if folder.exists() or folder.is_symlink():
         raise occupied
     try:
-        with whole_folder(folder, replace=False, taken=occupied) as temporary:
+        with whole_folder(folder, replace=False, exists_error=occupied) as temporary:
             for path, text in package_files(name, kind).items():
                 file = temporary / path
                 file.parent.mkdir(parents=True, exist_ok=True)

@@ -87,14 +87,14 @@ class Sums(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.found: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
 
     def forward(
         self, losses: Mapping[str, Mapping[str, Any]], embeddings: Tensor, labels: Any
     ) -> Tensor:
-        """Return 0; the sums are in `found`."""
+        """Return 0; the sums are in `sums`."""
         for name, sub_loss in losses.items():
-            self.found[name] = _summed(name, sub_loss, _reducer(self.inner, name), embeddings)
+            self.sums[name] = _summed(name, sub_loss, _reducer(self.inner, name), embeddings)
         return embeddings.sum() * 0
 
 
@@ -149,7 +149,7 @@ def _collecting(loss: Any, start: int) -> Iterator[dict[str, tuple[Tensor, Tenso
     reducer, token = loss.reducer, _first.set(start)
     loss.reducer = sums = Sums(reducer)
     try:
-        yield sums.found
+        yield sums.sums
     finally:
         loss.reducer = reducer
         _first.reset(token)

@@ -106,7 +106,7 @@ def _loss(recipe: Tables) -> list[str]:
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
     if combiner and not plugins.every(
-        "losses", loss, lambda f: not any(p.each for p in f.parameters)
+        "losses", loss, lambda f: not any(p.per_width for p in f.parameters)
     ):
         problems.append(
             f"[combiner] {combiner} compares whole codes, and {name} trains the beginnings of one"
@@ -168,7 +168,7 @@ def _measures(plugins: Plugins, values: Any) -> bool:
     for p in factory.parameters:
         if p.part == "losses" and isinstance(values, dict) and p.name in values:
             wrapped += values[p.name] if isinstance(values[p.name], list) else [values[p.name]]
-    return bool(wrapped) and all(_measures(plugins, each) for each in wrapped)
+    return bool(wrapped) and all(_measures(plugins, loss) for loss in wrapped)
 
 
 def _generator(recipe: Tables, present: set[str]) -> list[str]:

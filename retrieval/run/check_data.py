@@ -221,7 +221,7 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
     waiting: list[tuple[int, NDArray[Any]]] = []
     work = partial(_opened, subjects, bundle)
     with Meter("checking", size, "items") as meter:
-        items = subjects.given(range(size))
+        items = subjects.read(range(size))
         for row, seen_item in ahead(work, items, workers=min(8, cores()), most=2 * _BATCH):
             meter.update()
             if isinstance(seen_item, DataError):
@@ -380,7 +380,7 @@ def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> floa
         np.unique(np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64))
     ]
     work: Callable[[Any], Any] = partial(_copy, subjects, bundle)
-    items = subjects.given(chosen.tolist())
+    items = subjects.read(chosen.tolist())
     apart = []
     with Meter("measuring copies", len(chosen), "items") as meter:
         for row, pixels in ahead(work, items, workers=min(8, cores()), most=_BATCH):

@@ -136,7 +136,7 @@ def create_folder(
         f"{path} exists already: something else has just made it. Choose another --output."
     )
     try:
-        with whole_folder(place, replace=is_run(place), taken=occupied) as temporary:
+        with whole_folder(place, replace=is_run(place), exists_error=occupied) as temporary:
             (temporary / "checkpoints").mkdir()
             kept = copy_plugins(temporary, recipe)
             (temporary / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
@@ -155,7 +155,7 @@ def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
     named = []
     for item in recipe.plugins:
         if is_file_plugin(item):
-            plugin = FilePlugin.at(item)
+            plugin = FilePlugin.from_name(item)
             copied = plugin.copy(path / "plugins")
             named.append(copied.relative_to(path).as_posix() + ("/" if copied.is_dir() else ""))
         else:

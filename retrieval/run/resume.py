@@ -124,14 +124,14 @@ def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
         plugin.name: plugin
         for item in own
         if is_file_plugin(item)
-        for plugin in [FilePlugin.at(item)]
+        for plugin in [FilePlugin.from_name(item)]
     }
     lines = []
     for item in items:
         if not is_file_plugin(item):
             continue
         try:
-            plugin = FilePlugin.at(item)
+            plugin = FilePlugin.from_name(item)
             sums = plugin.sums
         except PluginError as error:
             lines.append(str(error).rstrip("."))

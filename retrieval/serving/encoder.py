@@ -68,5 +68,5 @@ class BundleEncoder(Encoder):
 
 def as_rows(features: Any) -> Embeddings:
     """Return feature vectors (N, F) of one vector, several, or a tensor."""
-    given = features.detach().cpu().numpy() if hasattr(features, "detach") else features
-    return np.atleast_2d(np.asarray(given, dtype=np.float32))
+    rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
+    return np.atleast_2d(np.asarray(rows, dtype=np.float32))

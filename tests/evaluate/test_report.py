@@ -94,7 +94,7 @@ def file(run_folder: Path) -> Path:
 def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
     theirs = evaluate_run(run_folder, metrics=names, progress=False).metrics["trained"]
-    assert len(found.query) == found.asked == 100
+    assert len(found.query) == found.query_count == 100
     for name in names:
         mean, low, high = found.intervals[name]
         assert mean == pytest.approx(theirs[name], abs=1e-9) and low < mean < high
@@ -166,7 +166,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
         and 'alt="" src=' not in text
     )
     sampled = measured.measure(load_run(tmp_path / "run"), 10, 20)
-    assert len(sampled.query) == 10 and sampled.asked == 48 and len(sampled.pairs.items) == 20
+    assert len(sampled.query) == 10 and sampled.query_count == 48 and len(sampled.pairs.items) == 20
 
 
 def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
@@ -359,7 +359,7 @@ def test_the_protocols_figures_are_those_of_evaluate(
 def test_a_sample_of_graded_queries_is_of_all(run_folder: Path) -> None:
     run = protocol(run_folder, tags="tags")
     whole, part = (measured.measure(run, queries=n, sample=20) for n in (1000, 10))
-    assert part.asked == whole.asked and len(part.query) == 10
+    assert part.query_count == whole.query_count and len(part.query) == 10
     at = np.searchsorted(whole.query, part.query)
     assert all((whole.metrics[name][at] == part.metrics[name]).all() for name in part.metrics)
 

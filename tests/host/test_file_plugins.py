@@ -55,7 +55,7 @@ def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_
 ) -> None:
     path, before = list(sys.path), set(sys.modules)
     for value in (1, 2):
-        module = FilePlugin.at(write(tmp_path / str(value) / "my_plugin", value)).load()
+        module = FilePlugin.from_name(write(tmp_path / str(value) / "my_plugin", value)).load()
         assert module.helpers.value == module.taken == value
         assert module.json.dumps(value) == str(value)
         assert module.lazily() == 2 * value
@@ -74,14 +74,14 @@ def test_bytecode_in_a_folder_never_runs(tmp_path: Path) -> None:
         py_compile.compile(
             str(evil), compiled, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
         )
-    module = FilePlugin.at(item).load()
+    module = FilePlugin.from_name(item).load()
     assert module.helpers.value == module.taken == 4
 
 
 def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(
     tmp_path: Path,
 ) -> None:
-    plugin = FilePlugin.at(write(tmp_path / "my_plugin", 3))
+    plugin = FilePlugin.from_name(write(tmp_path / "my_plugin", 3))
     names = [
         "__init__.py",
         "helpers.py",
@@ -94,22 +94,24 @@ def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_no
     assert list(plugin.files) == names
     before = plugin.sums
     (tmp_path / "my_plugin" / "later.py").write_text("def late():\n    return 0\n")
-    after = FilePlugin.at(f"{plugin.path}/").sums
+    after = FilePlugin.from_name(f"{plugin.path}/").sums
     assert [name for name in names if before[name] != after[name]] == ["later.py"]
-    assert list(FilePlugin.at(str(tmp_path / "my_plugin" / "later.py")).files) == ["later.py"]
+    assert list(FilePlugin.from_name(str(tmp_path / "my_plugin" / "later.py")).files) == [
+        "later.py"
+    ]
 
 
 def test_a_copy_works_without_what_it_was_copied_from(tmp_path: Path) -> None:
     item = write(tmp_path / "mine" / "my_plugin", 5)
-    copied = FilePlugin.at(item).copy(tmp_path / "run" / "plugins")
+    copied = FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins")
     (copied / "gone.py").write_text("raise RuntimeError")
     assert (
-        FilePlugin.at(item).copy(tmp_path / "run" / "plugins") == copied
+        FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins") == copied
     )  # again, into the same place
     assert not (copied / "gone.py").exists()
-    sums = FilePlugin.at(item).sums
+    sums = FilePlugin.from_name(item).sums
     shutil.rmtree(tmp_path / "mine")
-    copy = FilePlugin.at(f"{copied}/")
+    copy = FilePlugin.from_name(f"{copied}/")
     assert copy.sums == sums and copied.name == "my_plugin"
     assert copy.load().lazily() == 10
 
@@ -118,7 +120,9 @@ def test_a_file_is_copied_as_a_file(tmp_path: Path) -> None:
     path = tmp_path / "my_plugin.py"
     path.write_text("value = 1\n")
     (tmp_path / "helpers.py").write_text("")
-    assert FilePlugin.at(str(path)).copy(tmp_path / "run") == tmp_path / "run" / "my_plugin.py"
+    assert (
+        FilePlugin.from_name(str(path)).copy(tmp_path / "run") == tmp_path / "run" / "my_plugin.py"
+    )
     assert [place.name for place in (tmp_path / "run").iterdir()] == ["my_plugin.py"]
 
 
@@ -171,4 +175,4 @@ def test_what_is_no_plugin_is_a_sentence(tmp_path: Path) -> None:
     for i in range(1_001):
         (tmp_path / "empty" / f"{i}.txt").touch()
     with pytest.raises(PluginError, match=r"more than 1,000 files"):
-        FilePlugin.at(f"{tmp_path / 'empty'}/").files  # noqa: B018
+        FilePlugin.from_name(f"{tmp_path / 'empty'}/").files  # noqa: B018

@@ -98,7 +98,9 @@ def test_rights(tmp_path: Path) -> None:
     try:
         files.write_bytes(tmp_path / "secret", b"", private=True)
         files.write_bytes(tmp_path / "plain", b"")
-        with files.whole_folder(tmp_path / "folder", replace=False, taken=DataError("taken")):
+        with files.whole_folder(
+            tmp_path / "folder", replace=False, exists_error=DataError("taken")
+        ):
             pass
     finally:
         os.umask(before)
@@ -111,27 +113,30 @@ def test_rights(tmp_path: Path) -> None:
 
 def test_a_folder_appears_whole(tmp_path: Path) -> None:
     target, taken = tmp_path / "new" / "folder", DataError("taken")
-    with files.whole_folder(target, replace=False, taken=taken) as temporary:
+    with files.whole_folder(target, replace=False, exists_error=taken) as temporary:
         (temporary / "below").mkdir()
         (temporary / "below" / "a").write_text("1")
         assert not target.exists()
     assert (target / "below" / "a").read_text() == "1"
     with (
         pytest.raises(DataError, match="taken"),
-        files.whole_folder(target, replace=False, taken=taken) as other,
+        files.whole_folder(target, replace=False, exists_error=taken) as other,
     ):
         (other / "b").write_text("2")
-    with pytest.raises(ZeroDivisionError), files.whole_folder(target, replace=True, taken=taken):
+    with (
+        pytest.raises(ZeroDivisionError),
+        files.whole_folder(target, replace=True, exists_error=taken),
+    ):
         _ = 1 / 0
     assert names(target) == ["below"]
-    with files.whole_folder(target, replace=True, taken=taken) as other:
+    with files.whole_folder(target, replace=True, exists_error=taken) as other:
         (other / "b").write_text("2")
     assert names(target) == ["b"]
     assert names(target.parent) == ["folder"]
     with (
         full_disk(1000),
         pytest.raises(OSError, match="File too large"),
-        files.whole_folder(target, replace=True, taken=taken) as other,
+        files.whole_folder(target, replace=True, exists_error=taken) as other,
     ):
         (other / "c").write_bytes(bytes(5000))
     assert names(target) == ["b"]

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from retrieval.errors import DataError
 from retrieval.host.files import whole_folder
-with whole_folder(Path(sys.argv[1]), replace=False, taken=DataError("taken")) as fresh:
+with whole_folder(Path(sys.argv[1]), replace=False, exists_error=DataError("taken")) as fresh:
     (fresh / "half").write_text("x")
     print("filled", flush=True)
     sys.stdin.read()
@@ -46,7 +46,7 @@ def names(folder: Path) -> list[str]:
 
 
 def write(target: Path) -> None:
-    with whole_folder(target, replace=False, taken=DataError("taken")) as fresh:
+    with whole_folder(target, replace=False, exists_error=DataError("taken")) as fresh:
         (fresh / "whole").write_text("x")
 
 

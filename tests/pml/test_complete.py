@@ -164,7 +164,7 @@ def test_offered_with_every_parameter_and_default(kind: str, cls: type) -> None:
             continue
         name = RENAMED.get(name, name)
         assert name in ours, f"upstream's parameter {name} is missing"
-        if default is not inspect.Parameter.empty and not ours[name].given:
+        if default is not inspect.Parameter.empty and not ours[name].by_host:
             assert ours[name].default == default, name
 
 

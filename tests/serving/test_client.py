@@ -187,7 +187,7 @@ def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
     reports = []
     with Client(server.url) as client:
         report = client.push(folder, connections=3, batch=5, progress=reports.append)
-        assert (report.added, report.replaced, report.there, report.left_out) == (
+        assert (report.added, report.replaced, report.unchanged, report.left_out) == (
             len(images),
             0,
             0,
@@ -201,7 +201,7 @@ def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
         assert client.image(images[0]) == (folder / images[0]).read_bytes()
         shutil.copy(folder / images[-1], folder / images[0])
         again = client.push(folder)
-        assert (again.added, again.replaced, again.there) == (0, 1, len(images) - 1)
+        assert (again.added, again.replaced, again.unchanged) == (0, 1, len(images) - 1)
 
 
 def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(served, empty, folder):

@@ -97,7 +97,9 @@ def test_replacing_without_the_system_call(tmp_path, monkeypatch):
     for name in ("new", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    rename_whole(tmp_path / "new", tmp_path / "out", replace=True, taken=StoreError("It is there."))
+    rename_whole(
+        tmp_path / "new", tmp_path / "out", replace=True, exists_error=StoreError("It is there.")
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "new").exists()
 

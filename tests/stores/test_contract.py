@@ -11,5 +11,5 @@ from retrieval.serving.store.testing import StoreSuite
 
 
 class TestLocal(StoreSuite):
-    def at(self, place: Path) -> StorePlace:
+    def store_at(self, place: Path) -> StorePlace:
         return LocalPlace(Address.parse(f"shelf://{place}/index"))

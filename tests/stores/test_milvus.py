@@ -96,7 +96,7 @@ class TestMilvus(testing.StoreSuite):
     def _server(self, milvus: Any, spares: Spares) -> None:
         type(self).milvus, type(self).spares, type(self).taken = milvus, spares, {}
 
-    def at(self, place: Path) -> MilvusPlace:
+    def store_at(self, place: Path) -> MilvusPlace:
         return MilvusPlace(self.taken.get(place) or address(self.milvus, str(place)))
 
     def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> stores.Store:
@@ -104,7 +104,7 @@ class TestMilvus(testing.StoreSuite):
         if not plain or place in self.taken:
             return super().create(place, bundle, widths)
         self.taken[place] = self.spares.take()
-        return self.at(place).open()
+        return self.store_at(place).open()
 
 
 @pytest.fixture

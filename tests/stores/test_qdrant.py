@@ -47,7 +47,7 @@ class TestQdrantLocal(testing.StoreSuite):
     def _memory(self, memory: Path) -> None:
         type(self).folder = memory
 
-    def at(self, place: Path) -> QdrantLocalPlace:
+    def store_at(self, place: Path) -> QdrantLocalPlace:
         return QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{self.folder}{place}/items"))
 
 
@@ -55,7 +55,7 @@ class TestQdrantLocal(testing.StoreSuite):
 class TestQdrantServer(testing.StoreSuite):
     """A server."""
 
-    def at(self, place: Path) -> QdrantPlace:
+    def store_at(self, place: Path) -> QdrantPlace:
         host = os.environ["QDRANT_URL"].rpartition("//")[2].rstrip("/")
         name = hashlib.sha256(str(place).encode()).hexdigest()[:16]
         return QdrantPlace(stores.Address.parse(f"qdrant://{host}/{name}"))

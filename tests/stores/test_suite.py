@@ -86,7 +86,7 @@ def suite(request: pytest.FixtureRequest) -> Iterator[StoreSuite]:
             return created
 
     class Suite(StoreSuite):
-        def at(self, place: Path) -> LocalPlace:
+        def store_at(self, place: Path) -> LocalPlace:
             return Faulty(Address.parse(f"faulty://{place}/index"))
 
     suite = Suite()

@@ -36,7 +36,7 @@ class Searched:
     Attributes:
         query: (Q,) the items that were searched for, with one to be found; a sample where there are
             many.
-        asked: how many such queries there are in all.
+        query_count: how many such queries there are in all.
         gallery: how many items were searched.
         neighbours: (Q, SHOWN) the items that were found, nearest first; −1 where there are no more.
         distances: (Q, SHOWN) how far each is.
@@ -46,7 +46,7 @@ class Searched:
     """
 
     query: Items
-    asked: int
+    query_count: int
     gallery: int
     neighbours: Items
     distances: Floats
@@ -201,7 +201,7 @@ def _searched(
         grades, match = matches.astype(np.float64), 1.0
     return Searched(
         query=items[chosen],
-        asked=len(answerable),
+        query_count=len(answerable),
         gallery=len(searched),
         neighbours=np.where(rows >= 0, searched[rows], -1)[:, :SHOWN],
         distances=apart[:, :SHOWN].astype(np.float64),

@@ -94,7 +94,7 @@ def serve(
             "Several processes serve in the foreground only: start them with `retrieval serve"
             " --processes N`."
         )
-    if settings.processes > 1 and any(isinstance(each, Index) for each in sources.values()):
+    if settings.processes > 1 and any(isinstance(source, Index) for source in sources.values()):
         raise StoreError(
             "Several processes cannot share an opened index: give its folder or its address."
         )

@@ -159,7 +159,7 @@ class Index(OpenedIndex):
                     try:
                         local = _begun(partial, loaded, widths, structure, keep, plugins)
                         built = _filled(partial, local, device, named, {**adding, "sync": True})
-                        rename_whole(partial, place, replace=replace, taken=_exists(place))
+                        rename_whole(partial, place, replace=replace, exists_error=_exists(place))
                     except Exception:
                         shutil.rmtree(partial, ignore_errors=True)
                         raise

@@ -71,7 +71,7 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
     occupied = StoreError(f"{folder} is there.")
     try:
         with (
-            whole_folder(folder, replace=True, taken=occupied) as fresh,
+            whole_folder(folder, replace=True, exists_error=occupied) as fresh,
             tempfile.SpooledTemporaryFile(_IN_MEMORY) as packed,
         ):
             _fetch(pieces(), packed)

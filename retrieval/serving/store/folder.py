@@ -91,7 +91,7 @@ def create_local(
         "keep": keep,
     }
     try:
-        with whole_folder(folder, replace=replace, taken=occupied) as fresh:
+        with whole_folder(folder, replace=replace, exists_error=occupied) as fresh:
             (fresh / ARRAYS).mkdir()
             (fresh / BUNDLES).mkdir()
             (fresh / INDEX).write_bytes(text)
@@ -115,7 +115,9 @@ def add_generation(
     target = folder / BUNDLES / bundle.sha256[:16]
     if bundle.sha256 not in {known.bundle for known in all_of(connection)}:
         # A folder that no generation has may be the rest of one that was being deleted.
-        with whole_folder(target, replace=True, taken=StoreError(f"{target} is there.")) as fresh:
+        with whole_folder(
+            target, replace=True, exists_error=StoreError(f"{target} is there.")
+        ) as fresh:
             bundle.copy(fresh)
     stem = new_stem()
     for name, width in widths.items():
@@ -262,7 +264,7 @@ def write_snapshot(
             with (
                 record.reading(seconds=_COPY_SECONDS) as connection,
                 _faults_of(folder, target),
-                whole_folder(target, replace=False, taken=occupied) as fresh,
+                whole_folder(target, replace=False, exists_error=occupied) as fresh,
             ):
                 _copy(connection, folder, fresh)
             return

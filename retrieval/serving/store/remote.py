@@ -602,7 +602,7 @@ def write_copy(store: Store, target: Path) -> None:
             with LocalStore(fresh, upkeep=False) as copy:
                 copy_items(store, copy, bundle.sha256, bare=lambda items: _add_bare(copy, items))
             sync_below(fresh)
-            rename_whole(fresh, target, replace=False, taken=occupied)
+            rename_whole(fresh, target, replace=False, exists_error=occupied)
     except OSError as fault:
         raise StoreError(f"{target} cannot be written: {fault.strerror or fault}.") from None
 

@@ -93,8 +93,8 @@ class Comparison:
     test_baselines: bool = False
 
     def __repr__(self) -> str:
-        wide = max(len(each.name) for each in self.contestants)
-        means = ((each.name, self.mean(each, PRIMARY)) for each in self.contestants)
+        wide = max(len(row.name) for row in self.contestants)
+        means = ((row.name, self.mean(row, PRIMARY)) for row in self.contestants)
         rows = [f"{name:{wide}}  {mean.value:.4f} ± {mean.half:.4f}" for name, mean in means]
         return "\n".join(
             [f"{'':{wide}}  {PRIMARY} over {self.plan.seeds} seeds", *rows, self.conclusion]

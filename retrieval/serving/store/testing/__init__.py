@@ -6,7 +6,7 @@ index is:
     from retrieval import stores, testing
 
     class TestMine(testing.StoreSuite):
-        def at(self, place):
+        def store_at(self, place):
             return MyPlace(stores.Address.parse(f"mine://{place}/index"))
 
 pytest runs it; nothing else is needed but `onnx`, of which the small bundles are made.

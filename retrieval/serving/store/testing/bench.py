@@ -49,25 +49,25 @@ class Bench:
     many, filtered, searched = 10_000, 300, 3000
     place: Path
 
-    def at(self, place: Path) -> StorePlace:
+    def store_at(self, place: Path) -> StorePlace:
         """Return where the index of a test is, or may be: the one thing that a subclass must say.
 
         Args:
             place: see `Bench`.
         """
-        raise NotImplementedError("Say in a subclass where an index is: def at(self, place).")
+        raise NotImplementedError("Say in a subclass where an index is: def store_at(self, place).")
 
     def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
         """Return an empty store, whose served generation has this bundle and these widths."""
-        return self.at(place).create(bundle, widths)
+        return self.store_at(place).create(bundle, widths)
 
     def reopen(self, place: Path) -> Store:
         """Open what `create` made in this place, and was closed since, as another process would."""
-        return self.at(place).open()
+        return self.store_at(place).open()
 
     def destroy(self, place: Path) -> None:
         """Remove what `create` made. All that was opened is closed."""
-        self.at(place).drop()
+        self.store_at(place).drop()
 
     def setup_method(self) -> None:
         """Make room for a test; pytest calls it."""

@@ -31,13 +31,13 @@ class WholeCases(Bench):
 
     def test_made_once_and_deleted(self) -> None:
         """What is there is not overwritten; what was deleted is gone, and another may follow."""
-        place = self.at(self.place)
+        place = self.store_at(self.place)
         for _ in range(2):
             equal(place.exists(), False, "existence")
             with refused(StoreError):
                 place.open()
             place.drop()  # of nothing: no fault
-        store, state, place = self.store(), State(), self.at(self.place)
+        store, state, place = self.store(), State(), self.store_at(self.place)
         self.put(store, state, some(5))
         equal(place.exists(), True, "existence")
         with refused(StoreError):
@@ -109,7 +109,9 @@ class WholeCases(Bench):
     def test_a_snapshot_is_a_copy_of_one_moment(self) -> None:
         """It opens with the same identity, answers as the store did, and changes apart from it."""
         target, state = self.place.parent / "copy", State()
-        with self.at(self.place).create(opened(), widths_of(opened()), identity="an id") as store:
+        with self.store_at(self.place).create(
+            opened(), widths_of(opened()), identity="an id"
+        ) as store:
             needs(store, "snapshot")
             self.put(store, state, some(80))
             self.remove(store, state, ["id 7"])
