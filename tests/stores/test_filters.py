@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import retrieval
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval.serving.filters import Compare, Exists, In, matches, parse_filter
@@ -17,7 +18,7 @@ from retrieval.serving.store import masks
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.testing.bundles import WIDTH, opened
+from retrieval.serving.store.testing.bundles import FEATURES, WIDTH, opened
 
 KINDS: list[Any] = [
     7,
@@ -111,6 +112,28 @@ def test_columns_grow_and_forget(store: LocalStore) -> None:
         assert hits(store, parse_filter(f"x = {turn}")) == {
             id for id, x in present.items() if x == turn
         }
+
+
+def test_an_open_index_finds_the_one_item_that_was_added(tmp_path: Path) -> None:
+    """A column that a search has read goes on with the very next item."""
+    create_local(tmp_path / "i", opened(), widths_of(opened()))
+    with retrieval.Index.open(tmp_path / "i", device="cpu") as index:
+
+        def add(ids: list[str], labels: list[str]) -> None:
+            features = np.ones((len(ids), FEATURES), np.float32)
+            index.add(images=features, ids=ids, labels=labels, progress=False)
+
+        def found(where: str) -> set[str]:
+            return {hit.id for hit in index.search(np.ones(FEATURES), 100, where=where)}
+
+        add(["shoe 0", "boot 0"], ["shoe", "boot"])
+        shoes = {"shoe 0"}
+        assert found("label in ('shoe')") == shoes
+        for turn in range(1, 4):
+            add([f"shoe {turn}"], ["shoe"])
+            shoes.add(f"shoe {turn}")
+            assert found("label in ('shoe')") == shoes
+            assert found("label = 'boot'") == {"boot 0"}
 
 
 def test_a_field_that_does_not_fit_is_asked_of_the_record(
