@@ -13,7 +13,9 @@ from retrieval.host.factory import Part
 from retrieval.model.precision import as_given, full_precision
 
 Distance = Annotated[nn.Module | None, Part("distances")]
+"""Type of a loss's parameter `distance`, as in `distance: Distance = None`: a recipe names one."""
 Reducer = Annotated[nn.Module | None, Part("reducers")]
+"""Type of a loss's parameter `reducer`, as in `reducer: Reducer = None`: a recipe names one."""
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Anchors and their positives, anchors and their negatives, int64."""
 
@@ -29,7 +31,7 @@ class CheckedLoss(BaseMetricLossFunction):
         reducer: how the losses become one number; the mean by default.
     """
 
-    def __init__(self, distance: nn.Module | None = None, reducer: nn.Module | None = None) -> None:
+    def __init__(self, distance: Distance = None, reducer: Reducer = None) -> None:
         super().__init__(distance=distance, reducer=reducer)
 
     def forward(
