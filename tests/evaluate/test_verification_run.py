@@ -277,7 +277,7 @@ def test_pairs_with_items_that_trained_are_told(
     assert results.notes == [
         "Of 1 pairs the list says the same, or different, against the data's labels.",
         (
-            "24 of 36 pairs have an item that trained or chose this model, so these are not figures"
+            "24 of 36 pairs have an item that trained or chose this model, so these are not metrics"
             " of held-out items; folds without such pairs: new."
         ),
     ]
