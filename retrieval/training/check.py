@@ -132,7 +132,7 @@ def _items(recipe: Recipe, splits: Splits) -> str:
 def _model(recipe: Recipe, model: Model) -> str:
     weights = sum(p.numel() for p in model.parameters())
     return (
-        f"model: {recipe.backbone.name}, {model.backbone.features} features, codes of"
+        f"model: {recipe.backbone.name}, {model.backbone.features} features, embedding size"
         f" {code_size(model)}, {weights:,} weights"
     )
 
