@@ -40,7 +40,7 @@ _ABSENT = object()
 
 
 def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, Any]) -> bool:
-    """Return whether a filter is true of an item; `docs/filters.md` says when it is.
+    """Return whether a filter is true of an item; `docs/indexes.md` says when it is.
 
     Args:
         filter: the filter.
