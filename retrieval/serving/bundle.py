@@ -119,7 +119,7 @@ class Bundle:
         Args:
             path: the folder that `retrieval export` wrote.
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
-            threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
+            threads: threads per call of the encoder. `None` is `OMP_NUM_THREADS`, or one per core.
             device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU.
 
         Raises:
@@ -192,7 +192,7 @@ class Bundle:
         Args:
             inputs: uint8 (N, C, H, W) from `preprocess`, or real features (N, F), as
                 `manifest.input` says.
-            batch: how many items go through at once.
+            batch: number of items per batch.
 
         Raises:
             DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's
@@ -228,7 +228,7 @@ class Bundle:
 
         Args:
             inputs: as `encode` takes them.
-            batch: how many items go through at once.
+            batch: number of items per batch.
 
         Raises:
             BundleError: the encoder is one graph.
@@ -250,7 +250,7 @@ class Bundle:
 
         Args:
             features: real numbers (N, F).
-            batch: how many items go through at once.
+            batch: number of items per batch.
 
         Raises:
             BundleError: the encoder is one graph.
@@ -300,9 +300,9 @@ class Bundle:
 
         Args:
             images: each as `encode_image` takes it; one alone is N = 1.
-            batch: how many items go through the encoder at once.
-            threads: that decode; as many as there are cores by default.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            batch: number of items per batch.
+            threads: number of decoding threads. `None` uses one per core.
+            progress: show a progress bar; a function is called with (what, done, total) instead.
 
         Raises:
             DataError: an image cannot be used, which the message names; or this bundle takes

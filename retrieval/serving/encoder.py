@@ -29,8 +29,8 @@ class Encoder(ABC):
                 image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0 to 1, or a
                 tensor of such pixels with its channels first. An array (N, H, W, 3) and a tensor
                 (N, 3, H, W) are N images. A model of vectors takes their rows (N, F).
-            batch: how many items go through the model at once.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            batch: number of items per batch.
+            progress: show a progress bar; a function is called with (what, done, total) instead.
 
         Raises:
             DataError: an image cannot be used, which the message names.
