@@ -22,7 +22,7 @@ def bundle(makers, tmp_path):
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"format": 1, "a": ' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
-        ('{"format": 1, "format": 1}', "'format' is there twice"),
+        ('{"format": 1, "format": 1}', "'format' appears twice"),
         ('{"format": 1, "count": ' + "9" * 5000 + "}", "not JSON"),
         ('{"format": ' + "9" * 400 + "}", "reads format 1"),
         ("\x00" * 100, "not JSON"),

@@ -112,7 +112,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} appears twice")
     return content
 
 
@@ -122,7 +122,7 @@ def _refuse(word: str) -> float:
 
 def _finite(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        raise ValueError(f"{digits[:20]} is not a number that a computer has")
+        raise ValueError(f"{digits[:20]} is beyond the range of float64")
     return number
 
 
