@@ -265,7 +265,7 @@ class Bundle:
         if split is None or entry is None:
             why = f"runs its variant '{self.variant}'" if entry else "has an encoder of one graph"
             advice = "Open it without a variant." if entry else "Export it with --split."
-            raise BundleError(f"The bundle {self.path} {why}: features are not to be had. {advice}")
+            raise BundleError(f"The bundle {self.path} {why}, which returns no features. {advice}")
         return split.backbone, entry.features, split.head
 
     def encode_image(self, image: ImageLike) -> Encoded:

@@ -56,7 +56,7 @@ class BundleFolder:
                 if size is not None and status.st_size != size:
                     raise Unusable(f"has {status.st_size:,} bytes instead of {size:,}")
                 if most is not None and status.st_size > most:
-                    raise Unusable(f"has {status.st_size:,} bytes; {most:,} are possible")
+                    raise Unusable(f"has {status.st_size:,} bytes; the limit is {most:,}")
                 self._signatures[name] = _signature(status)
                 return file.read(-1 if most is None else most)
         except FileNotFoundError:
@@ -148,7 +148,7 @@ def read_files(folder: BundleFolder, files: Mapping[str, FileRecord]) -> dict[st
             total += (folder.path / name).stat().st_size
     if total > room:
         raise BundleError(
-            f"The bundle {folder.path} has {total / 1e9:,.1f} GB, which are held in memory;"
+            f"The bundle {folder.path} needs {total / 1e9:,.1f} GB of memory;"
             f" {room / 1e9:,.1f} GB are available here."
         )
     contents: dict[str, bytes] = {}

@@ -117,8 +117,7 @@ class Decoders:
         except (OSError, EOFError, ValueError, struct.error):
             self._end(worker)
             raise DataError(
-                f"{name} cannot be decoded: it brings its decoder down. Save it as a plain PNG or"
-                " JPEG."
+                f"{name} cannot be decoded: it crashes its decoder. Save it as a plain PNG or JPEG."
             ) from None
         if result is None:
             self._end(worker)

@@ -66,12 +66,12 @@ class Input(Entry):
     def _fits(self) -> Input:
         if math.prod(self.shape) > _NUMBERS:
             raise ValueError(
-                f"one item has {math.prod(self.shape):,} numbers; {_NUMBERS:,} are possible"
+                f"one item has {math.prod(self.shape):,} numbers; the limit is {_NUMBERS:,}"
             )
         if self.preprocessing is not None and (self.preprocessing.resize or 0) > _RESIZE:
             raise ValueError(
-                f"images are resized to {self.preprocessing.resize:,} pixels; {_RESIZE:,} are"
-                " possible"
+                f"images are resized to {self.preprocessing.resize:,} pixels; the limit is"
+                f" {_RESIZE:,}"
             )
         if self.kind == "image":
             if self.preprocessing is None:

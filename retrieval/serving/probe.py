@@ -36,7 +36,7 @@ def _coded(text: str) -> str:
     except (UnicodeEncodeError, binascii.Error):
         raise ValueError("it is not base64") from None
     if not 0 < size <= _LONGEST:
-        raise ValueError(f"it has {size:,} bytes; 1 to {_LONGEST:,} are possible")
+        raise ValueError(f"it has {size:,} bytes; 1 to {_LONGEST:,} are allowed")
     return text
 
 
@@ -151,6 +151,6 @@ def probe_fault(bundle: Bundle) -> str | None:
         return None
     return (
         f"The model is broken: it embeds the bundle's probe {apart:.2g} away from where it did when"
-        f" it was exported; {allowed:.2g} is allowed. Is this processor, or ONNX Runtime, at fault?"
-        " `retrieval doctor` tells more."
+        f" it was exported; {allowed:.2g} is allowed. This processor or ONNX Runtime may be at"
+        " fault; run `retrieval doctor`."
     )

@@ -134,9 +134,9 @@ class Cluster:
                 room_seen = time.monotonic() if slots else room_seen
                 if time.monotonic() - room_seen > _PATIENCE_SECONDS:
                     raise DataError(
-                        f"No node of the cluster has had {self.cpus} CPU cores for"
-                        f" {_PATIENCE_SECONDS / 60:.0f} minutes. Finished parts are kept; ask for"
-                        " fewer with --cpus, or come back later with the same command."
+                        f"No node of the cluster had {self.cpus} free CPU cores in the last"
+                        f" {_PATIENCE_SECONDS / 60:.0f} minutes. Finished parts are kept; request"
+                        " fewer cores with --cpus, or run the same command later."
                     )
                 while len(running) < max(1, 2 * slots):
                     if (order := lost.popleft() if lost else next(fresh, None)) is None:
@@ -151,9 +151,9 @@ class Cluster:
                     except _Lost as fault:
                         if tries == _TRIES:
                             raise DataError(
-                                f"One task has ended {_TRIES} workers, the last one so: {fault}."
-                                " What is finished is kept. Its items may need more memory than a"
-                                " worker has: ask for fewer workers, with more --cpus each, or for"
+                                f"One task has killed {_TRIES} workers, the last with: {fault}."
+                                " Finished parts are kept. The task's items may need more memory"
+                                " than a worker has: use fewer workers with more --cpus each, or"
                                 " smaller parts."
                             ) from None
                         lost.append((task, tries + 1))

@@ -159,11 +159,11 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
             {
                 "first": (
                     "the header has a column without a name, the first: pandas writes row numbers"
-                    " so. Write the file with to_csv(…, index=False)."
+                    " like this. Write the file with to_csv(…, index=False)."
                 ),
                 "last": (
                     "the header has a column without a name, the last: the line ends with a comma."
-                    " Remove it (of pandas' row numbers: to_csv(…, index=False))."
+                    " Remove it (if pandas wrote row numbers: to_csv(…, index=False))."
                 ),
                 "middle": "the header has a column without a name. Name or remove it.",
             }[where]

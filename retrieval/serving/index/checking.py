@@ -50,8 +50,8 @@ def check_store(store: Store) -> list[str]:
                 != generation.bundle
             ):
                 damaged.append(
-                    f"The bundle of generation {generation.number} is another than the one that"
-                    " embedded its items."
+                    f"The bundle of generation {generation.number} is not the one that embedded"
+                    " its items."
                 )
         except RetrievalError as fault:
             damaged.append(str(fault))
@@ -63,14 +63,14 @@ def check_store(store: Store) -> list[str]:
             after = page[-1].id
             items = store.get([item.id for item in page], arrays=True)
             damaged += [
-                f"The item '{item.id}' has arrays that are none of its generation."
+                f"The arrays of the item '{item.id}' do not fit its generation."
                 for item in items.values()
                 if item.arrays and not _fits(item, served)
             ]
             read += len(page)
             meter.update(len(page))
     if read != before and store.count() == before:
-        damaged.append(f"{before:,} items are counted, and {read:,} are found.")
+        damaged.append(f"The store counts {before:,} items, but {read:,} were read.")
     return damaged
 
 
@@ -101,7 +101,7 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
     if not isinstance(target, Path):
         return _fill(snapshot, store_place(target, plugins))
     with Record.opened(snapshot) as record:
-        write_snapshot(record, target, "Name a folder that is not there yet to restore to.")
+        write_snapshot(record, target, "Name a folder that does not exist yet.")
     return []
 
 
@@ -125,6 +125,6 @@ def _fill(snapshot: Path, place: StorePlace) -> list[str]:
     if not behind:
         return []
     return [
-        f"{len(behind):,} items were left behind, which could not be embedded when the snapshot's"
+        f"{len(behind):,} items were not copied: they could not be embedded when the snapshot's"
         " index was migrated."
     ]

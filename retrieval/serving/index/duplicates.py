@@ -38,7 +38,7 @@ class Duplicates:
 def find_duplicates(index: Index, within: float, where: Filter | None) -> list[Duplicates]:
     """Return groups of near-duplicates; see `Index.duplicates`."""
     if not within >= 0:
-        raise DataError(f"The distance of duplicates is a number from 0 on, not {within}.")
+        raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
     parent: dict[str, str] = {}
     largest: dict[str, float] = {}
 

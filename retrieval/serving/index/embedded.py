@@ -229,7 +229,7 @@ def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
         and all(size is None or (type(size) is int and size >= 0) for size in sizes)
     )
     if not typed or b"\0" in (path or b"") + (address or b""):
-        raise DataError(f"{location} holds a row that is no embedded item.")
+        raise DataError(f"{location} holds a row that is not an embedded item.")
     if problem := text_problem(key, label, metadata):
         raise DataError(f"{location}: {shown(key[:100])}: {problem}.")
     origin = None if address is None else Origin.recorded(os.fsdecode(address), stamp)

@@ -625,4 +625,4 @@ def check_flat(index: Any, count: int, width: int) -> None:
     index = faiss.downcast_index(index)
     same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)
     if type(index).__name__ not in Flat.kinds or not same:
-        raise StoreError(f"it stands on a {type(index).__name__} that does not fit it")
+        raise StoreError(f"it contains a {type(index).__name__} that does not fit it")

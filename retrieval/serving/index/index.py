@@ -473,8 +473,8 @@ class Index:
             raise DataError(f"The index {self.path} has no item '{id}'.")
         if not item.arrays:
             raise DataError(
-                f"The generation that is served in {self.path} does without the item '{id}': it"
-                " could not be embedded when the index was migrated. Add it again."
+                f"The served generation of {self.path} has no vector for the item '{id}': it could"
+                " not be embedded when the index was migrated. Add it again."
             )
         return np.array(item.vector)
 

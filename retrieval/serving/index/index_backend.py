@@ -75,8 +75,8 @@ class IndexBackend(ABC):
             keep: (N,), True for the vectors to search.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no search_selected. Write it, or let its `selective` be"
-            " False"
+            f"{type(self).__name__} has no search_selected. Implement it, or return False from"
+            " `selective`"
         )
 
     @abstractmethod

@@ -200,7 +200,9 @@ class Location:
             system, root = file_system(self.text)
             files: dict[str, dict[str, Any]] = system.find(root, detail=True)
         if len(files) > _MOST_FILES:
-            raise DataError(f"{self.text} holds {len(files):,} files; {_MOST_FILES:,} are read.")
+            raise DataError(
+                f"{self.text} holds {len(files):,} files; the limit is {_MOST_FILES:,}."
+            )
         images: list[tuple[str, str]] = []
         count = 0
         for name, info in sorted(files.items()):

@@ -259,8 +259,8 @@ class Table:
                 raise DataError(
                     f"{self.location}: row group {group} has {chunk.total_uncompressed_size:,}"
                     f" bytes and {chunk.num_values:,} values in '{chunk.path_in_schema}';"
-                    f" {_GROUP_BYTES:,} and {_GROUP_VALUES:,} are read. Write it with smaller row"
-                    " groups."
+                    f" the limits are {_GROUP_BYTES:,} and {_GROUP_VALUES:,}. Write it with smaller"
+                    " row groups."
                 )
         with sentences(self.location):
             yield from self._file.iter_batches(

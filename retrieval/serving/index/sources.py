@@ -244,7 +244,9 @@ class _Spool:
         """
         width = features.shape[1]
         if not 0 < width <= MAX_WIDTH:
-            raise DataError(f"{place}: a vector of {width:,} numbers; 1 to {MAX_WIDTH:,} are read.")
+            raise DataError(
+                f"{place}: a vector of {width:,} numbers; 1 to {MAX_WIDTH:,} are allowed."
+            )
         if self.width not in (0, width):
             raise DataError(
                 f"{place} holds vectors of {width:,} numbers, others of {self.width:,}: one index"
@@ -374,7 +376,7 @@ class Readers:
                     f"{location} is gone, or has changed since its items were found. Add it again."
                 )
             if not is_table(location.file_name):
-                raise DataError(f"{location} is no file that holds images.")
+                raise DataError(f"{location} is not a table that holds images.")
             self._open = location, TableImages(location)
         return self._open[1].read(origin.part, most)
 
