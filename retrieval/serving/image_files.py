@@ -12,7 +12,7 @@ from retrieval.serving.images import FORMATS, HEAD_BYTES, STARTS
 
 NO_IMAGE = "no image"
 """Usual reason why a file is left out."""
-_SHOWN = 3  # file names listed in a sentence
+_MAX_LISTED = 3  # file names listed in a sentence
 
 
 _OTHERS: dict[str, Callable[[bytes], bool]] = {
@@ -107,5 +107,5 @@ def _reason(path: Path) -> str | None:
 
 
 def _some(files: Sequence[Path], folder: Path) -> str:
-    names = [path.relative_to(folder).as_posix() for path in files[:_SHOWN]]
-    return ", ".join(names) + (", …" if len(files) > _SHOWN else "")
+    names = [path.relative_to(folder).as_posix() for path in files[:_MAX_LISTED]]
+    return ", ".join(names) + (", …" if len(files) > _MAX_LISTED else "")

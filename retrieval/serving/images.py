@@ -428,7 +428,7 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
             )  # pixels that libjpeg skips take no memory
         image.load()
         orientation = _orientation(image)
-        image = _as_its_file_says(image, content, format)
+        image = _restore_bit_depth(image, content, format)
         check_range(image, name)
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
         if image.size != size:
@@ -454,7 +454,7 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         ) from error
 
 
-def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.Image:
+def _restore_bit_depth(image: Image.Image, content: bytes, format: str) -> Image.Image:
     """Correct an image where Pillow's mode hides the file's bits per sample.
 
     Pillow opens 16-bit PGM in mode I, which has no range, and 12-bit TIFF in a 16-bit mode. It

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGE = 1_000_000  # bytes
-_ANY = 1 << 30  # bytes
+_KEEP_ALL = 1 << 30  # bytes
 _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -50,7 +50,7 @@ def keep_large_blocks() -> None:
     Fragmentation raises the peak memory of training by up to a half.
     """
     if not any(name in os.environ for name in _USERS):
-        return_large_blocks(_ANY)
+        return_large_blocks(_KEEP_ALL)
 
 
 class Memory:

@@ -32,7 +32,7 @@ _PATIENCE = 0.3
 """Seconds to retry, in case another process is just releasing the lock."""
 
 
-class _Taken(NamedTuple):
+class _Lock(NamedTuple):
     """A lock's path and the function that releases it; `None` if another process holds it."""
 
     path: Path
@@ -75,7 +75,7 @@ def hold(
         release()
 
 
-def _take(place: Path) -> _Taken:
+def _take(place: Path) -> _Lock:
     path = place.with_name(f".{place.name}.lock")
     end = time.monotonic() + _PATIENCE
     while True:
@@ -94,7 +94,7 @@ def _take(place: Path) -> _Taken:
         except BlockingIOError:
             os.close(handle)
             if time.monotonic() > end:
-                return _Taken(path, None)
+                return _Lock(path, None)
             time.sleep(0.05)
             continue
         except OSError as fault:
@@ -103,8 +103,8 @@ def _take(place: Path) -> _Taken:
                 raise
             return _marked(path)
         if _is_at(path, handle):
-            _sign(handle)
-            return _Taken(path, partial(_release, path, handle))
+            _write_holder(handle)
+            return _Lock(path, partial(_release, path, handle))
         # The file was removed between opening and locking, so the lock guards nothing. Retry even
         # after the deadline; otherwise a file created meanwhile would stay without an owner.
         os.close(handle)
@@ -117,15 +117,15 @@ def _release(path: Path, handle: int) -> None:
     os.close(handle)
 
 
-def _marked(path: Path) -> _Taken:
+def _marked(path: Path) -> _Lock:
     """Create a marker file that names its process, for file systems without locks."""
     path.unlink(missing_ok=True)
     marker = SoftFileLock(path.with_suffix(".marker"), timeout=0, thread_local=False)
     try:
         marker.acquire()
     except Timeout:
-        return _Taken(path.with_suffix(".marker"), None)
-    return _Taken(path, marker.release)
+        return _Lock(path.with_suffix(".marker"), None)
+    return _Lock(path, marker.release)
 
 
 def _is_at(path: Path, handle: int) -> bool:
@@ -135,7 +135,7 @@ def _is_at(path: Path, handle: int) -> bool:
     return False
 
 
-def _sign(handle: int) -> None:
+def _write_holder(handle: int) -> None:
     """Write the holder of the lock into its file, for error messages of other processes."""
     record = {
         "pid": os.getpid(),

@@ -64,7 +64,7 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
         if not finite and (plain := _plain(text)) is not None:
             return plain
         text = text.decode(json.detect_encoding(text), "surrogatepass")
-    if _deep(text):
+    if _nests_too_deeply(text):
         raise ValueError("nested too deeply")
     decoder = _FINITE if finite else _ANY
     # Our own JSON has no spaces around it, which `decode` would look for.
@@ -91,7 +91,7 @@ def _plain(text: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and text.count(b":") == len(content) else None
 
 
-def _deep(text: str) -> bool:
+def _nests_too_deeply(text: str) -> bool:
     """Return whether brackets nest too deeply, checked without recursion."""
     if text.count("[") + text.count("{") <= _DEPTH:
         return False
@@ -107,7 +107,7 @@ def _deep(text: str) -> bool:
     return False
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
@@ -137,5 +137,7 @@ def problems_of(fault: ValidationError) -> str:
 
 
 # `json.loads` would create a decoder for every text, which takes longer than decoding a small one.
-_FINITE = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
-_ANY = json.JSONDecoder(object_pairs_hook=_once)
+_FINITE = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_constant=_refuse, parse_float=_finite
+)
+_ANY = json.JSONDecoder(object_pairs_hook=_unique_keys)

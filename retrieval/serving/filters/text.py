@@ -82,7 +82,7 @@ _SHOWN = 60
 Node = TypeVar("Node")
 
 
-class _Misplaced(Exception):
+class _Mistake(Exception):
     """A mistake: a position in the text and a sentence about it."""
 
     def __init__(self, position: int, sentence: str) -> None:
@@ -102,7 +102,7 @@ def parse(text: str) -> Filter:
         )
     try:
         return _parser().parse(text)  # type: ignore[return-value]  # the transformer makes no tree
-    except _Misplaced as fault:
+    except _Mistake as fault:
         position, sentence = fault.position, str(fault)
     except UnexpectedInput as fault:
         position, sentence = _explained(fault, text)
@@ -114,11 +114,11 @@ def parse(text: str) -> Filter:
 
 @functools.cache
 def _parser() -> Lark:
-    return Lark(_GRAMMAR, parser="lalr", transformer=_Maker(), maybe_placeholders=False)
+    return Lark(_GRAMMAR, parser="lalr", transformer=_TreeBuilder(), maybe_placeholders=False)
 
 
 @v_args(inline=True)
-class _Maker(Transformer[Token, Any]):
+class _TreeBuilder(Transformer[Token, Any]):
     """Builds the tree from the leaves up, without recursion."""
 
     def field(self, *names: Token) -> Field:
@@ -162,7 +162,7 @@ def _refused_at(token: Any, make: Callable[[], Node]) -> Node:
     try:
         return make()
     except DataError as fault:
-        raise _Misplaced(token.start_pos or 0, str(fault)) from None
+        raise _Mistake(token.start_pos or 0, str(fault)) from None
 
 
 def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:

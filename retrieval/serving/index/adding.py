@@ -55,7 +55,7 @@ _SECONDS = 1.0
 A killed process loses no more than that.
 """
 _TRIES = 5
-_SHOWN = 10  # faults listed in an error message
+_MAX_LISTED = 10  # faults listed in an error message
 
 
 @dataclass(frozen=True)
@@ -278,10 +278,10 @@ def _original(name: str, content: Any) -> Original:
 def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
     lines = [
         f"{len(faults):,} of {count:,} items cannot be used:",
-        *(f"  - {fault}" for fault in faults[:_SHOWN]),
+        *(f"  - {fault}" for fault in faults[:_MAX_LISTED]),
     ]
-    if len(faults) > _SHOWN:
-        lines.append(f"  … and {len(faults) - _SHOWN:,} more")
+    if len(faults) > _MAX_LISTED:
+        lines.append(f"  … and {len(faults) - _MAX_LISTED:,} more")
     return DataError("\n".join([*lines, advice]))
 
 

@@ -62,7 +62,7 @@ def choose(count: int, width: int) -> str:
 def make_backend(
     name: str, options: Mapping[str, Any], plugins: Iterable[str] = ()
 ) -> IndexBackend:
-    """Build a back end with parameters. Plugins are loaded only for a name that is not built in.
+    """Build a back end; plugins are loaded only if its name is not built in.
 
     Args:
         name: "flat", "hnsw", "ivf" (in full "core.flat" and so on) or `PLUGIN.name`.

@@ -141,7 +141,7 @@ class Index(OpenedIndex):
                     address.drop()
                 try:
                     store = address.create(loaded, widths)
-                    built = _filled(place, store, device, named, adding)
+                    built = _fill_store(place, store, device, named, adding)
                 except StoreUnavailable:
                     raise  # deleting would fail, too
                 except Exception:
@@ -157,9 +157,11 @@ class Index(OpenedIndex):
                     refuse_existing(place, replace)
                     partial = place.with_name(f"{place.name}.partial")
                     try:
-                        local = _begun(partial, loaded, widths, structure, keep, plugins)
-                        built = _filled(partial, local, device, named, {**adding, "sync": True})
-                        rename_whole(partial, place, replace=replace, exists_error=_exists(place))
+                        local = _open_partial(partial, loaded, widths, structure, keep, plugins)
+                        built = _fill_store(partial, local, device, named, {**adding, "sync": True})
+                        rename_whole(
+                            partial, place, replace=replace, exists_error=_exists_error(place)
+                        )
                     except Exception:
                         shutil.rmtree(partial, ignore_errors=True)
                         raise
@@ -168,7 +170,7 @@ class Index(OpenedIndex):
         return index
 
 
-def _filled(
+def _fill_store(
     path: IndexPlace,
     store: Store,
     device: Device,
@@ -225,7 +227,7 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not output.is_dir():
         raise StoreError(f"{output} is a file, and an index is a folder. Choose another name.")
     if not replace:
-        raise _exists(output)
+        raise _exists_error(output)
     if output.is_symlink() or kind_of(output) != "index" or not (output / RECORD).is_file():
         raise StoreError(
             f"{output} is not an index, so --replace does not touch it. Choose another name."
@@ -250,7 +252,7 @@ def _free_address(
     return place
 
 
-def _exists(output: Path) -> StoreError:
+def _exists_error(output: Path) -> StoreError:
     return StoreError(
         f"{output} exists already. Choose another name, or pass --replace (in Python replace=True)"
         " to put the new index there."
@@ -267,7 +269,7 @@ def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequenc
     return Wanted("auto", {})
 
 
-def _begun(
+def _open_partial(
     partial: Path,
     bundle: Bundle,
     widths: Mapping[str, int],

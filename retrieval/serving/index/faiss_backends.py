@@ -186,7 +186,7 @@ class FaissBackend(IndexBackend):
                 raise
 
     def load(self, path: Path) -> None:
-        """Read the index, and move it to a GPU when there is one."""
+        """Read the index and copy it to a GPU if possible; see `IndexBackend`."""
         self._take(self._read(path))
 
     def _read(self, path: Path) -> Any:
@@ -261,7 +261,7 @@ class Flat(FaissBackend):
 
     @property
     def exact(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
 
@@ -463,7 +463,8 @@ class IvfPq(ListsBackend):
         lists: number of clusters. 0 is four times the square root of the number of vectors, but at
             least 39 vectors per cluster; 1 is a plain table of codes.
         probes: number of lists that a search reads. 0 is a sixteenth of them, but at least 8.
-        bytes: size of a vector's code, lowered to the next divisor of the vector's width.
+        bytes: size of a vector's code, lowered to the next divisor of the vector's width. With
+            fewer than 9,984 vectors, codes have half this size.
         expand: candidates measured again on the uncompressed vectors, as a multiple of the number
             of hits.
     """

@@ -289,7 +289,7 @@ class Index:
         for attempt in range(_TRIES):
             bundle = self.bundle
             encoded, alone = encode_queries(bundle, queries)
-            query, code = _checked(bundle, encoded)
+            query, code = _query_arrays(bundle, encoded)
             try:
                 hits: list[list[Hit]] = []
                 for start in range(0, len(query), _QUERIES_AT_ONCE):
@@ -330,11 +330,11 @@ class Index:
                 if candidates.distances is not None
             ]
         proposed = [
-            candidates if candidates.distances is None else _by_id(candidates)
+            candidates if candidates.distances is None else _sorted_by_id(candidates)
             for candidates in proposed
         ]
         return [
-            _ordered(candidates.items, distances, k)
+            _nearest_hits(candidates.items, distances, k)
             for candidates, distances in zip(
                 proposed, _distances(bundle, query, code, proposed, k), strict=True
             )
@@ -442,7 +442,7 @@ class Index:
         Unknown ids are ignored.
 
         Raises:
-            DataError: the filter is invalid or uses a field that no item has.
+            DataError: the filter is invalid or uses a field that no item has ever had.
             StoreError: the index is read-only or has another writer, or the disk fails.
         """
         where = as_filter(where)
@@ -489,7 +489,7 @@ class Index:
         return self.store.count(as_filter(where))
 
     def stats(self) -> Stats:
-        """Return what the index holds."""
+        """Return the number of items, the generations and the size of the index."""
         return self.store.stats()
 
     # The index as a whole
@@ -567,7 +567,7 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
     return store_place(place, plugins).open()
 
 
-def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
+def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
     """Return query vectors (Q, P), and codes if the bundle has a rescorer.
 
     NaN and infinity are left for the store to refuse.
@@ -604,7 +604,7 @@ def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
     return max(k + MARGIN, candidates or (rescorer.candidates if rescorer else 0))
 
 
-def _by_id(proposed: Candidates) -> Candidates:
+def _sorted_by_id(proposed: Candidates) -> Candidates:
     """Return candidates sorted by id, for a distance other than the store's."""
     order = sorted(range(len(proposed.items)), key=lambda row: proposed.items[row].id)
     arrays = {name: array[order] for name, array in proposed.arrays.items()}
@@ -653,7 +653,7 @@ def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
     ]
 
 
-def _ordered(items: Sequence[Item], distances: Distances, k: int) -> list[Hit]:
+def _nearest_hits(items: Sequence[Item], distances: Distances, k: int) -> list[Hit]:
     """Return the hits of the nearest k candidates; ties keep the candidates' order."""
     order = np.argsort(distances, kind="stable")[:k]
     return _hits([items[row] for row in order.tolist()], distances[order].tolist())

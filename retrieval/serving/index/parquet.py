@@ -190,7 +190,7 @@ class Table:
         if kind == "features":
             self.vector = next((name for name in _VECTORS if name in types), None)
             if self.vector is None:
-                raise self._lacks(
+                raise self._missing_column(
                     "'features' (a list of numbers); this bundle takes features", "features"
                 )
             if not _is_list_of_numbers(types[self.vector]):
@@ -207,7 +207,9 @@ class Table:
         elif "path" in types:
             self.path = "path"
         else:
-            raise self._lacks("'path', or 'image' (bytes, or a struct of bytes and path)", "path")
+            raise self._missing_column(
+                "'path', or 'image' (bytes, or a struct of bytes and path)", "path"
+            )
         used = {self.vector or (self.content or self.path or "").partition(".")[0]}
         self.key = next(
             (name for name in ("key", "id") if name in types and name not in used), None
@@ -222,7 +224,7 @@ class Table:
             if name not in self.metadata
         ]
 
-    def _lacks(self, columns: str, name: str) -> DataError:
+    def _missing_column(self, columns: str, name: str) -> DataError:
         names = self.schema.names
         present = ", ".join(names[:20]) or "none"
         return DataError(
