@@ -28,10 +28,9 @@ _BLAS_QUERIES = 8
 Lists = Annotated[int, Field(ge=0)]
 Expand = Annotated[int, Field(ge=1, le=1000)]
 _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
+"""Numbers of parts per code that FAISS's GPU kernels support (`GpuIndexIVFPQ.cu`)."""
 _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
-"""Sub-quantizers per code (`_GPU_PARTS`) and numbers per sub-quantizer that FAISS's GPU kernels
-support (`GpuIndexIVFPQ.cu`).
-"""
+"""Widths of a part that FAISS's GPU kernels support."""
 _QUERY_BITS = 4
 """Bits per number of a query in RaBitQ; 0 would round nothing, but is many times slower."""
 _ENTRIES = 32
