@@ -102,7 +102,7 @@ def test_processes_are_replaced_when_they_die(pool):
         asked = threads.submit(pool.decode, "pixels", photo(), PREPROCESSING)
         wait_until(lambda: not pool._idle)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(DataError, match="brings its decoder down"):
+        with pytest.raises(DataError, match="crashes its decoder"):
             asked.result(60)
     assert pool.decode("pixels", photo(), PREPROCESSING)
 
@@ -143,7 +143,7 @@ def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(take_over)
-        with pytest.raises(DataError, match="brings its decoder down"):
+        with pytest.raises(DataError, match="crashes its decoder"):
             pool.decode("pixels", photo(), PREPROCESSING)
     assert not (tmp_path / "run").exists()
     own.close()

@@ -1,1 +1,1 @@
-"""What runs without torch: images, bundles, indexes and the search service."""
+"""The parts that run without torch: images, bundles, indexes and the search service."""

@@ -1,7 +1,4 @@
-"""Open a bundle and run it: images or features in, vectors and codes out.
-
-Needs ONNX Runtime, never torch.
-"""
+"""Open a bundle and run it with ONNX Runtime: images or features in, vectors and codes out."""
 
 from __future__ import annotations
 
@@ -46,20 +43,20 @@ ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
 
 
 def is_image(item: object) -> TypeGuard[ImageLike]:
-    """Return whether something has a type that `Bundle.preprocess` takes."""
+    """Return whether an object has a type that `Bundle.preprocess` accepts."""
     return isinstance(item, bytes | str | os.PathLike | Image | np.ndarray)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What the encoder gives of N items.
+    """Output of the encoder for N items.
 
     Attributes:
-        vector: (N, P), what FAISS stores.
-        query: (N, P), what FAISS is asked with; the same array as `vector` unless the bundle tells
-            them apart.
-        code: (N, C), what the rescorer takes; None without a rescorer.
-        bundle: SHA-256 of the bundle; empty where it is not known.
+        vector: vectors (N, P) that the index stores.
+        query: vectors (N, P) to search with; the same array as `vector` unless the bundle has a
+            separate output for queries.
+        code: codes (N, C) for the rescorer. `None` without a rescorer.
+        bundle: SHA-256 of the bundle; "" if unknown.
     """
 
     vector: Floats
@@ -71,22 +68,22 @@ class Encoded:
         return len(self.vector)
 
     def __getitem__(self, rows: slice) -> Encoded:
-        """Return some of the items."""
+        """Return a slice of the items."""
         vector = self.vector[rows]
         query = vector if self.query is self.vector else self.query[rows]
         return Encoded(vector, query, None if self.code is None else self.code[rows], self.bundle)
 
 
 class Bundle:
-    """An opened bundle. Its methods may be called from several threads at once.
+    """An opened bundle; its methods may be called from several threads at once.
 
     Attributes:
-        path: the folder.
-        manifest: what it says of itself.
-        variant: which of `manifest.variants` runs, or None for the encoder itself.
-        device, fallback: "cpu" or "cuda"; why that is the CPU though ONNX Runtime was built for a
-            GPU, else None.
-        sha256: of the manifest's text, which holds those of all files: names exactly this bundle.
+        path: folder of the bundle.
+        manifest: content of its `manifest.json`.
+        variant: variant of the encoder that runs, or `None` for the encoder itself.
+        device: device that runs it, "cpu" or "cuda".
+        fallback: why it runs on the CPU although ONNX Runtime was built for a GPU, else `None`.
+        sha256: SHA-256 of the manifest, which contains those of all files; identifies the bundle.
     """
 
     def __init__(
@@ -117,15 +114,15 @@ class Bundle:
         """Check a bundle's format, files and checksums, and load its graphs.
 
         Args:
-            path: the folder that `retrieval export` wrote.
+            path: folder that `retrieval export` wrote.
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
-            threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
-            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU.
+            threads: threads per call of the encoder. `None` is `OMP_NUM_THREADS`, or one per core.
+            device: "cpu", "cuda", or "auto", which uses CUDA if onnxruntime-gpu offers it.
 
         Raises:
-            BundleError: missing, altered, incomplete, of another format, or not what its manifest
-                says.
-            MissingDependency: no ONNX Runtime, or two.
+            BundleError: the bundle is missing, incomplete, of another format, or was altered, or a
+                graph differs from the manifest.
+            MissingDependency: ONNX Runtime is not installed, or installed twice.
         """
         folder = Path(path)
 
@@ -155,11 +152,9 @@ class Bundle:
         )
 
     def changed(self) -> str | None:
-        """Return a sentence when the files on the disk are no longer what was opened.
+        """Return a sentence if the files on the disk have changed since opening, else `None`.
 
-        Costs a few looks at the file system.
-
-        What was opened stays what it was: graphs are in memory.
+        The opened graphs are in memory and do not change.
         """
         return self._folder.changed()
 
@@ -167,8 +162,8 @@ class Bundle:
         """Write this bundle, as it was opened, to a new folder.
 
         Raises:
-            BundleError: it was changed since it was opened.
-            OSError: the disk refuses.
+            BundleError: its files have changed since it was opened.
+            OSError: the disk fails.
         """
 
         def write(folder: BundleFolder) -> None:
@@ -190,13 +185,13 @@ class Bundle:
         """Run the encoder.
 
         Args:
-            inputs: uint8 (N, C, H, W) from `preprocess`, or real features (N, F), as
-                `manifest.input` says.
-            batch: how many items go through at once.
+            inputs: images uint8 (N, C, H, W) from `preprocess`, or real features (N, F), according
+                to `manifest.input`.
+            batch: number of items per batch.
 
         Raises:
-            DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's
-                output does.
+            DataError: the inputs have a wrong shape or type, or inputs or outputs contain NaN or
+                infinity.
         """
         inputs = checked_inputs(inputs, self.manifest.input, self.path)
         return self._encode(parts_of(inputs, at_least_one("batch", batch)), len(inputs))
@@ -204,7 +199,7 @@ class Bundle:
     def _encode(
         self, batches: Iterator[NDArray[Any]], count: int, graph: Runs | None = None
     ) -> Encoded:
-        """Run the encoder, or a part of it, on checked batches that hold `count` items together."""
+        """Run the encoder or a part of it on checked batches with `count` items in total."""
         widths = {"vector": self.manifest.vector}
         if self.manifest.query_vectors:
             widths["query"] = self.manifest.vector
@@ -215,20 +210,20 @@ class Bundle:
 
     @property
     def backbone_sha256(self) -> str | None:
-        """SHA-256 of a split encoder's backbone: equal ones give equal features.
+        """SHA-256 of a split encoder's backbone; equal values mean equal features.
 
-        It covers graph, weights and preprocessing. None without a split, and for variants.
+        Covers graph, weights and preprocessing. `None` without a split and for variants.
         """
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
     def features(self, inputs: NDArray[Any], *, batch: int = 32) -> Floats:
-        """Return what the head takes, features (N, F).
+        """Return the backbone's features (N, F), the input of the head.
 
-        They are the backbone's; a bundle of features gives the inputs themselves.
+        A bundle that takes features returns its inputs.
 
         Args:
-            inputs: as `encode` takes them.
-            batch: how many items go through at once.
+            inputs: see `encode`.
+            batch: number of items per batch.
 
         Raises:
             BundleError: the encoder is one graph.
@@ -243,18 +238,19 @@ class Bundle:
         ]
 
     def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
-        """Run the head on features that were kept: `encode(x)` is `encode_features(features(x))`.
+        """Run the head on stored features: `encode(x)` equals `encode_features(features(x))`.
 
-        Another bundle's head may be applied to them where its `backbone_sha256` is the same; a
-        bundle of features is a head as a whole.
+        The features may come from another bundle with the same `backbone_sha256`. A bundle that
+        takes features is a head as a whole.
 
         Args:
             features: real numbers (N, F).
-            batch: how many items go through at once.
+            batch: number of items per batch.
 
         Raises:
             BundleError: the encoder is one graph.
-            DataError: features of another width, NaN or infinity; or the head gives them.
+            DataError: the features have another width, or features or outputs contain NaN or
+                infinity.
         """
         if self.manifest.input.kind == "features":
             return self.encode(features, batch=batch)
@@ -269,7 +265,7 @@ class Bundle:
         if split is None or entry is None:
             why = f"runs its variant '{self.variant}'" if entry else "has an encoder of one graph"
             advice = "Open it without a variant." if entry else "Export it with --split."
-            raise BundleError(f"The bundle {self.path} {why}: features are not to be had. {advice}")
+            raise BundleError(f"The bundle {self.path} {why}, which returns no features. {advice}")
         return split.backbone, entry.features, split.head
 
     def encode_image(self, image: ImageLike) -> Encoded:
@@ -280,8 +276,8 @@ class Bundle:
                 (H, W) or (H, W, 3).
 
         Raises:
-            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle
-                takes features.
+            DataError: the image cannot be decoded, an array has a wrong shape or type, or this
+                bundle takes features.
         """
         return self.encode(self.preprocess(image)[None])
 
@@ -293,19 +289,19 @@ class Bundle:
         threads: int | None = None,
         progress: Progress = True,
     ) -> Floats:
-        """Return the vectors (N, P) of N images, as FAISS stores them.
+        """Return the vectors (N, P) of N images, as an index stores them.
 
-        Images are decoded in threads while others are encoded. Only a few batches of them are in
-        memory at a time, so N may be large.
+        Threads decode while the encoder runs. Only a few batches are in memory at a time, so N may
+        be large.
 
         Args:
-            images: each as `encode_image` takes it; one alone is N = 1.
-            batch: how many items go through the encoder at once.
-            threads: that decode; as many as there are cores by default.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            images: images as `encode_image` takes them; a single one is N = 1.
+            batch: number of items per batch.
+            threads: number of decoding threads. `None` uses one per core.
+            progress: show a progress bar; a function is called with (what, done, total) instead.
 
         Raises:
-            DataError: an image cannot be used, which the message names; or this bundle takes
+            DataError: an image cannot be used (the message names it), or this bundle takes
                 features.
         """
         if isinstance(images, np.ndarray) and images.ndim > 3:
@@ -322,14 +318,14 @@ class Bundle:
         progress: Progress = True,
         name: str = "images",
     ) -> Encoded:
-        """Return all that the encoder gives of N images; see `encode_images`.
+        """Return all outputs of the encoder for N images; see `encode_images`.
 
         Args:
             images: a list.
-            batch: see `encode_images`, as the next ones.
-            threads: likewise.
-            progress: likewise.
-            name: what an error calls the list.
+            batch: see `encode_images`.
+            threads: see `encode_images`.
+            progress: see `encode_images`.
+            name: name of the list in error messages.
 
         Raises:
             DataError: see `encode_images`.
@@ -363,11 +359,11 @@ class Bundle:
         """Return one image's pixels (C, H, W), ready for `encode`.
 
         Args:
-            image: as `encode_image` takes it.
+            image: see `encode_image`.
 
         Raises:
-            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle
-                takes features.
+            DataError: the image cannot be decoded, an array has a wrong shape or type, or this
+                bundle takes features.
         """
         preprocessing = self.manifest.input.preprocessing
         if preprocessing is None:
@@ -382,11 +378,13 @@ class Bundle:
         return preprocessing(image)
 
     def rescore(self, query_codes: NDArray[Any], item_codes: NDArray[Any]) -> Floats:
-        """Return distances (Q, N) between codes (Q, C) and (N, C), smaller is closer.
+        """Return the rescorer's distances (Q, N) between codes (Q, C) and (N, C).
+
+        Smaller is closer.
 
         Raises:
             BundleError: this bundle has no rescorer.
-            DataError: codes of another shape.
+            DataError: the codes have another shape.
         """
         session = self._sessions.rescorer
         if session is None:
@@ -407,7 +405,7 @@ class Bundle:
 
     @property
     def has_code(self) -> bool:
-        """Whether the encoder's output "code" is needed, for a rescorer."""
+        """Whether the bundle has a rescorer, which needs the encoder's output "code"."""
         return self.manifest.rescorer is not None
 
 

@@ -1,4 +1,4 @@
-"""A bundle's files as they were at one moment: what was verified is what is used."""
+"""Consistent reads of a bundle's folder, so that the files used are the files verified."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FILE = "manifest.json"
 MANIFEST_BYTES = 4_000_000
-"""The longest manifest that is read."""
+"""Size limit of a manifest."""
 _TRIES = 100
-"""A folder that is replaced more often while it is read is not read at all."""
+"""Give up on a folder that is replaced this often while it is read."""
 
 
 class Unusable(Exception):
-    """Why one file of a folder is not read, as the end of a sentence: "is missing"."""
+    """Raised for a file that cannot be read; the message ends a sentence: "is missing"."""
 
 
 class BundleFolder:
-    """A folder from which regular files are read, never through a link.
+    """A folder whose regular files are read, never through a link.
 
     Raises:
-        OSError: no such folder.
+        OSError: the folder does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class BundleFolder:
         """Return a file's content.
 
         Raises:
-            Unusable: missing, no regular file, of another size, or not readable.
+            Unusable: it is missing, not a regular file, of another size, or unreadable.
         """
         if not is_plain(name):
             raise Unusable("is not the name of a file that can be here")
@@ -56,7 +56,7 @@ class BundleFolder:
                 if size is not None and status.st_size != size:
                     raise Unusable(f"has {status.st_size:,} bytes instead of {size:,}")
                 if most is not None and status.st_size > most:
-                    raise Unusable(f"has {status.st_size:,} bytes; {most:,} are possible")
+                    raise Unusable(f"has {status.st_size:,} bytes; the limit is {most:,}")
                 self._signatures[name] = _signature(status)
                 return file.read(-1 if most is None else most)
         except FileNotFoundError:
@@ -69,16 +69,13 @@ class BundleFolder:
             ) from None
 
     def is_current(self) -> bool:
-        """Return whether the folder's name still means this folder."""
+        """Return whether the path still leads to this folder."""
         with suppress(OSError):
             return _identity(self.path) == self._identity
         return False
 
     def changed(self) -> str | None:
-        """Return a sentence that says what is no longer as it was read; None while all is.
-
-        Looks at the file system and reads nothing.
-        """
+        """Return a sentence on files changed since they were read, or `None`; reads no content."""
         try:
             if _identity(self.path) != self._identity:
                 return f"{self.path} was replaced by another one."
@@ -96,10 +93,10 @@ class BundleFolder:
 
 
 def opened_whole(path: Path, load: Callable[[BundleFolder], T]) -> T:
-    """Load a bundle from its folder; if that was replaced meanwhile, load the new one instead.
+    """Load a bundle from its folder; if the folder is replaced meanwhile, load the new one.
 
     Raises:
-        BundleError: there is no such folder, it is replaced again and again, or what `load` raises.
+        BundleError: the folder does not exist or is replaced again and again, or `load` raises it.
     """
     for _ in range(_TRIES):
         try:
@@ -128,7 +125,7 @@ def manifest_text(folder: BundleFolder) -> bytes:
     """Return the text of an opened bundle's manifest.
 
     Raises:
-        BundleError: there is none, or it cannot be read.
+        BundleError: the manifest is missing or cannot be read.
     """
     try:
         return folder.read(FILE, most=MANIFEST_BYTES)
@@ -139,10 +136,10 @@ def manifest_text(folder: BundleFolder) -> bytes:
 
 
 def read_files(folder: BundleFolder, files: Mapping[str, FileRecord]) -> dict[str, bytes]:
-    """Read every recorded file of an opened bundle, compared with its size and SHA-256.
+    """Read all recorded files of an opened bundle and check their sizes and SHA-256.
 
     Raises:
-        BundleError: naming every file that is missing or was altered; or they do not fit into
+        BundleError: files are missing or were altered (the message lists them), or do not fit into
             memory.
     """
     total, room = 0, available_memory()
@@ -151,7 +148,7 @@ def read_files(folder: BundleFolder, files: Mapping[str, FileRecord]) -> dict[st
             total += (folder.path / name).stat().st_size
     if total > room:
         raise BundleError(
-            f"The bundle {folder.path} has {total / 1e9:,.1f} GB, which are held in memory;"
+            f"The bundle {folder.path} needs {total / 1e9:,.1f} GB of memory;"
             f" {room / 1e9:,.1f} GB are available here."
         )
     contents: dict[str, bytes] = {}
@@ -173,7 +170,7 @@ def read_files(folder: BundleFolder, files: Mapping[str, FileRecord]) -> dict[st
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a text names a file directly in a folder, and can be shown on a terminal."""
+    """Return whether a text is a printable file name without a folder."""
     return (
         0 < len(name) <= 255
         and name.isprintable()
@@ -183,12 +180,12 @@ def is_plain(name: str) -> bool:
 
 
 def _signature(status: os.stat_result) -> tuple[int, ...]:
-    """Return what changes when a file does."""
+    """Return values that change when a file does."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return what changes when another folder takes a folder's name."""
+    """Return values that change when another folder takes this path."""
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is no folder")

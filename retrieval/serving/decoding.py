@@ -1,9 +1,9 @@
-"""Decode images of strangers in processes with a deadline and a memory limit.
+"""Decode untrusted images in processes with a deadline and a memory limit.
 
-An image may hang its decoder, crash it or take all memory. Here that costs one process, and the
-sender gets a sentence. An image may even take its decoder over: so the server believes no answer,
-and unpickles none. Each thread that decodes talks with one process over a pipe: a pool with threads
-of its own (pebble) took twice the time of a small image's search.
+An image may hang its decoder, crash it or exhaust memory. This costs one process, and the sender
+gets an error. An image may even take over its decoder, so the server validates every answer and
+unpickles none. Each decoding thread talks to one process over a pipe; a pool with its own threads
+(pebble) took twice the time of a small image's search.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from retrieval.serving.memory import return_large_blocks
 SECONDS = 5.0
 _STARTING_SECONDS = 60.0
 _KEPT_BYTES = 8_000_000
-"""Blocks up to this size stay with a process for its next image."""
+"""A process keeps freed memory blocks up to this size for its next image."""
 _LONGEST_SENTENCE = 4096  # characters
 _ANSWER = struct.Struct("<?II")
-"""Begins an answer: whether the image was decoded, its width and height.
+"""Header of an answer: whether the image was decoded, its width and height.
 
 Pixels, a file or a sentence follow.
 """
@@ -56,9 +56,9 @@ class Decoded(NamedTuple):
     """One decoded image.
 
     Attributes:
-        pixels: uint8 (C, H, W), as `Preprocessing` makes them.
-        width: of the image before preprocessing, upright.
-        height: likewise.
+        pixels: pixels (C, H, W), uint8, from `Preprocessing`.
+        width: width of the upright image before preprocessing.
+        height: its height.
     """
 
     pixels: NDArray[np.uint8]
@@ -67,15 +67,15 @@ class Decoded(NamedTuple):
 
 
 class Undecodable(Exception):
-    """No process that decodes starts."""
+    """Decoder processes cannot be started."""
 
 
 class Decoders:
-    """Processes that decode: as many as threads ask at a time.
+    """Decoder processes, one for each thread that decodes at the same time.
 
     Args:
-        limits: larger images are refused.
-        seconds: that one image may take.
+        limits: largest images to decode.
+        seconds: time limit for one image.
     """
 
     def __init__(self, limits: Limits | None = None, seconds: float = SECONDS) -> None:
@@ -83,9 +83,8 @@ class Decoders:
         self._lock, self._closed = threading.Lock(), False
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
-        with suppress(
-            Undecodable
-        ):  # the first image need not wait for it, and says why where none starts
+        # Started early, so that the first image need not wait; that image reports any failure.
+        with suppress(Undecodable):
             self._idle.append(self._start())
 
     def decode(
@@ -95,18 +94,17 @@ class Decoders:
         preprocessing: Preprocessing | None = None,
         name: str = "the file",
     ) -> Any:
-        """Return a decoded image; for a thread, which waits.
+        """Decode an image in another process and wait for it.
 
         Args:
-            kind: "pixels" as `preprocessing` makes them (`Decoded`), or the bytes of a "png" or of
-                a "thumbnail", a small JPEG.
+            kind: "pixels" returns `Decoded`; "png" and "thumbnail" (a small JPEG) return bytes.
             content: the encoded image.
-            preprocessing: for "pixels".
-            name: what an error calls the image.
+            preprocessing: preprocessing for "pixels".
+            name: name of the image in error messages.
 
         Raises:
             DataError: the image cannot be decoded.
-            Undecodable: no process starts.
+            Undecodable: no process can be started.
         """
         worker = self._take()
         try:
@@ -119,8 +117,7 @@ class Decoders:
         except (OSError, EOFError, ValueError, struct.error):
             self._end(worker)
             raise DataError(
-                f"{name} cannot be decoded: it brings its decoder down. Save it as a plain PNG or"
-                " JPEG."
+                f"{name} cannot be decoded: it crashes its decoder. Save it as a plain PNG or JPEG."
             ) from None
         if result is None:
             self._end(worker)
@@ -129,15 +126,15 @@ class Decoders:
                 " PNG or JPEG."
             )
         with self._lock:
-            self._idle.append(worker)  # the last to have worked is the next: its caches are warm
+            self._idle.append(worker)  # reused first, because its caches are warm
         if isinstance(result, str):
             raise DataError(result)
         return result
 
     def _longest(self, content: bytes, preprocessing: Preprocessing | None) -> int:
-        """Return how many bytes an answer has at most: a sentence, the encoder's pixels, or a PNG.
+        """Return the maximum size in bytes of an answer: a sentence, pixels or a PNG.
 
-        A PNG has four channels at most, and the colour profile of its image.
+        A PNG has at most four channels and its image's colour profile.
         """
         png = 5 * self.limits.pixels + len(content)
         longest = png if preprocessing is None else math.prod(preprocessing.shape)
@@ -145,14 +142,14 @@ class Decoders:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run."""
+        """Process ids of the running processes."""
         with self._lock:
             return [
                 worker.process.pid for worker in self._workers if worker.process.pid is not None
             ]
 
     def close(self) -> None:
-        """Kill every process, whatever it is at."""
+        """Kill every process, even if it is decoding."""
         self._closed = True
         with self._lock:
             workers = list(self._workers)
@@ -167,7 +164,7 @@ class Decoders:
                 return self._start()
             if worker.process.is_alive():
                 return worker
-            self._end(worker)  # the system killed it while it was idle
+            self._end(worker)  # it was killed while idle
 
     def _start(self) -> _Worker:
         if self._closed:
@@ -189,12 +186,12 @@ class Decoders:
 
 
 class _Worker:
-    """One process, and the pipe to it."""
+    """One decoder process and the pipe to it."""
 
     def __init__(self, limits: Limits) -> None:
         context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
         if os.name == "posix":
-            # forked from one clean process that has loaded Pillow, decoders start in milliseconds
+            # Decoders start in milliseconds if forked from a clean process with Pillow loaded.
             context.set_forkserver_preload([__name__])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, limits), daemon=True)
@@ -207,10 +204,10 @@ class _Worker:
     def ask(
         self, job: tuple[Kind, bytes, Preprocessing | None, str], seconds: float, longest: int
     ) -> bytes | None:
-        """Return what the process answers; None where it takes longer than so many seconds.
+        """Return the answer of the process, or `None` if it takes longer than `seconds`.
 
         Raises:
-            OSError: the process ended, or answers with more than `longest` bytes.
+            OSError: the process ended, or its answer has more than `longest` bytes.
             EOFError: the process ended.
         """
         self.pipe.send(job)
@@ -221,7 +218,7 @@ _main = threading.Lock()
 
 
 def _start_without_main(process: Any) -> None:
-    """Start a process that does not run the user's own script again, as multiprocessing would."""
+    """Start a process without importing the user's main script, as multiprocessing would."""
     with _main:
         script = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -235,8 +232,8 @@ def _read_answer(answer: bytes, preprocessing: Preprocessing | None) -> Decoded 
     """Return the pixels or file in a decoder's answer, or the sentence about a bad image.
 
     Raises:
-        struct.error: it is no answer.
-        ValueError: it does not hold as many pixels as it must.
+        struct.error: the answer has no valid header.
+        ValueError: the number of pixels is wrong.
     """
     decoded, width, height = _ANSWER.unpack_from(answer)
     if not decoded:
@@ -249,15 +246,15 @@ def _read_answer(answer: bytes, preprocessing: Preprocessing | None) -> Decoded 
 
 
 def _serve(pipe: Connection, limits: Limits) -> None:
-    """Answer jobs until the pipe closes: in the process."""
+    """Answer jobs until the pipe closes; runs in the decoder process."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is for the server, which ends this process
     return_large_blocks(_KEPT_BYTES)
-    Image.init()  # loads every decoder now: later there may be no room for it
+    Image.init()  # loads all decoders before memory is limited
     can_open("AVIF"), can_open("HEIF")
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # what a library prints about a hostile file helps nobody
+    for stream in range(3):  # discard what libraries print about hostile files
         os.dup2(nowhere, stream)
     _confine(limits.memory)
     with suppress(EOFError, OSError):
@@ -269,13 +266,13 @@ def _serve(pipe: Connection, limits: Limits) -> None:
 def _answer(
     limits: Limits, kind: Kind, content: bytes, preprocessing: Preprocessing | None, name: str
 ) -> bytes:
-    """Return the answer to one job, which `_read_answer` reads."""
+    """Return the answer to one job, to be parsed by `_read_answer`."""
     try:
         if kind == "pixels":
             assert preprocessing is not None
             image = decode(content, limits, name)
             return _ANSWER.pack(True, *full_size(image)) + preprocessing(image).tobytes()
-        # an item's own picture may be larger than what may be uploaded
+        # Originals of stored items may be larger than uploads.
         image = decode(content, replace(limits, bytes=max(limits.bytes, len(content))), name)
         return _ANSWER.pack(True, *image.size) + (
             to_png(image) if kind == "png" else thumbnail(image)
@@ -290,8 +287,8 @@ def _answer(
 
 
 def _confine(memory: int) -> None:
-    """Let this process take so many bytes more than it has."""
-    with suppress(ImportError, OSError, StopIteration):  # Windows; no /proc
+    """Limit this process to `memory` bytes more than it has now."""
+    with suppress(ImportError, OSError, StopIteration):  # on Windows or without /proc
         import resource
 
         lines = Path("/proc/self/status").read_text("ascii").splitlines()

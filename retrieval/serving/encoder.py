@@ -1,4 +1,4 @@
-"""Images to embeddings, by whatever makes them: the base class, and the encoder of a bundle."""
+"""Encoders from images to embeddings: the base class and the encoder of a bundle."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ Embeddings = NDArray[np.float32]
 
 
 class Encoder(ABC):
-    """Images to embeddings: what `retrieval.load` gives of a backbone's name, a run or a bundle."""
+    """Base class of the encoders that `retrieval.load` returns for a backbone, run or bundle."""
 
     @abstractmethod
     def encode(self, images: Any, *, batch: int = 32, progress: Progress = True) -> Embeddings:
         """Return the embeddings (N, D) of N images, float32, as an index stores them.
 
         Args:
-            images: one image or a list of them, each a path, an encoded image's bytes, a Pillow
-                image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0 to 1, or a
-                tensor of such pixels with its channels first. An array (N, H, W, 3) and a tensor
-                (N, 3, H, W) are N images. A model of vectors takes their rows (N, F).
-            batch: how many items go through the model at once.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            images: one image or a list of images. An image is a path, an encoded image's bytes, a
+                Pillow image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0 to 1, or
+                a tensor of such pixels with channels first. An array (N, H, W, 3) or a tensor
+                (N, 3, H, W) is N images. A model of features takes rows (N, F).
+            batch: number of items per batch.
+            progress: show a progress bar; a function is called with (what, done, total) instead.
 
         Raises:
-            DataError: an image cannot be used, which the message names.
+            DataError: an image cannot be used; the message names it.
         """
 
     @abstractmethod
     def exported(self) -> AbstractContextManager[Path]:
-        """Return a context in which the encoder's bundle is in a folder, which it gives."""
+        """Return a context manager that yields a folder with the encoder's bundle."""
 
 
 class BundleEncoder(Encoder):
-    """The encoder of a bundle, which ONNX Runtime runs.
+    """The encoder of a bundle, run by ONNX Runtime.
 
     Attributes:
-        path: the bundle's folder.
+        path: folder of the bundle.
         bundle: the opened bundle.
     """
 
@@ -62,11 +62,11 @@ class BundleEncoder(Encoder):
         return self.bundle.encode_images(as_list(images), batch=batch, progress=progress)
 
     def exported(self) -> AbstractContextManager[Path]:
-        """Return a context that gives the bundle's folder."""
+        """Return a context manager that yields the bundle's folder."""
         return nullcontext(self.path)
 
 
 def as_rows(features: Any) -> Embeddings:
-    """Return feature vectors (N, F) of one vector, several, or a tensor."""
+    """Return one or several vectors, or a tensor, as rows (N, F)."""
     rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
     return np.atleast_2d(np.asarray(rows, dtype=np.float32))

@@ -1,7 +1,4 @@
-"""Read what an ONNX file asks for before anything runs it.
-
-A server does not have the package `onnx`.
-"""
+"""Check the content of an ONNX file before it is loaded, without the package `onnx`."""
 
 from __future__ import annotations
 
@@ -12,24 +9,23 @@ Content = memoryview | bytes | mmap.mmap
 
 _NODES = 200_000
 _DOMAINS = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
-_FOREIGN = {"EPContext"}  # a file of a device's maker, wherever it is
+_FOREIGN = {"EPContext"}  # refers to a vendor's file anywhere on the disk
 _EXTERNAL = 1
 
 
 class GraphError(ValueError):
-    """Why a graph is not run, as the end of a sentence."""
+    """Raised for a graph that is refused; the message ends a sentence."""
 
 
 def check_graph(content: Content) -> None:
-    """Refuse a graph whose work is not the sum of its nodes, or that needs another file.
+    """Refuse a graph in which a node may run more than once, or that needs another file.
 
-    Each node of what is left runs once, so loading and running end; how much memory they take is
-    limited elsewhere (`retrieval.serving.sessions`). The field numbers are those of ONNX's
-    `onnx.proto`.
+    Each node of an accepted graph runs once, so loading and running end. Memory is limited in
+    `retrieval.serving.sessions`. Field numbers are those of ONNX's `onnx.proto`.
 
     Raises:
-        GraphError: not ONNX, too many nodes; loops, branches or functions; operators of another
-            domain; or weights in another file.
+        GraphError: the content is not ONNX, or the graph has too many nodes, loops, branches,
+            functions, operators of another domain, or weights that are sparse or in another file.
     """
     try:
         with memoryview(content) as model:
@@ -92,10 +88,10 @@ def _check_tensor(tensor: memoryview) -> None:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
-    """Yield the fields of a protobuf message: numbers, views of texts and messages, or None.
+    """Yield the fields of a protobuf message: numbers, views of texts and messages, or `None`.
 
     Raises:
-        IndexError: the message is cut off, or none.
+        IndexError: the message is truncated or invalid.
     """
     place, end = 0, len(message)
     while place < end:

@@ -1,4 +1,4 @@
-"""Which files below a folder are images."""
+"""Find the image files below a folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
 from retrieval.serving.images import FORMATS, HEAD_BYTES, STARTS
 
 NO_IMAGE = "no image"
-"""Why most files are left out."""
-_SHOWN = 3  # names of files in a sentence
+"""Usual reason why a file is left out."""
+_MAX_LISTED = 3  # file names listed in a sentence
 
 
 _OTHERS: dict[str, Callable[[bytes], bool]] = {
@@ -21,18 +21,18 @@ _OTHERS: dict[str, Callable[[bytes], bool]] = {
     "Photoshop": lambda head: head.startswith(b"8BPS"),
     "SVG": lambda head: head.startswith(b"<svg"),
 }
-"""How files of formats begin that are not read."""
+"""Tests for the first bytes of unsupported formats."""
 _KNOWN = {**STARTS, **_OTHERS}
 
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """The images that a folder holds, and what else.
+    """Images and other files of a folder.
 
     Attributes:
-        images: the image files, sorted.
-        left_out: the other files by the reason, which follows "is": "JPEG 2000, which is not read".
-        nowhere: links that lead nowhere, sorted: each may have been an image, or a folder of them.
+        images: image files, sorted.
+        left_out: other files by reason, worded to follow "is": "JPEG 2000, which is not read".
+        nowhere: broken links, sorted. Each may have been an image or a folder of images.
     """
 
     images: list[Path]
@@ -40,7 +40,7 @@ class ImageFiles:
     nowhere: list[Path] = field(default_factory=list)
 
     def notes(self, folder: Path) -> list[str]:
-        """Return a sentence for each reason: how many files, which ones first, and why."""
+        """Return one sentence per reason, with the number of files and the first names."""
         return [
             f"{folder}: {len(files):,} file{'s are' if len(files) > 1 else ' is'} left out, being"
             f" {reason}: {_some(files, folder)}."
@@ -48,7 +48,7 @@ class ImageFiles:
         ]
 
     def dangling(self, folder: Path) -> str:
-        """Return a sentence on the links that lead nowhere; "" for none."""
+        """Return a sentence on the broken links, or ""."""
         if not self.nowhere:
             return ""
         plural = len(self.nowhere) > 1
@@ -59,13 +59,13 @@ class ImageFiles:
 
 
 def find_images(folder: Path) -> ImageFiles:
-    """Return the image files below a folder; hidden files and folders are not looked at.
+    """Return the image files below a folder, except hidden files and folders.
 
-    A file is an image by its extension, and else by how it begins. Links are followed: see
+    Images are recognised by extension, or else by their first bytes. Links are followed; see
     `retrieval.host.walk.files_below`.
 
     Raises:
-        DataError: it is not a folder, holds no image, or a folder below it cannot be read.
+        DataError: `folder` is not a folder, contains no image, or a subfolder cannot be read.
     """
     images: list[Path] = []
     nowhere: list[Path] = []
@@ -90,7 +90,7 @@ def find_images(folder: Path) -> ImageFiles:
 
 
 def _reason(path: Path) -> str | None:
-    """Return why a file is left out; None for an image."""
+    """Return why a file is left out, or `None` for an image."""
     if not path.is_file():
         return "no regular file"
     if path.suffix.lower() in IMAGE_EXTENSIONS:
@@ -107,5 +107,5 @@ def _reason(path: Path) -> str | None:
 
 
 def _some(files: Sequence[Path], folder: Path) -> str:
-    names = [path.relative_to(folder).as_posix() for path in files[:_SHOWN]]
-    return ", ".join(names) + (", …" if len(files) > _SHOWN else "")
+    names = [path.relative_to(folder).as_posix() for path in files[:_MAX_LISTED]]
+    return ", ".join(names) + (", …" if len(files) > _MAX_LISTED else "")

@@ -1,6 +1,6 @@
-"""Bytes to pixels: formats, limits, decoding, resizing.
+"""Bytes to pixels: formats, limits, decoding and resizing.
 
-Training, indexing and serving must see the same pixels: nobody else decodes.
+Training, indexing and serving must see the same pixels, so no other module decodes images.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from PIL import Image, UnidentifiedImageError
 from retrieval.errors import DataError
 from retrieval.host.walk import leads_nowhere
 
-# Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all
-# that we ask it for.
+# Pillow reads dozens of formats, some with other programs (EPS runs Ghostscript). Only these are
+# allowed.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
 def _silence() -> None:
-    """Ignore Pillow's warnings: unreadable metadata changes no pixel, and our limits are stricter.
+    """Ignore Pillow's warnings, since metadata change no pixel and our limits are stricter.
 
-    Once for the process: swapping the filters around each image would need a lock around each
-    image.
+    Applies to the whole process. Changing the filters around each image would need a lock.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
@@ -53,7 +52,7 @@ def _start(*starts: bytes) -> Callable[[bytes], bool]:
 
 
 def _brand(*brands: bytes) -> Callable[[bytes], bool]:
-    """Test the brands that an ISO base media file (AVIF, HEIC) names in its first box."""
+    """Return a test for brands in the first box of an ISO base media file (AVIF, HEIC)."""
     return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
 
 
@@ -68,34 +67,32 @@ STARTS: dict[str, Callable[[bytes], bool]] = {
     "AVIF": _brand(b"avif", b"avis"),
     "HEIF": _brand(b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
 }
-"""How a file's first bytes tell its format, by Pillow's name."""
+"""Tests of a file's first bytes for each format, by Pillow's name."""
 
 HEAD_BYTES = 64
-"""Bytes that tell a format."""
+"""Number of first bytes that identify a format."""
 
 
 def format_of(content: bytes) -> str | None:
-    """Return the format that a file's first bytes name, as Pillow calls it, or None."""
+    """Return Pillow's name of the format that a file's first bytes identify, or `None`."""
     head = content[:HEAD_BYTES]
     return next((name for name, begins in STARTS.items() if begins(head)), None)
 
 
 REDUCIBLE = 4
-"""How many times `Limits.pixels` a JPEG may have, which is decoded at a half or a quarter of its
-size.
-"""
+"""A JPEG may have up to this many times `Limits.pixels`; it is then decoded at reduced size."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest images that are decoded.
+    """Limits on images to decode.
 
     Attributes:
-        pixels: width × height. A JPEG with up to four times as many is decoded at a half of its
-            size, as phones' photos of 48 megapixels are.
-        bytes: of the file.
-        side: width and height, in pixels.
-        aspect: how many times longer one side may be than the other.
+        pixels: largest width × height. A JPEG with up to four times as many pixels, such as a
+            phone's photo of 48 megapixels, is decoded at half its size.
+        bytes: largest file size in bytes.
+        side: largest width or height in pixels.
+        aspect: largest ratio of the longer to the shorter side.
     """
 
     pixels: int = 25_000_000
@@ -105,20 +102,20 @@ class Limits:
 
     @property
     def memory(self) -> int:
-        """Bytes that decoding and preprocessing one image may take, as the largest ones did."""
+        """Memory limit in bytes for one image, from measurements of the largest images."""
         return 64_000_000 + 24 * self.pixels
 
     def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
-        """Refuse an image by its size.
+        """Check the size of an image.
 
         Args:
-            name: of the image, for errors.
-            width: in pixels.
-            height: in pixels.
-            times: how many times `pixels` it may have.
+            name: name of the image in error messages.
+            width: width in pixels.
+            height: height in pixels.
+            times: factor on `pixels`.
 
         Raises:
-            DataError: too many pixels, or a side that is too long.
+            DataError: the image has too many pixels or a side that is too long.
         """
         longer, shorter = max(width, height), max(1, min(width, height))
         beyond = f"{name} has {width} × {height} pixels; the limit is"
@@ -134,13 +131,13 @@ class Limits:
 
 @functools.cache
 def can_open(format: str) -> bool:
-    """Return whether a format can be decoded here: AVIF and HEIF need newer or further packages."""
+    """Return whether a format can be decoded; AVIF and HEIF may lack a package."""
     if format == "AVIF":
         try:
             from PIL import AvifImagePlugin
         except ImportError:
             return False
-        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # several images are decoded at a time
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # images are already decoded in parallel
         return bool(AvifImagePlugin.SUPPORTED)
     if format == "HEIF":
         try:
@@ -153,20 +150,19 @@ def can_open(format: str) -> bool:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What an image goes through before the encoder: resize, crop the centre, normalise.
+    """Preprocessing before the encoder: resize, centre crop and normalise.
 
-    Resizing and cropping happen on uint8 pixels, here; `mean` and `std` are applied inside the
-    encoder. Pixels equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image, to the
-    last bit, unless the resized image would have more than 4 million pixels: then its far ends are
-    cut off first.
+    Resizing and cropping work on uint8 pixels; the encoder itself applies `mean` and `std`. Pixels
+    equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image exactly, unless the
+    resized image would have more than 4 million pixels; then its far ends are cut off first.
 
     Attributes:
-        size: height and width of the encoder's input, in pixels.
+        size: height and width of the encoder's input in pixels.
         channels: 1 (grey) or 3 (RGB).
-        mean: one number a channel, of pixels scaled to 0–1; a single one is every channel's.
-        std: likewise.
-        interpolation: how resizing interpolates.
-        resize: length of the shorter side before the centre crop; None stretches the image to
+        mean: mean of each channel, for pixels scaled to 0–1; a single number is for all channels.
+        std: standard deviation of each channel, likewise.
+        interpolation: interpolation method for resizing.
+        resize: length of the shorter side before the centre crop. `None` stretches the image to
             `size` without a crop.
     """
 
@@ -208,7 +204,7 @@ class Preprocessing:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height, width of one encoder input."""
+        """Channels, height and width of one encoder input."""
         return (self.channels, *self.size)
 
     def __call__(self, image: Image.Image) -> NDArray[np.uint8]:
@@ -230,7 +226,7 @@ class Preprocessing:
         if image.size != (width, height):
             left, top = _centred(new[0], width), _centred(new[1], height)
             image = image.crop((left, top, left + width, top + height))
-        # of its bytes: the array interface of Pillow's images takes twice as long
+        # From bytes, because Pillow's array interface takes twice as long.
         pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(
             image.height, image.width, self.channels
         )
@@ -240,16 +236,16 @@ class Preprocessing:
 def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
     """Return the size of an image whose shorter side becomes `shorter`.
 
-    The longer side is cut off to whole pixels, not rounded, as torchvision and timm do it.
+    The longer side is truncated to whole pixels, as in torchvision and timm.
     """
     longer = int(shorter * max(size) / min(size))
     return (shorter, longer) if size[0] <= size[1] else (longer, shorter)
 
 
 def _centred(length: int, crop: int) -> int:
-    """Return where a centre crop begins, as in torchvision's `CenterCrop`; below 0 it pads.
+    """Return where a centre crop begins, as in torchvision's `CenterCrop`; negative values pad.
 
-    Half a pixel goes to the even neighbour; of an odd number of padded pixels the end has one more.
+    Half pixels round to even; an odd number of padded pixels puts one more at the end.
     """
     return round((length - crop) / 2) if crop <= length else -((crop - length) // 2)
 
@@ -257,8 +253,8 @@ def _centred(length: int, crop: int) -> int:
 def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
     """Cut off the far ends of a very long image, which the centre crop would drop anyway.
 
-    Resizing the shorter side of a 1 × 20,000,000 image to 256 would otherwise make five thousand
-    million pixels.
+    Otherwise, resizing the shorter side of a 1 × 20,000,000 image to 256 would create 1.3 × 10¹²
+    pixels.
     """
     side = min(image.size)
     keep = max(side, -(-4 * side * max(crop, shorter) // shorter))
@@ -270,11 +266,11 @@ def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return the image in 8-bit grey or RGB, by a rule for each mode that depends on no pixel.
+    """Return the image in 8-bit grey or RGB, by a fixed rule for each mode.
 
-    Of 16 bits the upper 8 are kept, as Pillow and OpenCV do it; transparency lies on white; colour
-    profiles are not applied. Numbers without a fixed range (32-bit and floating-point grey) are
-    refused: 0–1 and 0–255 are both usual, and a picture cannot say which it means.
+    16-bit values keep their upper 8 bits, as in Pillow and OpenCV. Transparent images are put on
+    white, and colour profiles are ignored. 32-bit and floating-point grey are refused, because
+    their range is unknown: 0–1 and 0–255 are both common.
 
     Raises:
         DataError: the image's mode has no fixed range, or Pillow cannot convert it.
@@ -297,10 +293,10 @@ def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
 
 
 def check_range(image: Image.Image, name: str) -> None:
-    """Refuse an image whose mode does not say which numbers are black and white.
+    """Refuse an image whose mode does not define the values of black and white.
 
     Raises:
-        DataError: it is 32-bit or floating-point grey.
+        DataError: the image is 32-bit or floating-point grey.
     """
     if image.mode not in _WITHOUT_RANGE:
         return
@@ -313,7 +309,7 @@ def check_range(image: Image.Image, name: str) -> None:
 
 
 def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return a transparent image on white, a band of rows at a time to save memory."""
+    """Return a transparent image on white, converted in bands of rows to save memory."""
     out = Image.new(mode, image.size)
     rows = max(1, _BAND // image.width)
     for top in range(0, image.height, rows):
@@ -327,7 +323,7 @@ def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """Return 8-bit grey of 16-bit grey; the one transparent value, if any, becomes white."""
+    """Convert 16-bit grey to 8-bit grey; a transparent value becomes white."""
     values = np.asarray(image)
     grey = (values >> 8).astype(np.uint8)
     if (transparent := image.info.get("transparency")) is not None:
@@ -336,16 +332,16 @@ def _upper_bits(image: Image.Image) -> Image.Image:
 
 
 def few_levels(image: Image.Image) -> str | None:
-    """Return why a 16-bit image loses most of its levels in 8 bits, such as one of a 12-bit camera.
+    """Return why a 16-bit image loses most of its levels in 8 bits, or `None` if it does not.
 
-    A sentence of a quarter of the range or less; None of an image of 8 bits, or of a wider range.
+    This concerns images that use at most a quarter of the range, such as those of 12-bit cameras.
     """
     values = np.asarray(image if image.mode in _SIXTEEN_BITS else image.convert("RGB"))
     top = int(values.max(initial=0))
     if image.mode not in _SIXTEEN_BITS:
         if image.info.get(_BITS) != 16:
             return None
-        top = top << 8 | 255  # the lower bits are gone
+        top = top << 8 | 255  # the lower bits are lost
     if not 0 < top < 1 << 14:
         return None
     if top < 256:
@@ -369,15 +365,15 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _ORIENTATION = 0x0112
-_FIRST_TURNED = 5  # orientations from here on exchange width and height
+_FIRST_TURNED = 5  # orientations from 5 on swap width and height
 _FULL_SIZE = "full_size"
 _BAND = 1_000_000  # pixels
 _MAX_PIXELS_RESIZED_WHOLE = 4_000_000
-_PIECE = 65_536  # bytes of a file that grew since it was looked at
+_PIECE = 65_536  # bytes to read at a time from a file that grows
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _WITHOUT_RANGE = {"F": "floating-point", "I": "32-bit"}
 _BITS = "bits a sample"
-"""Key of `Image.info`: how many a file had, where a mode of 8 bits does not say it."""
+"""Key of `Image.info` for the file's bits per sample, if Pillow's 8-bit mode hides them."""
 _TIFF_BITS = 258
 _THUMBNAIL = 256  # pixels of the longer side
 
@@ -385,17 +381,17 @@ _THUMBNAIL = 256  # pixels of the longer side
 def decode(
     data: bytes | str | os.PathLike[str], limits: Limits | None = None, name: str | None = None
 ) -> Image.Image:
-    """Return the decoded image (the first frame of several), upright by its EXIF orientation.
+    """Decode an image (its first frame) and turn it upright by its EXIF orientation.
 
-    Safe in threads.
+    Thread-safe.
 
     Args:
         data: an encoded image's bytes, or the path of its file.
-        limits: larger images are refused by their header, before a pixel is decoded.
-        name: what to call it in an error; a path's own name by default, "the file" for bytes.
+        limits: largest images to decode, checked by the header before decoding.
+        name: name of the image in error messages. Defaults to the path, or "the file" for bytes.
 
     Raises:
-        DataError: missing, too large, of no known format, or damaged.
+        DataError: the image is missing, too large, of unknown format, or damaged.
     """
     limits = limits or Limits()
     if isinstance(data, bytes):
@@ -416,7 +412,7 @@ def decode(
         raise DataError(f"{name} {HOW[format]}")
     try:
         return _open(content, format, limits, name)
-    except Warning:  # filters that were set since make errors of warnings: ours goes before them
+    except Warning:  # later filters turn warnings into errors, so put ours first again
         _silence()
         return _open(content, format, limits, name)
 
@@ -429,10 +425,10 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         if size[0] * size[1] > limits.pixels:
             image.draft(
                 None, (size[0] // 2, size[1] // 2)
-            )  # what libjpeg leaves out costs no memory
+            )  # pixels that libjpeg skips take no memory
         image.load()
         orientation = _orientation(image)
-        image = _as_its_file_says(image, content, format)
+        image = _restore_bit_depth(image, content, format)
         check_range(image, name)
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
         if image.size != size:
@@ -452,17 +448,17 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         raise DataError(
             f"{name} is damaged and cannot be decoded: it cannot be read as {format}."
         ) from None
-    except Exception as error:  # Pillow's decoders raise whatever their format's parser does
+    except Exception as error:  # Pillow's decoders raise many kinds of exceptions
         raise DataError(
             f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}."
         ) from error
 
 
-def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.Image:
-    """Return the image with what Pillow's mode leaves out: how many bits its file has a sample.
+def _restore_bit_depth(image: Image.Image, content: bytes, format: str) -> Image.Image:
+    """Correct an image where Pillow's mode hides the file's bits per sample.
 
-    16-bit PGM is of mode I, which has no range; 12-bit TIFF is of a 16-bit mode; and the
-    transparent value of a PNG is that of the file, whose pixels were scaled to 8 bits.
+    Pillow opens 16-bit PGM in mode I, which has no range, and 12-bit TIFF in a 16-bit mode. It
+    scales PNG pixels to 8 bits, but not the transparent value.
     """
     if format == "PPM" and image.mode == "I":
         return image.convert("I;16")
@@ -471,8 +467,8 @@ def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.
         if bits == {12} and image.mode in _SIXTEEN_BITS:
             return Image.fromarray(np.asarray(image, np.uint16) << 4)
     elif format == "PNG":
-        bits = {content[24]}  # of the header, which is the first chunk
-        if image.mode == "I":  # 16-bit grey, of Pillow before 11
+        bits = {content[24]}  # in the header, the first chunk
+        if image.mode == "I":  # 16-bit grey in Pillow before 11
             image = image.convert("I;16")
         key = image.info.get("transparency")
         if key is not None and image.mode == "L" and bits & {2, 4}:
@@ -487,39 +483,38 @@ def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.
 
 
 def full_size(image: Image.Image) -> tuple[int, int]:
-    """Return width and height of the file that `decode` read, upright and not reduced."""
+    """Return the upright width and height of the file that `decode` read, before any reduction."""
     size: tuple[int, int] = image.info.get(_FULL_SIZE, image.size)
     return size
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 when there is none or when it cannot be read."""
+    """Return the EXIF orientation, or 1 if it is missing or unreadable."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Warning:
         raise
-    except Exception:  # broken metadata must not cost us sound pixels
+    except Exception:  # broken metadata must not prevent decoding
         return 1
 
 
 def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes:
-    """Return a regular file's content, hardly more than the limit of one that grows meanwhile.
+    """Return a regular file's content, even if it grows meanwhile, up to about the limit.
 
     Raises:
-        DataError: it cannot be read, is no regular file, or is too large.
+        DataError: the file cannot be read, is not a regular file, or is too large.
     """
     try:
         status = Path(path).stat()
         if stat.S_ISDIR(status.st_mode):
             raise DataError(f"{name} is a folder, not an image.")
-        if not stat.S_ISREG(status.st_mode):  # a pipe or a device could go on for ever
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or device might never end
             raise DataError(f"{name} is not a regular file.")
         if (size := status.st_size) > limits.bytes:
             raise _too_many_bytes(name, size, limits)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of a Path's, with a buffer
-            content = file.read(
-                size + 1
-            )  # room for the limit would be taken and given back for every file
+            # Not `limits.bytes`, since allocating that for every file would be slow.
+            content = file.read(size + 1)
             while len(content) <= limits.bytes and (more := file.read(_PIECE)):
                 content += more
             return content
@@ -539,19 +534,19 @@ def _too_many_bytes(name: str, size: int, limits: Limits) -> DataError:
 
 
 def to_png(image: Image.Image) -> bytes:
-    """Return a decoded image as a PNG, which every browser shows.
+    """Return a decoded image as PNG.
 
     Raises:
         DataError: its colour space cannot be converted.
     """
     out = io.BytesIO()
     shown = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else to_mode(image, "RGB")
-    shown.save(out, "PNG", compress_level=1)  # quick: it goes to one reader, once
+    shown.save(out, "PNG", compress_level=1)  # fast, because it is sent only once
     return out.getvalue()
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """Return a small JPEG of a decoded image.
+    """Return a decoded image as a small JPEG.
 
     Raises:
         DataError: its colour space cannot be converted.
@@ -567,7 +562,7 @@ def from_array(array: NDArray[Any]) -> Image.Image:
     """Return a Pillow image of uint8 pixels (H, W), (H, W, 1) or (H, W, 3).
 
     Raises:
-        DataError: another shape or type.
+        DataError: the array has another shape or type.
     """
     if (
         array.dtype != np.uint8
@@ -584,10 +579,10 @@ def from_array(array: NDArray[Any]) -> Image.Image:
 
 
 def from_pixels(array: NDArray[Any]) -> Image.Image:
-    """Return a Pillow image as `from_array` does, also of real numbers from 0 to 1.
+    """Return a Pillow image of pixels as in `from_array`, or of real numbers from 0 to 1.
 
     Raises:
-        DataError: another shape or type, or numbers beyond that range.
+        DataError: the array has another shape or type, or numbers beyond that range.
     """
     if array.dtype.kind != "f" or not array.size:
         return from_array(array)
@@ -601,10 +596,10 @@ def from_pixels(array: NDArray[Any]) -> Image.Image:
 
 
 def as_list(images: Any) -> list[Any]:
-    """Return one image or several as a list of what `Bundle.preprocess` takes.
+    """Return one or several images as a list for `Bundle.preprocess`.
 
-    Tensors become arrays; their channels come first, as torchvision has them. An array of four
-    axes is a batch (N, H, W, channels), a tensor of four axes one (N, channels, H, W).
+    An array with four axes is a batch (N, H, W, channels). Tensors have channels first, as in
+    torchvision, and become arrays; a tensor with four axes is a batch (N, channels, H, W).
     """
     if isinstance(images, str | bytes | os.PathLike | Image.Image):
         return [images]

@@ -1,4 +1,4 @@
-"""A bundle's `manifest.json`: what it says, how it is read, checked and written."""
+"""The content of a bundle's `manifest.json`, and functions to read, check and write it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RESIZE = 8192
 
 
 def _plain_name(name: str) -> str:
-    """Refuse what could name a file outside the folder: the manifest may come from a stranger."""
+    """Refuse a file name that could lead outside the folder; manifests may be untrusted."""
     if not is_plain(name) or name == FILE:
         raise ValueError(f"'{name}' is not the plain name of a file in the bundle")
     return name
@@ -45,13 +45,13 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Entry(BaseModel):
-    """Base of every part of the manifest: refuses unknown keys and numbers that are not finite."""
+    """Base class of all manifest entries; refuses unknown keys and non-finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Input(Entry):
-    """What the encoder takes as "input": raw pixels (N, C, H, W), or features (N, F)."""
+    """The encoder's "input": raw pixels (N, C, H, W), or features (N, F)."""
 
     kind: Literal["image", "features"]
     dtype: Literal["uint8", "float32"]
@@ -66,12 +66,12 @@ class Input(Entry):
     def _fits(self) -> Input:
         if math.prod(self.shape) > _NUMBERS:
             raise ValueError(
-                f"one item has {math.prod(self.shape):,} numbers; {_NUMBERS:,} are possible"
+                f"one item has {math.prod(self.shape):,} numbers; the limit is {_NUMBERS:,}"
             )
         if self.preprocessing is not None and (self.preprocessing.resize or 0) > _RESIZE:
             raise ValueError(
-                f"images are resized to {self.preprocessing.resize:,} pixels; {_RESIZE:,} are"
-                " possible"
+                f"images are resized to {self.preprocessing.resize:,} pixels; the limit is"
+                f" {_RESIZE:,}"
             )
         if self.kind == "image":
             if self.preprocessing is None:
@@ -89,10 +89,11 @@ class Input(Entry):
 
 
 class DistanceEntry(Entry):
-    """What the answers are ordered by.
+    """The distance that orders search results.
 
-    If `exact`, the Euclidean order of vectors is the distance's order, and the reported distance is
-    measured on the vectors; by `measure` "inner" it is √(2 − 2 p) of the inner product p.
+    If `exact`, the Euclidean order of the vectors is the order of this distance, and the reported
+    distance is measured on the vectors. With `measure` "inner" it is √(2 − 2 p) of the inner
+    product p.
     """
 
     name: str
@@ -101,9 +102,9 @@ class DistanceEntry(Entry):
 
 
 class SubspaceEntry(Entry):
-    """Columns `start` to `stop` of the vector, which propose candidates of their own.
+    """Columns `start` to `stop` of the vector, which propose their own candidates.
 
-    `weight` is for merge "score".
+    `weight` is used by merge "score".
     """
 
     name: str
@@ -125,12 +126,12 @@ class RescorerEntry(Entry):
     """The graph that orders candidates: "query" (Q, C) and "items" (N, C) to "distance" (Q, N).
 
     Attributes:
-        file: its name in the bundle.
-        candidates: how many candidates it is given by default.
-        overlap: share of the exact ten nearest that the candidate step keeps, by number of
+        file: name of the graph's file in the bundle.
+        candidates: default number of candidates to rescore.
+        overlap: share of the exact ten nearest that are among the candidates, by number of
             candidates.
-        items: among how many real items that was measured; the larger the index, the smaller the
-            share.
+        items: number of real items among which `overlap` was measured; larger indexes have a
+            smaller share.
     """
 
     file: FileName
@@ -140,7 +141,7 @@ class RescorerEntry(Entry):
 
 
 class SplitEntry(Entry):
-    """The encoder as two graphs: the head takes the backbone's features (N, `features`)."""
+    """An encoder of two graphs, in which the head takes the backbone's features (N, `features`)."""
 
     backbone: FileName
     head: FileName
@@ -170,7 +171,7 @@ class Variant(Entry):
 
 
 class Verified(Entry):
-    """How far torch and ONNX Runtime were apart when the bundle was made."""
+    """Difference between torch and ONNX Runtime, measured at export."""
 
     tolerance: float
     largest_difference: float
@@ -185,7 +186,7 @@ class FileRecord(Entry):
 
 
 class Manifest(Entry):
-    """All that the serving side knows of a model; `docs/bundle.md` explains each key."""
+    """The manifest of a bundle; `docs/bundle.md` explains each key."""
 
     format: Literal[1] = 1
     name: str
@@ -236,7 +237,7 @@ class Manifest(Entry):
         return self
 
     def graphs(self) -> dict[str, str]:
-        """Return the purpose of each ONNX file by its name, such as "encoder" or "rescorer"."""
+        """Return the role of each ONNX file, such as "encoder" or "rescorer", by file name."""
         graphs = {self.encoder: "encoder"} if self.encoder is not None else {}
         if self.split is not None:
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
@@ -248,7 +249,7 @@ class Manifest(Entry):
 
     @property
     def backbone_sha256(self) -> str | None:
-        """`checksum_of` the backbone's SHA-256 and the input; None without a split."""
+        """Checksum over the backbone's SHA-256 and the input. `None` without a split."""
         if self.split is None:
             return None
         graph = self.files[self.split.backbone].sha256
@@ -256,17 +257,17 @@ class Manifest(Entry):
 
 
 def checksum_of(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's parsed JSON without its own key "checksum"."""
+    """Return the SHA-256 of a manifest's parsed JSON without its key "checksum"."""
     rest = {key: value for key, value in content.items() if key != "checksum"}
     text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Write `manifest.json` with the checksum of every other file, and return what was written.
+    """Write `manifest.json` with the checksums of all other files; return the written manifest.
 
     Raises:
-        BundleError: a graph that the manifest names is not there.
+        BundleError: a graph that the manifest names is missing.
     """
     files = {}
     for path in sorted(folder.iterdir()):
@@ -288,17 +289,17 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a bundle after checking it, but not the other files.
+    """Return the checked manifest of a bundle, without checking the other files.
 
     Raises:
-        BundleError: no bundle, another format version, an altered manifest, or one with problems,
-            each of which is named.
+        BundleError: the folder is not a bundle, or its manifest has another format version, was
+            altered, or has problems; the message lists them.
     """
     return opened_whole(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
 
 
 def parse_manifest(path: Path, text: bytes) -> Manifest:
-    """Return what a manifest says, checked.
+    """Parse and check a manifest.
 
     Raises:
         BundleError: see `read_manifest`.

@@ -1,4 +1,4 @@
-"""Memory: how much is available, and what the C library keeps of it for itself."""
+"""Available memory, and how much freed memory the C library keeps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGE = 1_000_000  # bytes
-_ANY = 1 << 30  # bytes
+_KEEP_ALL = 1 << 30  # bytes
 _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def available_memory() -> int:
-    """Return how many bytes this process may still take, of the machine or of its container."""
+    """Return how many bytes this process can use, limited by the machine and its container."""
     room = []
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
@@ -28,14 +28,14 @@ def available_memory() -> int:
 
 
 def return_large_blocks(size: int = _LARGE) -> None:
-    """Have the C library return freed blocks of `size` bytes or more, and keep smaller ones.
+    """Make the C library return freed blocks of `size` bytes or more, and keep smaller ones.
 
-    Its own thresholds follow the largest block that was freed. They grow to tens of megabytes, and
-    `give_back` does not reach the free end of a thread's heap, which they keep; or they stay small,
-    and what one photo gives back the next one takes again, page by page.
+    Its own thresholds follow the largest block freed so far. If they grow to tens of megabytes,
+    threads keep free memory that `give_back` does not reach. If they stay small, the memory of each
+    photo is returned and allocated again page by page.
 
     Args:
-        size: in bytes.
+        size: threshold in bytes.
     """
     with suppress(OSError, AttributeError, TypeError):
         for threshold in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
@@ -43,24 +43,21 @@ def return_large_blocks(size: int = _LARGE) -> None:
 
 
 def keep_large_blocks() -> None:
-    """Have the C library keep freed blocks of any size as long as the process lives.
+    """Make the C library keep freed blocks of any size, unless the user has set thresholds.
 
-    A user's own settings are left alone.
-
-    torch asks for the same blocks with each batch. Given back and taken again, each page of them is
-    cleared by the system first: two thirds of EfficientNet-Lite0's time on a CPU, and two fifths of
-    a training step's. What is kept is in pieces: the most that a training holds grows by up to a
-    half.
+    torch allocates the same blocks for each batch. If they are returned, the system clears every
+    page again: two thirds of EfficientNet-Lite0's time on a CPU, two fifths of a training step's.
+    Fragmentation raises the peak memory of training by up to a half.
     """
     if not any(name in os.environ for name in _USERS):
-        return_large_blocks(_ANY)
+        return_large_blocks(_KEEP_ALL)
 
 
 class Memory:
-    """What this process holds, from now on. Does nothing where there is no glibc or no /proc.
+    """Watches the growth of this process's memory; does nothing without glibc or /proc.
 
     Args:
-        kept: bytes by which it may grow before it counts as grown.
+        kept: growth in bytes that does not count.
     """
 
     def __init__(self, kept: int = 0) -> None:
@@ -76,14 +73,14 @@ class Memory:
 
     @property
     def grown(self) -> bool:
-        """Whether it holds more than it did, and than is kept; takes some microseconds."""
+        """Whether memory has grown by more than `kept`; takes some microseconds."""
         return self._trim is not None and self._resident() > self._most
 
     def give_back(self) -> None:
         """Return free memory to the system; takes some milliseconds."""
         if self._trim is not None:
             self._trim(0)
-            self._most = self._resident() + self._kept  # what was loaded meanwhile stays
+            self._most = self._resident() + self._kept  # memory still in use is the new base
 
     def _resident(self) -> int:
         return int(os.pread(self._statm, 100, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
-"""The distance of a query to stored vectors, as the bundle defines it; smaller is closer.
+"""Distances of queries to stored vectors, as the bundle defines them; smaller is closer.
 
-Distances in several sub-spaces are merged into one number. No torch here.
+Distances in several sub-spaces are merged into one number.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Floats = NDArray[np.floating[Any]]
 Distances = NDArray[np.float64]
 
 _ZERO = 8 * float(np.finfo(np.float32).eps)
-"""A squared distance of unit vectors below this is what float32 made of 0."""
+"""Squared distances of unit vectors below this are rounding errors of float32 and count as 0."""
 
 
 class Columns(Protocol):
-    """Columns `start` to `stop` of the vector, and their weight for merge "score"."""
+    """A sub-space: columns `start` to `stop` of the vector, and a weight for merge "score"."""
 
     @property
     def start(self) -> int:
@@ -38,7 +38,7 @@ class Columns(Protocol):
 
     @property
     def weight(self) -> float:
-        """What its score counts, for merge "score"."""
+        """Weight of the sub-space's score in merge "score"."""
         ...
 
 
@@ -50,18 +50,18 @@ def measured(
     codes: Floats | None,
     k: int,
 ) -> Distances:
-    """Return the distances (n,) of a query to candidates: its rescorer's, or measured in float64.
+    """Return the distances (n,) of a query to candidates: the rescorer's, or measured in float64.
 
     Args:
-        bundle: of the query and the candidates.
-        query: (P,).
-        code: (C,), None without a rescorer.
-        vectors: (n, P) of the candidates.
-        codes: (n, C) of the candidates, None without a rescorer.
-        k: how many answers are wanted.
+        bundle: bundle that encoded the query and the candidates.
+        query: vector (P,) of the query.
+        code: code (C,) of the query. `None` without a rescorer.
+        vectors: vectors (n, P) of the candidates.
+        codes: codes (n, C) of the candidates. `None` without a rescorer.
+        k: number of hits.
 
     Raises:
-        DataError: the rescorer gives NaN or infinity.
+        DataError: the rescorer returns NaN or infinity.
     """
     manifest = bundle.manifest
     if code is not None and codes is not None:
@@ -77,7 +77,7 @@ def measured(
 def measured_alone(bundle: Bundle) -> bool:
     """Return whether a pair's distance depends on that pair alone.
 
-    `measured` then takes the pairs of many queries at once: query (n, P), vectors (n, P).
+    If so, `measured` can take the pairs of many queries at once: query (n, P), vectors (n, P).
     """
     manifest = bundle.manifest
     return (
@@ -98,15 +98,15 @@ def merged(
     """Return the distances (n,) of one query (P,) to vectors (n, P), merged over sub-spaces.
 
     Args:
-        query: what is asked with.
-        vectors: the candidates; see `best_score`.
-        k: how many answers are wanted.
-        subspaces: none: the whole vector is the one.
+        query: vector (P,) of the query.
+        vectors: vectors (n, P) of the candidates; see `best_score`.
+        k: number of hits.
+        subspaces: the sub-spaces. If empty, the whole vector is the only one.
         merge: "min" or "score".
     """
     apart = vectors.astype(np.float64) - query
-    # the sum in the very order in which a store has it that measures (`local.distances.measured`),
-    # so that one pair has one distance
+    # Sums in the same order as a store that measures (`local.distances.measured`), so that a pair
+    # has the same distance everywhere.
     squared = [
         np.einsum("ij,ij->i", part, part)
         for part in (apart[:, span] for span in spans_of(subspaces))
@@ -118,36 +118,36 @@ def merged(
 
 
 def of_products(products: Floats) -> Distances:
-    """Return √(2 − 2 p) of inner products p of a query with items, any shape: measure "inner".
+    """Return √(2 − 2 p) of inner products p, of any shape (measure "inner").
 
-    It is the distance of two unit vectors; and √(Σ α_l D_l²) where an item's vector is unit vectors
-    side by side, a query's likewise, each times its weight α_l, and the weights sum to 1.
+    This is the distance of two unit vectors. If an item's vector concatenates unit vectors, and a
+    query's concatenates unit vectors times weights α_l that sum to 1, it is √(Σ α_l D_l²).
     """
     squares = 2.0 - 2.0 * np.asarray(products, dtype=np.float64)
     return np.asarray(np.sqrt(np.where(squares < _ZERO, 0.0, squares)), dtype=np.float64)
 
 
 def nearest_of(distances: Floats) -> Distances:
-    """Return each item's smallest distance (n,) in S sub-spaces (S, n): merge "min"."""
+    """Return the smallest of each item's distances (S, n) in S sub-spaces (merge "min")."""
     return np.asarray(distances.min(axis=0), dtype=np.float64)
 
 
 def best_score(distances: Floats, k: int, weights: Sequence[float]) -> Distances:
-    """Return −log of each item's best score (n,): merge "score", Eq 27 of Gao et al. 2019.
+    """Return −log of each item's best score (n,) (merge "score", Eq. 27 of Gao et al. 2019).
 
-    Each sub-space scores its own k nearest, α e^{−(d − d_min) / (d_max − d_min)} with d_min and
-    d_max the first and the last of them; an item that several propose counts with its best. Where
-    all k are equally far, d counts as d_min.
+    Each sub-space scores its k nearest items by α e^{−(d − d_min) / (d_max − d_min)}, where d_min
+    and d_max are the smallest and largest of their distances. An item's best score over all
+    sub-spaces counts. If all k distances are equal, the score is α.
 
     Args:
-        distances: (S, n) Euclidean distances of one query to the candidates; each sub-space's k
-            nearest must be among them.
-        k: how many answers are wanted.
-        weights: α, one a sub-space, above 0.
+        distances: Euclidean distances (S, n) of one query to the candidates, which must include the
+            k nearest of each sub-space.
+        k: number of hits.
+        weights: weight α of each sub-space, above 0.
 
     Returns:
-        −log of the score; infinite for items that are among no sub-space's k nearest. At least k
-            are finite where n ≥ k.
+        −log of the score, infinite for items that no sub-space has among its k nearest. At least
+            min(k, n) values are finite.
     """
     distances = np.asarray(distances, dtype=np.float64)
     best = np.full(distances.shape[1], np.inf)

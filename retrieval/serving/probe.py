@@ -1,4 +1,4 @@
-"""A bundle's probe: a made-up input, by which a server notices a model that went wrong."""
+"""A bundle's probe: a synthetic input with known vectors, to detect a broken model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
 
 TILES = 8
-"""Rows and columns of a probe image's tiles; TILES² numbers are repeated for features."""
+"""Rows and columns of tiles in a probe image; a probe of features repeats TILES² numbers."""
 
 WIDEST = 100_000
-"""Numbers of a vector that a probe has; bundles of wider ones have none."""
+"""Widest vector of a probe; bundles with wider vectors have no probe."""
 
 _LONGEST = 4 * WIDEST  # bytes
 
 _LEAST = 1e-4
-"""Distance that is always allowed on a CPU, as a share of the vector's length."""
+"""Distance always allowed on a CPU, as a share of the vector's length."""
 _LEAST_CUDA = 1e-2
-"""The same on a GPU, where ONNX Runtime multiplies with TF32: 10 bits."""
+"""Distance always allowed on a GPU, where ONNX Runtime multiplies in TF32 (10 bits)."""
 _LEAST_DRIFT = 1e-3
-"""1 - cosine that is always allowed of a variant: processors saturate int8 differently."""
+"""1 − cosine always allowed for a variant, since processors saturate int8 differently."""
 
 
 def _coded(text: str) -> str:
@@ -36,7 +36,7 @@ def _coded(text: str) -> str:
     except (UnicodeEncodeError, binascii.Error):
         raise ValueError("it is not base64") from None
     if not 0 < size <= _LONGEST:
-        raise ValueError(f"it has {size:,} bytes; 1 to {_LONGEST:,} are possible")
+        raise ValueError(f"it has {size:,} bytes; 1 to {_LONGEST:,} are allowed")
     return text
 
 
@@ -44,15 +44,15 @@ Coded = Annotated[str, AfterValidator(_coded)]
 
 
 class Probe(BaseModel):
-    """An input that shows nobody's picture, and its vectors as ONNX Runtime gave them.
+    """A synthetic input and the vectors that ONNX Runtime returned for it at export.
 
     Arrays are base64 of little-endian bytes.
 
     Attributes:
-        pattern: of images uint8 (C, TILES, TILES), each number a tile of the image; of features
-            float32 (TILES²,), repeated to their width.
-        vector: float32 (P,), of the encoder.
-        variants: likewise of each variant, by its name.
+        pattern: for images uint8 (C, TILES, TILES), one number per tile; for features float32
+            (TILES²,), repeated to their width.
+        vector: vector (P,) of the encoder, float32.
+        variants: vector (P,) of each variant, by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,20 +63,20 @@ class Probe(BaseModel):
 
 
 def coded(array: NDArray[Any]) -> str:
-    """Return an array's bytes as a probe has them."""
+    """Return an array encoded as in a probe."""
     content = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
     return binascii.b2a_base64(content, newline=False).decode("ascii")
 
 
 def vector_of(text: str) -> NDArray[np.float32]:
-    """Return a vector (P,) of a probe."""
+    """Return the vector (P,) that a probe's text encodes."""
     return np.frombuffer(binascii.a2b_base64(text), "<f4").astype(np.float32)
 
 
 def made_up(
     kind: str, shape: tuple[int, ...], spread: tuple[float, float] = (0.0, 1.0)
 ) -> NDArray[Any]:
-    """Return a pattern for an encoder of images (C, H, W) or features (F,); see `Probe`."""
+    """Return a random pattern for an encoder of images (C, H, W) or features (F,); see `Probe`."""
     chance = np.random.default_rng(0)
     if kind == "image":
         return chance.integers(0, 256, (shape[0], TILES, TILES), np.uint8)
@@ -84,7 +84,7 @@ def made_up(
 
 
 def input_of(pattern: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return the one input (1, C, H, W) or (1, F) that a pattern stands for."""
+    """Return the input (1, C, H, W) or (1, F) for a pattern."""
     if len(shape) == 1:
         return np.resize(pattern, shape)[None]
     _, height, width = shape
@@ -93,7 +93,7 @@ def input_of(pattern: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
-    """Return a probe's pattern; None where it does not fit inputs of this shape."""
+    """Return a probe's pattern, or `None` if it does not fit inputs of this shape."""
     content = binascii.a2b_base64(probe.pattern)
     if len(shape) == 1:
         return (
@@ -108,7 +108,7 @@ def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
 
 
 def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> Probe:
-    """Return a probe with its vectors as a new bundle gives them."""
+    """Return a probe with the vectors of a new bundle and its variants."""
     input = bundles[None].manifest.input
     pattern = made_up(input.kind, input.shape, spread)
     inputs = input_of(pattern, input.shape)
@@ -121,7 +121,7 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
 
 
 def probe_fault(bundle: Bundle) -> str | None:
-    """Return why a bundle's encoder is not what it was when it was exported, or None."""
+    """Return a sentence if a bundle's encoder differs from when it was exported, else `None`."""
     manifest, variant = bundle.manifest, bundle.variant
     probe, shape = manifest.probe, manifest.input.shape
     if probe is None:
@@ -139,18 +139,18 @@ def probe_fault(bundle: Bundle) -> str | None:
     except DataError:
         return "The model is broken: it embeds the bundle's probe as NaN or infinity."
     length = float(np.linalg.norm(expected)) or 1.0
-    if variant is None:  # within the tolerance of the comparison with torch
+    if variant is None:  # the limit is the tolerance of the comparison with torch
         apart = float(np.abs(expected - vector).max()) / length
         allowed = max(
             manifest.verified.tolerance, _LEAST if bundle.device == "cpu" else _LEAST_CUDA
         )
-    else:  # within twice its drift
+    else:  # the limit is twice the variant's drift
         apart = 1.0 - float(expected @ vector) / ((length * float(np.linalg.norm(vector))) or 1.0)
         allowed = max(2.0 * (1.0 - manifest.variants[variant].cosine.min), _LEAST_DRIFT)
     if apart <= allowed:
         return None
     return (
         f"The model is broken: it embeds the bundle's probe {apart:.2g} away from where it did when"
-        f" it was exported; {allowed:.2g} is allowed. Is this processor, or ONNX Runtime, at fault?"
-        " `retrieval doctor` tells more."
+        f" it was exported; {allowed:.2g} is allowed. This processor or ONNX Runtime may be at"
+        " fault; run `retrieval doctor`."
     )

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal; elsewhere, as in a log, a plain line now and then."""
+"""Progress of long operations: a bar on a terminal, a log line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, ParamSpec, Self, TypeAlias, TypeVar, cast
 from retrieval.errors import printable
 
 Progress: TypeAlias = bool | Callable[[str, int, int], None]
-"""What shows how far work is, in every function that takes `progress`: True shows what the command
-line shows, False nothing; a function is called with what is being done, how much of it is done, and
-how much there is to do.
+"""Argument `progress`: True shows progress as on the command line, False shows nothing.
+
+A function is called with what is being done, how much is done, and the total.
 """
 
 P = ParamSpec("P")
@@ -26,13 +26,13 @@ R = TypeVar("R")
 _shown: ContextVar[Progress] = ContextVar("progress", default=True)
 
 EVERY = 10.0
-"""Seconds between two lines; work that is done sooner says nothing."""
-_DELAY = 0.5  # seconds before a bar appears: an error that comes at once has nothing before it
+"""Seconds between two log lines; shorter work logs nothing."""
+_DELAY = 0.5  # seconds before a bar appears, so that an immediate error has no bar above it
 
 
 @contextmanager
 def showing(progress: Progress) -> Iterator[None]:
-    """Let every `Meter` inside show what `progress` says; False stays off further inside."""
+    """Context manager that applies `progress` to every `Meter` inside; False cannot be undone."""
     outer = _shown.get()
     token = _shown.set(progress if outer is True or progress is False else outer)
     try:
@@ -42,7 +42,7 @@ def showing(progress: Progress) -> Iterator[None]:
 
 
 def shown(function: Callable[P, R]) -> Callable[P, R]:
-    """Let every `Meter` inside a function show what its argument `progress` says."""
+    """Decorator that applies a function's argument `progress` to every `Meter` in it."""
     default = inspect.signature(function).parameters["progress"].default
 
     @functools.wraps(function)
@@ -54,14 +54,14 @@ def shown(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Meter:
-    """Counts what is done of something and shows it on standard error, or as `showing` says.
+    """Counts progress and shows it on standard error, or as `showing` requests.
 
     Args:
-        what: what is being done: "encoding".
-        total: how many there are to do.
-        unit: what is counted, in the plural: "images".
-        done: how many an interrupted run did before.
-        show: whether to show anything at all.
+        what: name of the work, such as "encoding".
+        total: number of units.
+        unit: name of the units in the plural, such as "images".
+        done: number of units done by an interrupted run.
+        show: whether to show anything.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Meter:
             self._bar.close()
 
     def update(self, count: int = 1, **metrics: str) -> None:
-        """Count what was done.
+        """Add to the number of units done.
 
         Args:
-            count: how many more.
-            metrics: what else to show, by name.
+            count: number of further units.
+            metrics: further values to show, by name.
         """
         self._done += count
         if self._tell is not None:
@@ -119,7 +119,7 @@ class Meter:
             print(self._line(metrics), file=sys.stderr, flush=True)
 
     def reach(self, done: int, total: int, what: str) -> None:
-        """Say that `done` of `total` are done, and what comes now."""
+        """Set the progress to `done` of `total`, and the name of the work."""
         self._what, self._total = what, total
         if self._bar is not None:
             self._bar.total = total
@@ -127,7 +127,7 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a line that stays, above the bar if any; it may hold names from outside."""
+        """Write a permanent line, above the bar if there is one; it may contain untrusted names."""
         line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Encode what somebody searches for: images, features or vectors, one or several."""
+"""Encode queries: images, features or vectors, one or several."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ _TAKEN = "an image's path, bytes, Pillow image or pixels, or a vector"
 def encode_queries(
     bundle: Bundle, queries: Encoded | Query | Sequence[Query] | NDArray[Any]
 ) -> tuple[Encoded | NDArray[Any], bool]:
-    """Return queries as the index is asked for them, and whether it was one query by itself.
+    """Return encoded queries, and whether there was a single query instead of a list.
 
     Args:
-        bundle: encodes images, or features where it takes features.
-        queries: one of these, or a list of them:
+        bundle: encodes images or features.
+        queries: one query or a list of queries:
 
             - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels,
               uint8 (H, W) or (H, W, 3);
-            - a vector: (F,) features where the bundle takes features, which are encoded; else (P,)
-              as the encoder gives.
+            - a vector: features (F,) if the bundle takes features, otherwise an encoder output
+              (P,).
 
-            Several vectors may also be one array (N, F) or (N, P). `Encoded`, what the encoder gave
-            of N items, stays as it is.
+            Several vectors may also be one array (N, F) or (N, P). `Encoded` is returned as it is.
 
     Returns:
         `Encoded`, or vectors (N, P) that need no encoding.
 
     Raises:
-        DataError: an item cannot be used, or is of another kind than the first one. In a list, the
-            message names it.
+        DataError: a query cannot be used, or is of another kind than the first. For a list, the
+            message names the query.
     """
     if isinstance(queries, Encoded):
         return queries, False
@@ -61,10 +60,10 @@ def encode_queries(
 
 
 def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[Any]:
-    """Encode features (N, F) where the bundle takes features; return vectors (N, P) as they are.
+    """Encode features (N, F) if the bundle takes features; otherwise return vectors (N, P).
 
     Raises:
-        DataError: features of another width, or not finite numbers.
+        DataError: the features have another width or are not finite numbers.
     """
     input = bundle.manifest.input
     if input.kind != "features":
@@ -77,7 +76,7 @@ def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[A
 
 
 def encode_files(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], Encoded]:
-    """Return the names of the queries in files, and what the encoder gives of them.
+    """Return the names of the queries in files, and their encodings.
 
     Raises:
         DataError: a file cannot be used.
@@ -126,7 +125,7 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
 
 
 def _is_pixels(bundle: Bundle, item: Any) -> bool:
-    """Return whether an array is an image's pixels, for a bundle that takes images."""
+    """Return whether an array is the pixels of an image and the bundle takes images."""
     return (
         isinstance(item, np.ndarray)
         and item.dtype == np.uint8

@@ -1,4 +1,4 @@
-"""Find, check and import FAISS and ONNX Runtime when they are needed, on the CPU or on CUDA."""
+"""Check and import FAISS and ONNX Runtime on demand, for the CPU or CUDA."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any, Literal, get_args
 
 from retrieval.errors import BundleError, MissingDependency
 
-# Each family installs one and the same module: two of them overwrite each other's files.
+# The distributions of a family install the same module and would overwrite each other's files.
 ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu11", "faiss-gpu-cu12")
 
 
 def quiet_threads() -> None:
-    """Let idle OpenMP threads sleep instead of spin; call it before FAISS or torch is imported.
+    """Let idle OpenMP threads sleep instead of spin, unless the user has set a policy.
 
-    On two busy cores a single search cost 16 ms of CPU time with spinning threads and 0.7 ms
-    without. A user's own setting is left alone.
+    Call it before FAISS or torch is imported. On two busy cores, a single search took 16 ms of CPU
+    time with spinning threads and 0.7 ms without.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def installed_packages(names: tuple[str, ...]) -> list[str]:
-    """Return those of the distributions that are installed."""
+    """Return the distributions in `names` that are installed."""
     present = []
     for name in names:
         with contextlib.suppress(PackageNotFoundError):
@@ -40,10 +40,10 @@ def installed_packages(names: tuple[str, ...]) -> list[str]:
 
 
 def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
-    """Import and return a module that exactly one distribution of a family provides.
+    """Import and return a module that exactly one distribution of a family may provide.
 
     Raises:
-        MissingDependency: none is installed, or two are, or the one that is cannot be imported.
+        MissingDependency: none or two are installed, or the module cannot be imported.
     """
     present = installed_packages(family)
     if len(present) > 1:
@@ -67,7 +67,7 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
 
 
 def nvidia_smi(*options: str) -> str:
-    """Return what NVIDIA's program says; nothing where it is not there or fails."""
+    """Return the output of `nvidia-smi`, or "" if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -83,17 +83,17 @@ def load_onnxruntime() -> Any:
     """Return the module `onnxruntime`.
 
     Raises:
-        MissingDependency: not installed, or installed twice.
+        MissingDependency: it is not installed, or installed twice.
     """
     return require("onnxruntime", ONNXRUNTIME)
 
 
 @functools.cache
 def load_libraries(runtime: Any) -> str:
-    """Load CUDA's libraries out of their Python packages; return what could not be."""
-    runtime.set_default_logger_severity(4)  # what does not start is said as a sentence
+    """Load CUDA's libraries from their Python packages; return the messages about failures."""
+    runtime.set_default_logger_severity(4)  # failures become our own errors
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):  # it prints what it does not find
+    with contextlib.redirect_stdout(printed):  # ONNX Runtime prints missing libraries
         if preload := getattr(runtime, "preload_dlls", None):
             preload()
     return " ".join(printed.getvalue().split())
@@ -104,7 +104,7 @@ def load_faiss() -> Any:
     """Return the module `faiss`.
 
     Raises:
-        MissingDependency: not installed, or installed twice.
+        MissingDependency: it is not installed, or installed twice.
     """
     return require("faiss", FAISS)
 
@@ -113,21 +113,21 @@ Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[str, ...] = get_args(Device)
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 _CUDA_OPTIONS = {
-    # batches are of any size, and none must be tuned for anew
+    # Batch sizes vary, and cuDNN must not tune for each of them.
     "cudnn_conv_algo_search": "HEURISTIC",
     "arena_extend_strategy": "kSameAsRequested",
 }
 FALLBACK = (
     "ONNX Runtime was built for a GPU and could not start there, so the encoder runs on the CPU. "
-    "`retrieval doctor` says what is missing; --device cpu says that it is meant."
+    "`retrieval doctor` says what is missing; pass --device cpu if this is intended."
 )
 
 
 def checked_device(runtime: Any, device: Device) -> list[str]:
-    """Return the devices to try, the wanted one first; the next stands in for what it cannot run.
+    """Return the devices to try in order, the requested one first and its fallback next.
 
     Raises:
-        BundleError: there is no such device, or ONNX Runtime was not built for it.
+        BundleError: the device does not exist, or ONNX Runtime was not built for it.
     """
     if device not in DEVICES:
         raise BundleError(f"Device '{device}' is not known; it is 'auto', 'cpu' or 'cuda'.")
@@ -143,19 +143,19 @@ def checked_device(runtime: Any, device: Device) -> list[str]:
 def start_session(
     runtime: Any, content: bytes, options: Any, devices: Sequence[str]
 ) -> tuple[Any, str]:
-    """Load a graph on the first of these devices that it starts on.
+    """Load a graph on the first device on which it starts.
 
     Returns:
         ONNX Runtime's session and the device.
 
     Raises:
-        Exception: ONNX Runtime's own, of several kinds: the CPU cannot load it either.
+        Exception: an error of ONNX Runtime, of any class, if the last device fails, too.
     """
     if devices[0] == "cuda":
         load_libraries(runtime)
         cuda = _PROVIDERS["cuda"]
         with contextlib.suppress(Exception):
-            # without its own way of falling back, which prints
+            # Disables ONNX Runtime's own fallback, which prints.
             session = runtime.InferenceSession(
                 content,
                 options,

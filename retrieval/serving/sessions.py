@@ -1,4 +1,4 @@
-"""A bundle's graphs in ONNX Runtime: checked, loaded within limits, tried once, and run."""
+"""Check a bundle's graphs, load them in ONNX Runtime within limits, try each once, and run them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 Floats = NDArray[np.float32]
 Runs = Callable[[Sequence[str], Mapping[str, NDArray[Any]]], list[Any]]
-"""What a graph is called with: the names of its outputs, its inputs by name."""
+"""Function that runs a graph, given the names of outputs and the inputs by name."""
 
 _TRIAL_SECONDS = 60.0
 _MEMORY = 6 << 30
-"""What the graphs of a process may take on the CPU: weights, and what is between their nodes."""
+"""CPU memory limit in bytes for all graphs of a process: weights and intermediate results."""
 _FOLDED_BYTES = 1 << 26
-"""The largest constant that ONNX Runtime works out on loading, outside of its memory's limit."""
+"""Largest constant that ONNX Runtime may fold on loading, since `_MEMORY` does not limit that."""
 
 
 class Graph:
-    """One loaded graph. Safe in threads."""
+    """One loaded graph; thread-safe."""
 
     def __init__(self, path: Path, session: Any, device: str = "cpu") -> None:
         self.path = path
@@ -54,7 +54,7 @@ class Graph:
         """Run the graph.
 
         Raises:
-            BundleError: ONNX Runtime refuses, for want of memory for example.
+            BundleError: ONNX Runtime fails, for example for lack of memory.
         """
         try:
             return list(self.session.run(list(outputs), dict(feeds), options))
@@ -64,10 +64,10 @@ class Graph:
     def try_once(
         self, feeds: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Run it on one item, for a minute at most, and compare what comes with what must.
+        """Run the graph on one item, for at most a minute, and check its outputs.
 
         Raises:
-            BundleError: it fails, takes longer, or gives another type or shape.
+            BundleError: it fails, takes longer, or returns another type or shape.
         """
         options = load_onnxruntime().RunOptions()
         late = threading.Event()
@@ -107,11 +107,11 @@ class Graph:
 
 @dataclass(frozen=True)
 class Split:
-    """An encoder of two graphs, one run after the other.
+    """An encoder of two graphs, run one after the other.
 
     Attributes:
-        backbone: "input" → "features".
-        head: "input", the features → "vector" and what else the manifest says.
+        backbone: graph from "input" to "features".
+        head: graph from "input" (the features) to "vector" and further outputs in the manifest.
     """
 
     backbone: Graph
@@ -120,20 +120,20 @@ class Split:
     def __call__(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
     ) -> list[Any]:
-        """Run both, as an encoder of one graph is run."""
+        """Run both graphs like a single encoder."""
         (features,) = self.backbone(["features"], feeds, options)
         return self.head(outputs, {"input": features}, options)
 
 
 @dataclass(frozen=True)
 class Sessions:
-    """The graphs of a bundle that run.
+    """The loaded graphs of a bundle.
 
     Attributes:
-        encoder: "input" → "vector" and what else the manifest says.
-        rescorer: "query", "items" → "distance"; None without one.
-        device: "cpu" or "cuda".
-        fallback: why it is the CPU though ONNX Runtime was built for a GPU; None otherwise.
+        encoder: graph from "input" to "vector" and further outputs in the manifest.
+        rescorer: graph from "query" and "items" to "distance", or `None`.
+        device: device that runs them, "cpu" or "cuda".
+        fallback: why it is the CPU although ONNX Runtime was built for a GPU, else `None`.
     """
 
     encoder: Graph | Split
@@ -143,7 +143,7 @@ class Sessions:
 
     @property
     def split(self) -> Split | None:
-        """The encoder, where it is split."""
+        """The encoder if it is split, else `None`."""
         return self.encoder if isinstance(self.encoder, Split) else None
 
     @classmethod
@@ -159,7 +159,7 @@ class Sessions:
         """Load the graphs from the content of their files.
 
         Raises:
-            BundleError: a graph cannot be loaded or tried, or is not what the manifest says.
+            BundleError: a graph cannot be loaded or run, or differs from the manifest.
         """
         runtime = load_onnxruntime()
         devices = checked_device(runtime, device)
@@ -217,12 +217,10 @@ class Sessions:
 
 
 def session_options(runtime: Any, threads: int | None) -> Any:
-    """Return ONNX Runtime's options: silent, without spinning, in one bounded memory."""
+    """Return ONNX Runtime's options: silent, without spinning, and with limited memory."""
     _limit_memory(runtime)
     options = runtime.SessionOptions()
-    options.log_severity_level = (
-        4  # what fails is said as a sentence; its warnings are not for users
-    )
+    options.log_severity_level = 4  # failures become our own errors
     entries = {
         "session.intra_op.allow_spinning": "0",
         "session.inter_op.allow_spinning": "0",
@@ -232,15 +230,14 @@ def session_options(runtime: Any, threads: int | None) -> Any:
     }
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
-    # by itself it starts a thread for each core of the machine, whether this process may use it or
-    # not
+    # By default, ONNX Runtime starts a thread for each core, even those this process may not use.
     options.intra_op_num_threads = default_threads() if threads is None else threads
     return options
 
 
 @functools.cache
 def _limit_memory(runtime: Any) -> None:
-    """Let all sessions of this process share one bounded memory, so a greedy graph fails alone."""
+    """Make all sessions of this process share limited memory, so that only a greedy graph fails."""
     info = runtime.OrtMemoryInfo(
         "Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT
     )
@@ -249,12 +246,12 @@ def _limit_memory(runtime: Any) -> None:
 
 
 def _reason(fault: Exception) -> str:
-    """Return the end of ONNX Runtime's message: what precedes it names its source files."""
+    """Return the end of ONNX Runtime's message; the beginning names its source files."""
     return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
 
 
 def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Refuse a graph that lacks an input or output, or has an input that nobody feeds."""
+    """Refuse a graph that lacks an input or output or has an unknown input."""
     path, session = graph.path, graph.session
     given_names = [node.name for node in session.get_inputs()]
     offered = [node.name for node in session.get_outputs()]
@@ -267,15 +264,15 @@ def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) ->
 
 
 def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[Any]:
-    """Return inputs as a graph takes them.
+    """Check inputs and convert them for a graph.
 
     Args:
         inputs: uint8 (N, C, H, W), or real numbers (N, F).
-        input: what the graph takes.
-        path: the bundle's, for errors.
+        input: the manifest's entry for the input.
+        path: path of the bundle, for errors.
 
     Raises:
-        DataError: they have another shape or type, or hold NaN or infinity.
+        DataError: the inputs have another shape or type, or contain NaN or infinity.
     """
     if not isinstance(inputs, np.ndarray):
         raise DataError("encode takes an array of all inputs; images go to encode_images.")
@@ -299,18 +296,18 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
 
 
 def parts_of(inputs: NDArray[Any], batch: int) -> Iterator[NDArray[Any]]:
-    """Yield the rows, `batch` at a time."""
+    """Yield batches of at most `batch` rows."""
     return (inputs[start : start + batch] for start in range(0, len(inputs), batch))
 
 
 def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int) -> Iterator[R]:
-    """Yield `work(item)` of each item, in order.
+    """Yield `work(item)` for each item, in order, computed in threads.
 
     Args:
-        work: runs in a thread; what it raises is raised where its result would be yielded.
-        items: what to work on.
+        work: function to run; its errors are raised in place of its result.
+        items: the items.
         workers: number of threads.
-        most: how many results exist at a time, finished or under way: this bounds the memory.
+        most: maximum number of results at a time, finished or running, to limit memory.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
     try:
@@ -335,18 +332,18 @@ def run_batches(
     """Return the outputs of a graph for checked inputs.
 
     Args:
-        graph: takes "input".
-        widths: of the outputs that are asked for.
-        batches: of inputs.
-        count: how many rows they hold together.
-        what: the graph's name in an error.
+        graph: graph with the input "input".
+        widths: width of each requested output, by name.
+        batches: batches of inputs.
+        count: number of rows in all batches.
+        what: name of the graph in error messages.
 
     Returns:
-        For each output (count, its width).
+        Each output (count, width), by name.
 
     Raises:
-        DataError: an output holds NaN or infinity.
-        BundleError: ONNX Runtime refuses, or an output has another shape than the manifest says.
+        DataError: an output contains NaN or infinity.
+        BundleError: ONNX Runtime fails, or an output's shape differs from the manifest.
     """
     out = {name: np.empty((count, width), dtype=np.float32) for name, width in widths.items()}
     start = 0

@@ -1,7 +1,4 @@
-"""Where a request's time goes: whoever works on it notes a stage.
-
-Outside of a request that costs nothing.
-"""
+"""Measure the stages of a request; outside of a request this does nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +8,11 @@ from types import TracebackType
 from typing import NamedTuple
 
 STAGES = ("read", "wait", "decode", "encode", "search", "items", "write", "send")
-"""Of a request, in the order that a search has them: its body arrives; it waits for its turn; its
-image is decoded, and encoded; the nearest are found and measured; what is known of them is read;
-items are written; the answer is sent.
+"""Stages of a request, in the order of a search.
+
+"read" receives the body; "wait" is for the request's turn; "decode" and "encode" process the image;
+"search" finds and measures the nearest items; "items" reads their data; "write" stores items;
+"send" sends the response.
 """
 
 
@@ -22,10 +21,10 @@ class Span(NamedTuple):
 
     Attributes:
         stage: one of `STAGES`.
-        began: by `time.perf_counter`.
-        ended: likewise.
-        own: seconds, without those of the stages inside it.
-        items: that went through it at once.
+        began: start by `time.perf_counter`.
+        ended: end by `time.perf_counter`.
+        own: duration in seconds, without nested stages.
+        items: number of items processed together.
     """
 
     stage: str
@@ -36,14 +35,14 @@ class Span(NamedTuple):
 
 
 class Trail:
-    """What is noted of one request.
+    """Records the stages of one request.
 
-    Its stages follow each other, so that no two threads write to it at a time.
+    Stages run one after the other, so no two threads write to it at the same time.
 
     Attributes:
-        id: of the request.
-        spans: its stages, each after those inside it.
-        reason: why it was refused; empty where it was not.
+        id: id of the request.
+        spans: finished stages; a nested stage precedes the one that contains it.
+        reason: why the request was refused, or "".
     """
 
     __slots__ = ("_inside", "id", "reason", "spans")
@@ -55,23 +54,23 @@ class Trail:
         self._inside = 0.0
 
     def note(self, stage: str, began: float, ended: float, count: int = 1) -> None:
-        """Note a stage that is over, with none inside it."""
+        """Record a finished stage without nested stages."""
         self.spans.append(Span(stage, began, ended, ended - began, count))
 
     def enter(self) -> float:
-        """Begin a stage; return what `leave` is to be given back."""
+        """Begin a stage; return the value to pass to `leave` as `before`."""
         before, self._inside = self._inside, 0.0
         return before
 
     def leave(self, stage: str, began: float, before: float, count: int) -> None:
-        """Note a stage that ends now."""
+        """Record a stage that ends now."""
         ended = perf_counter()
         took = ended - began
         self.spans.append(Span(stage, began, ended, max(0.0, took - self._inside), count))
         self._inside = before + took
 
     def seconds(self) -> dict[str, float]:
-        """Return the time of each stage that there was."""
+        """Return the total seconds of each recorded stage, by name."""
         seconds: dict[str, float] = {}
         for span in self.spans:
             seconds[span.stage] = seconds.get(span.stage, 0.0) + span.own
@@ -82,12 +81,12 @@ _TRAIL: ContextVar[Trail | None] = ContextVar("trail", default=None)
 
 
 def current() -> Trail | None:
-    """Return the trail of the request that this thread or task works on."""
+    """Return the trail of the current thread's or task's request, or `None`."""
     return _TRAIL.get()
 
 
 class following:
-    """A block in which stages are noted on a trail."""
+    """Context manager that records stages inside it on a trail."""
 
     __slots__ = ("_token", "_trail")
 
@@ -102,7 +101,7 @@ class following:
 
 
 class stage:
-    """A block of work that is one stage of the request at hand."""
+    """Context manager that records its block as one stage of the current request."""
 
     __slots__ = ("_before", "_began", "_count", "_name", "_trail")
 

@@ -283,7 +283,7 @@ def test_parts_that_mean_harm_are_sentences(photos, bundle_path, tmp_path, monke
         (column("vector", wide), "numbers instead of"),
         (column("vector", nan), "holds NaN or infinity"),
         (column("bundle", pa.array(["0" * 64] * rows)), "vectors of another bundle"),
-        (column("metadata", pa.array(["[" * 100_000] * rows)), "a row that is no embedded item"),
+        (column("metadata", pa.array(["[" * 100_000] * rows)), "is not an embedded item"),
         (column("key", pa.array(["\0"] * rows)), "NUL"),
         (honest.drop_columns(["stamp"]), "it has no column 'stamp'"),
     ]

@@ -61,7 +61,7 @@ def faiss_files(folder: Path, vectors: np.ndarray) -> dict[str, tuple[bytes, str
         ),
         "another quantiser": (
             lists(vectors, faiss.IndexHNSWFlat(width, 4)),
-            "stands on a IndexHNSWFlat",
+            "contains a IndexHNSWFlat",
         ),
     }
 

@@ -140,7 +140,7 @@ def test_copies_of_one_moment(photos, cli):
     )  # the place that is taken is the target
     assert (
         told.code == 2
-        and f"{photos / 'r'} exists already. Name a folder that is not there yet" in told.err
+        and f"{photos / 'r'} exists already. Name a folder that does not exist yet" in told.err
     )
     assert "for the snapshot" not in told.err
     assert len(ids(cli, photos / "r")) == 60 > len(ids(cli, index))

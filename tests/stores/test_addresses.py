@@ -200,7 +200,7 @@ def test_an_index_at_an_address_knows_where_it_is(tmp_path: Path, plain_bundle: 
         index.search(b"")
     with pytest.raises(StoreError, match="exists already"):
         retrieval.Index.create(address, [], model=plain_bundle, plugins=[EVERYTHING])
-    with pytest.raises(DataError, match="are of folders"):
+    with pytest.raises(DataError, match="Only an index in a folder"):
         retrieval.Index.create(
             f"{address}2", [], model=plain_bundle, plugins=[EVERYTHING], backend="hnsw"
         )

@@ -91,7 +91,7 @@ class Hasty(Flat):
 def test_a_back_end_without_the_method_that_it_promises_is_named() -> None:
     backend = Hasty()
     backend.build(VECTORS[:50], lambda count: None)
-    with pytest.raises(PluginError, match=r"mine\.hasty.*Hasty has no search_selected\. Write it"):
+    with pytest.raises(PluginError, match=r"mine\.hasty.*has no search_selected\. Implement it"):
         checked_search(backend, "mine.hasty", VECTORS[:1], 3, 50, np.arange(50) < 20)
 
 

@@ -84,7 +84,7 @@ def test_the_verbs_of_the_command_line(
         (
             "create",
             (digits[0], "--bundle", plain_bundle, "--backend", "hnsw", "--replace"),
-            "are of folders",
+            "Only an index in a folder",
         ),
         ("migrate", (), "Name the bundle"),
         ("show", ("nobody",), "has no item 'nobody'"),

@@ -1,4 +1,4 @@
-"""Embed what sources name into a folder of Parquet files: plan, hand out what is missing, write."""
+"""Embed sources into a folder of Parquet files: plan parts, embed missing ones, write them."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _NOTE = b"retrieval"
 
 @dataclass(frozen=True)
 class Embedding:
-    """What `embed_sources` did.
+    """Result of `embed_sources`.
 
     Attributes:
         output: the folder.
-        items: that have a vector.
-        bad: that could not be used; `bad.jsonl` in the folder says why, a line each.
-        resumed: items of parts that were there already.
-        parts: files of the folder.
-        batch: items that went through the encoder at once.
-        repeated: files that were named more than once and taken once.
-        left_out: a sentence on what is left out of folders, tables and archives, for each reason.
-        seconds: how long it took.
+        items: number of items with a vector.
+        bad: number of items that could not be used; `bad.jsonl` in the folder has a line for each.
+        resumed: number of items in parts that already existed.
+        parts: number of Parquet files in the folder.
+        batch: number of items per batch.
+        repeated: number of files named more than once; each is used once.
+        left_out: one sentence per reason why files or columns were left out.
+        seconds: duration in seconds.
     """
 
     output: Path
@@ -88,30 +88,31 @@ def embed_sources(
 ) -> Embedding:
     """Embed items into a folder of Parquet files.
 
-    A finished part is never done again: the same call goes on where an earlier one was stopped.
+    Finished parts are not embedded again, so repeating an interrupted call resumes it.
 
     Args:
         bundle: a bundle, or its folder.
-        sources: see `retrieval.serving.index.sources.collect`. Every node of a cluster opens them
-            by the same path or address.
-        output: the folder, which only this machine writes.
-        ray: the address of a Ray cluster; None works on this machine's own cores, without Ray.
+        sources: see `retrieval.serving.index.sources.collect`. Every node of a cluster must be able
+            to open them by the same path or address.
+        output: the folder. Only this machine writes to it.
+        ray: address of a Ray cluster. `None` uses this machine's cores without Ray.
         variant: encode with this variant of the encoder.
-        features: keep the backbone's features too, of a bundle that is split or takes features.
-        batch: items that go through the encoder at once; 32 by default.
-        part: items of a file; by default so that there are some thousand files, of 256 to 8,192
-            items.
-        most_bad: so many items may be unusable before the work stops.
-        retry_bad: do the parts again that have bad items.
-        limits: the largest images that are decoded.
-        device: of the encoder: "auto", "cpu" or "cuda".
-        cpus: cores of each worker of a cluster; by default 4, or as many as its smallest node has.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        features: also keep the backbone's features. The bundle must be split or take features.
+        batch: number of items per batch, 32 by default.
+        part: number of items per file. By default a thousandth of all items, but 256 to 8,192.
+        most_bad: stop after this many unusable items.
+        retry_bad: embed parts with bad items again.
+        limits: largest images to decode.
+        device: where the encoder runs: "auto", "cpu" or "cuda".
+        cpus: cores per worker of a cluster. By default 4, or all cores of its smallest node if
+            fewer.
+        progress: show a progress bar; a function is called with (what, done, total) instead.
 
     Raises:
-        DataError: no items, an id twice, too many bad items, or the folder holds another embedding.
-        BundleError: the bundle cannot be used, or gives no features.
-        MissingDependency: pyarrow, or Ray with `ray`, is not installed.
+        DataError: there are no items, an id is used twice, too many items are bad, or the folder
+            contains another embedding.
+        BundleError: the bundle cannot be used or has no features.
+        MissingDependency: pyarrow is not installed, or Ray if `ray` is given.
     """
     began = time.monotonic()
     pyarrow()
@@ -144,7 +145,7 @@ def embed_sources(
         _plan_of(folder, new, part, batch)
         runner: Runner = in_threads
         carried: Bundle | ShippedBundle = opened
-        threads = max(1, cores() // 2)  # two parts are under way at a time
+        threads = max(1, cores() // 2)  # two parts run at a time
         if ray is not None:
             runner = cluster = stack.enter_context(Cluster.joined(ray, device, cpus))
             threads = cluster.cpus
@@ -174,10 +175,10 @@ def embed_sources(
 
 
 def _plan_of(folder: Path, new: Plan, part: int | None, batch: int | None) -> Plan | None:
-    """Return the plan of a folder in which the same work was begun; None where none was.
+    """Return the plan of an earlier run of the same work in this folder, or `None`.
 
     Raises:
-        DataError: it is of another work, saying what differs; or the folder holds something else.
+        DataError: the folder has a plan that differs (the message says how), or other content.
     """
     if not (folder / PLAN).exists():
         if folder.is_dir() and any(
@@ -217,7 +218,7 @@ def _plan_of(folder: Path, new: Plan, part: int | None, batch: int | None) -> Pl
 
 
 def _digest(sources: Sources) -> str:
-    """Return a hash of all items: keys, labels, metadata, and what changes with their files."""
+    """Return a hash of the keys, labels, metadata and file stamps of all items."""
     total = hashlib.sha256()
     for item in sources.items:
         state = [item.key, item.label, dict(item.metadata), item.stamp()]
@@ -252,7 +253,7 @@ def _fill(
     most_bad: int,
     retry_bad: bool,
 ) -> tuple[int, int]:
-    """Have all parts; return how many items are bad, and how many were done before."""
+    """Embed all missing parts; return the number of bad items and of items done before."""
     counts: dict[int, int] = {}
     for number in range(plan.parts):
         bad = finished_part(folder, plan, number)
@@ -272,9 +273,9 @@ def _fill(
                 if faults and sum(counts.values()) + len(faults) > most_bad:
                     raise DataError(
                         f"More than {most_bad:,} items cannot be used, the last of them because:"
-                        f" {faults[0]} Mend what is wrong, or let more be bad with --max-bad (in"
-                        " Python most_bad). The same command goes on; with --retry-bad"
-                        f" (retry_bad=True) it does again what was bad. {folder / BAD} names them."
+                        f" {faults[0]} Fix the cause, or allow more with --max-bad (in Python"
+                        " most_bad). The same command resumes; with --retry-bad (retry_bad=True) it"
+                        f" also tries bad items again. {folder / BAD} lists them."
                     )
                 counts[embedded.number] = write_part(folder, plan, items, embedded)
                 for fault in faults[: max(0, _FAULTS_ON_STANDARD_ERROR - printed)]:
@@ -291,12 +292,10 @@ def _fill(
 
 
 def _refuse_unseen(items: Sequence[Source], embedded: EmbeddedPart) -> None:
-    """Refuse a part whose files this machine has, but the node that read them has not.
-
-    Its items are not bad.
+    """Refuse a part whose files exist on this machine, but not on the node that embedded it.
 
     Raises:
-        DataError: naming the first.
+        DataError: a file was not visible on the node; the message names the first.
     """
     for row, seen in embedded.seen.items():
         if seen.endswith("missing") and not look(items[row]).endswith("missing"):
@@ -308,7 +307,7 @@ def _refuse_unseen(items: Sequence[Source], embedded: EmbeddedPart) -> None:
 
 
 def _write_bad(folder: Path, plan: Plan, numbers: Sequence[int]) -> None:
-    """Write the file of bad items, from what their parts say."""
+    """Write `bad.jsonl` from the bad items recorded in the parts."""
     with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
         for number in numbers:
             for bad in finished_part(folder, plan, number) or ():
@@ -318,12 +317,13 @@ def _write_bad(folder: Path, plan: Plan, numbers: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """Items that are embedded together, and are finished together.
+    """Items that are embedded and written together.
 
     Attributes:
-        number: from 0.
-        items: in order.
-        features: (n, F) of a bundle that takes features, else None; `Source.row` counts in it.
+        number: number of the part, from 0.
+        items: items in order.
+        features: features (n, F), indexed by `Source.row`, if the bundle takes features. Otherwise
+            `None`.
     """
 
     number: int
@@ -333,16 +333,16 @@ class Part:
 
 @dataclass(frozen=True)
 class EmbeddedPart:
-    """What an encoder makes of a part.
+    """An encoded part.
 
     Attributes:
-        number: of the part.
-        entries: one an item, in order, without its arrays: what is known of its original, or why it
-            cannot be used.
-        arrays: of the usable items, in order (n, width): "vector", perhaps "code" and "features".
-        seen: what an unusable item's file looked like where it was read, by the item's place in the
-            part.
-        node: the machine that embedded it.
+        number: number of the part.
+        entries: one entry per item, in order and without arrays: facts about its original, or why
+            it cannot be used.
+        arrays: arrays (n, width) of the usable items, in order: "vector" and, if present, "code"
+            and "features".
+        seen: file stamps of unusable items on the node that read them, by position in the part.
+        node: name of the machine that embedded the part.
     """
 
     number: int
@@ -354,13 +354,13 @@ class EmbeddedPart:
 
 @dataclass(frozen=True)
 class ShippedBundle:
-    """A bundle on its way to another machine.
+    """A bundle's files and options, to be sent to another machine.
 
     Attributes:
-        files: their content, by name.
-        variant: of its encoder.
+        files: content of each file, by name.
+        variant: variant of its encoder.
         device: see `Bundle.open`.
-        threads: of one call of the encoder; None leaves it to ONNX Runtime.
+        threads: see `Bundle.open`.
     """
 
     files: Mapping[str, bytes]
@@ -370,14 +370,14 @@ class ShippedBundle:
 
     @classmethod
     def of(cls, bundle: Bundle, device: Device, threads: int | None = None) -> ShippedBundle:
-        """Return an opened bundle, as it was opened."""
+        """Return the files of an opened bundle, unchanged since it was opened."""
         with tempfile.TemporaryDirectory() as folder:
             bundle.copy(copy := Path(folder) / "bundle")
             files = {path.name: path.read_bytes() for path in copy.iterdir()}
         return cls(files, bundle.variant, device, threads)
 
     def open(self) -> Bundle:
-        """Open it here."""
+        """Open the bundle on this machine."""
         with tempfile.TemporaryDirectory() as folder:
             for name, content in self.files.items():
                 (Path(folder) / name).write_bytes(content)
@@ -389,7 +389,7 @@ class ShippedBundle:
 def embedder(
     bundle: Bundle | ShippedBundle, batch: int, workers: int, limits: Limits, features: bool
 ) -> Callable[[Part], EmbeddedPart]:
-    """Return what embeds parts. An item that cannot be used costs no other item."""
+    """Return a function that embeds parts; an unusable item affects no other item."""
     encoder = bundle.open() if isinstance(bundle, ShippedBundle) else bundle
 
     def results(part: Part, items: Sequence[Source]) -> list[Embedded]:
@@ -414,7 +414,8 @@ def embedder(
     def embed_part(part: Part) -> EmbeddedPart:
         try:
             entries = results(part, part.items)
-        except DataError:  # the encoder gives NaN for an item: encoding each alone shows for which
+        except DataError:
+            # The encoder returns NaN for some item. Encoding items one by one shows for which.
             entries = [alone(part, item) for item in part.items]
         usable = [entry.arrays for entry in entries if entry.fault is None]
         return EmbeddedPart(
@@ -436,7 +437,7 @@ def embedder(
 
 
 def look(item: Source) -> str:
-    """Return what changes with the item's file, as this machine sees it; "" of an address."""
+    """Return the stamp of the item's file on this machine, or "" for an address."""
     if item.path is not None:
         return item.stamp()
     return (
@@ -445,16 +446,16 @@ def look(item: Source) -> str:
 
 
 def _identity(plan: Plan) -> str:
-    """Return what names a plan, whether it is complete or not."""
+    """Return a hash of a plan that does not depend on its completion."""
     content = json.loads(replace(plan, complete=False, bad=None).text())
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_part(folder: Path, plan: Plan, items: Sequence[Source], embedded: EmbeddedPart) -> int:
-    """Write a part, whole or not at all; return how many of its items are bad.
+    """Write a part atomically; return how many of its items are bad.
 
     Raises:
-        DataError: the disk refuses.
+        DataError: the disk fails.
     """
     pairs = list(zip(items, embedded.entries, strict=True))
     bad = [
@@ -466,7 +467,7 @@ def write_part(folder: Path, plan: Plan, items: Sequence[Source], embedded: Embe
     table = _table(pa, plan, [pair for pair in pairs if pair[1].fault is None], embedded.arrays)
     note = {"plan": _identity(plan), "part": embedded.number, "bad": bad}
     table = table.replace_schema_metadata({_NOTE: json.dumps(note).encode()})
-    # numbers that look random do not compress; texts do
+    # Only texts are compressed; vectors look random and would not shrink.
     texts = [name for name in table.schema.names if name not in plan.widths]
     with whole_file(part_file(folder, embedded.number), DataError) as path:
         pa.parquet.write_table(
@@ -484,7 +485,7 @@ def write_part(folder: Path, plan: Plan, items: Sequence[Source], embedded: Embe
 def _table(
     pa: Any, plan: Plan, usable: Sequence[tuple[Source, Embedded]], arrays: Mapping[str, Floats]
 ) -> Any:
-    """Return the usable items of a part; those of a table of features have no file of their own."""
+    """Return the usable items of a part as a pyarrow table."""
 
     def column(kind: Any, value: Callable[[Source, Embedded], Any]) -> Any:
         return pa.array([value(item, entry) for item, entry in usable], kind)
@@ -516,7 +517,7 @@ def _table(
 
 
 def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]] | None:
-    """Return the bad items of a part; None where it is missing, damaged, or of another plan."""
+    """Return the bad items of a part, or `None` if it is missing, damaged or of another plan."""
     pa = pyarrow()
     try:
         with pa.parquet.ParquetFile(part_file(folder, number)) as file:

@@ -1,4 +1,4 @@
-"""Where tasks are done: `in_threads` of this process, or on all nodes of a Ray `Cluster`."""
+"""Run tasks in threads of this process (`in_threads`) or on a Ray cluster (`Cluster`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 Setup: TypeAlias = Callable[..., Callable[[T], R]]
 Runner: TypeAlias = Callable[[Setup[Any, Any], tuple[Any, ...], Iterable[Any]], Iterator[Any]]
-"""Gives the results of tasks, in whatever order they end, with a bounded number under way.
+"""Function `(setup, arguments, tasks)` that yields the results of tasks as they finish.
 
-It takes `setup`, which each worker calls once with the arguments and which returns what does a
-task; those arguments; and the tasks.
+Each worker calls `setup(*arguments)` once and applies the function that it returns to its tasks.
+The number of running tasks is bounded.
 """
 
 _CPUS = 4
 _TRIES = 4
-"""Workers that one task may take with it."""
+"""A task fails after it has lost this many workers."""
 _PATIENCE_SECONDS = 600.0
-"""Without a node that has room for a worker."""
+"""How long to wait for a node with room for a worker."""
 _FETCH_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 
@@ -38,9 +38,9 @@ _CONNECT_SECONDS = 5.0
 def in_threads(
     setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T], workers: int = 2
 ) -> Iterator[R]:
-    """Do tasks in threads of this process; see `Runner`.
+    """Run tasks in threads of this process; see `Runner`.
 
-    By default two at a time: one is decoded to its end while the next begins.
+    With two workers, one task starts decoding while the other finishes.
     """
     yield from ahead(setup(*arguments), tasks, workers=workers, most=workers)
 
@@ -49,9 +49,9 @@ class Cluster:
     """A Ray cluster that this process has joined; a `Runner`.
 
     Attributes:
-        ray: the package.
+        ray: the module `ray`.
         gpu: whether each worker has a GPU.
-        cpus: cores of each worker.
+        cpus: number of cores per worker.
     """
 
     def __init__(self, ray: Any, device: Device, cpus: int | None) -> None:
@@ -69,16 +69,16 @@ class Cluster:
     @classmethod
     @contextmanager
     def joined(cls, address: str, device: Device, cpus: int | None) -> Iterator[Cluster]:
-        """Join a cluster, or take the one that this process has joined already, and leave it again.
+        """Context manager that joins a cluster, or uses the one this process has already joined.
 
         Args:
-            address: "auto", for the cluster of this machine, or HOST:PORT of its head.
+            address: "auto" for the cluster of this machine, or HOST:PORT of the head node.
             device: see `Bundle.open`.
-            cpus: cores of each worker; None for 4, or as many as the smallest node has.
+            cpus: cores per worker. `None` is 4, or all cores of the smallest node if fewer.
 
         Raises:
             MissingDependency: Ray is not installed.
-            DataError: there is no cluster.
+            DataError: there is no cluster at the address.
         """
         try:
             import ray
@@ -104,17 +104,17 @@ class Cluster:
     def __call__(
         self, setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T]
     ) -> Iterator[R]:
-        """Do tasks on all nodes; see `Runner`.
+        """Run tasks on all nodes; see `Runner`.
 
-        Ray starts a process for each worker and keeps it for the next task. What was lost with a
-        process or a node is done again.
+        Ray starts one process per worker and reuses it. Tasks lost with a process or node are
+        repeated.
 
         Raises:
-            DataError: no node has room for a worker, or workers end at a task again and again.
-            RetrievalError: what a task raises.
+            DataError: no node has room for a worker, or a task keeps killing its worker.
+            RetrievalError: a task raised it.
         """
-        # max_calls: a worker with a GPU, too, keeps what `setup` returned. Retries are counted
-        # here: Ray's own never end where memory runs out.
+        # max_calls=0 keeps workers alive, also those with a GPU, so `setup` runs once in each.
+        # Retries are counted here, because Ray's own never end if memory runs out.
         options = {
             "num_cpus": self.cpus,
             "num_gpus": int(self.gpu),
@@ -134,9 +134,9 @@ class Cluster:
                 room_seen = time.monotonic() if slots else room_seen
                 if time.monotonic() - room_seen > _PATIENCE_SECONDS:
                     raise DataError(
-                        f"No node of the cluster has had {self.cpus} CPU cores for"
-                        f" {_PATIENCE_SECONDS / 60:.0f} minutes. Finished parts are kept; ask for"
-                        " fewer with --cpus, or come back later with the same command."
+                        f"No node of the cluster had {self.cpus} free CPU cores in the last"
+                        f" {_PATIENCE_SECONDS / 60:.0f} minutes. Finished parts are kept; request"
+                        " fewer cores with --cpus, or run the same command later."
                     )
                 while len(running) < max(1, 2 * slots):
                     if (order := lost.popleft() if lost else next(fresh, None)) is None:
@@ -151,9 +151,9 @@ class Cluster:
                     except _Lost as fault:
                         if tries == _TRIES:
                             raise DataError(
-                                f"One task has ended {_TRIES} workers, the last one so: {fault}."
-                                " What is finished is kept. Its items may need more memory than a"
-                                " worker has: ask for fewer workers, with more --cpus each, or for"
+                                f"One task has killed {_TRIES} workers, the last with: {fault}."
+                                " Finished parts are kept. The task's items may need more memory"
+                                " than a worker has: use fewer workers with more --cpus each, or"
                                 " smaller parts."
                             ) from None
                         lost.append((task, tries + 1))
@@ -163,17 +163,17 @@ class Cluster:
                     self.ray.cancel(ref, force=True)
 
     def slots(self) -> int:
-        """Return how many workers the nodes that are there have room for."""
+        """Return how many workers the current nodes have room for."""
         if self.gpu:
             return sum(int(node.get("GPU", 0)) for node in self._nodes())
         return sum(int(node.get("CPU", 0) // self.cpus) for node in self._nodes())
 
     def _get(self, ref: Any) -> Any:
-        """Return what a worker gives.
+        """Return the result of a worker's task.
 
         Raises:
-            RetrievalError: what it raises.
-            _Lost: it is gone, or cannot be reached.
+            RetrievalError: the task raised it.
+            _Lost: the worker ended or cannot be reached.
         """
         faults = self.ray.exceptions
         try:
@@ -192,15 +192,15 @@ class Cluster:
 
 
 class _Lost(Exception):
-    """A worker is gone, with what it was at."""
+    """A worker ended before its task did."""
 
 
 _ready: dict[str, Callable[[Any], Any]] = {}
-"""Of a worker's process: what does the tasks of the call that it works for."""
+"""Task function of this worker process, by the id of the call that it works for."""
 
 
 def _do(version: str, shared: list[Any], task: Any) -> Any:
-    """Do a task in a worker's process. What all tasks share is fetched by the first of them."""
+    """Run a task in a worker process; the first task fetches what all of them share."""
     if version != installed_version():
         raise DataError(
             f"Node {socket.gethostname()} has retrieval {installed_version()}, this machine"
@@ -217,10 +217,10 @@ def _do(version: str, shared: list[Any], task: Any) -> Any:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Refuse an address where nobody listens; Ray itself would try for minutes.
+    """Refuse an address where nothing listens; Ray itself would try for minutes.
 
     Raises:
-        DataError: it is none, or nobody listens there.
+        DataError: the address is invalid, or nothing listens there.
     """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")

@@ -1,1 +1,1 @@
-"""Files that stay whole: locked, read without links, strict JSON and CSV."""
+"""Safe access to files: locks, reading without following links, strict JSON and CSV."""

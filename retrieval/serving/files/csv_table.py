@@ -1,8 +1,6 @@
-"""CSV files that name items, as pandas, Excel and Windows write them.
+"""CSV files that list items, as pandas, Excel and Windows write them.
 
-Training and indexing read them alike.
-
-All values are text in the file; `typed` gives each column its type.
+Training and indexing share this reader. It returns texts; `typed` converts whole columns.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ from retrieval.errors import DataError, listed
 Row = dict[str, str]
 
 KNOWN = ("path", "label", "split", "role", "key", "id")
-"""Columns that mean something. They are known in capitals too, as `Path`."""
+"""Columns with a meaning, recognised in any case, such as `Path`."""
 
-# a leading zero makes a code of a number ("007"), and beyond 15 digits a reader of JSON may round
+# Numbers with a leading zero ("007") stay text, as do those of more than 15 digits, which readers
+# of JSON may round.
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,14})")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _TRUTH = {"true": True, "false": False}
@@ -36,20 +35,20 @@ _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 class CsvTable:
     """The rows of a CSV file with a header line.
 
-    The file is UTF-8 (Excel's mark at its beginning is skipped). Blanks around values do not count.
+    The file is UTF-8, with or without a byte order mark. Blanks around values are stripped.
 
     Args:
-        name: what errors call the file.
-        required: columns that there must be.
+        name: name of the file in error messages.
+        required: columns that the file must have.
         open_file: opens the file for reading bytes.
 
     Attributes:
-        columns: the names of the columns, those of `KNOWN` as they are written there.
-        rows: each row with the number of its first line.
-        problems: what is wrong with other rows: the line, and a sentence.
+        columns: names of the columns; those in `KNOWN` are spelled as there.
+        rows: pairs of first line number and row.
+        problems: pairs of line number and sentence, for rows that cannot be used.
 
     Raises:
-        DataError: the file cannot be read, is no CSV in UTF-8, or its header is wrong.
+        DataError: the file cannot be read, is not CSV in UTF-8, or its header is wrong.
     """
 
     def __init__(
@@ -87,13 +86,12 @@ class CsvTable:
         )
 
     def files(self, root: Path | None) -> None:
-        """Give paths the slashes of this machine, and take out rows whose path is elsewhere.
+        """Convert slashes in paths, and move rows with addresses or Windows drives to `problems`.
 
-        Addresses and Windows drives are problems, one for all rows.
+        All rows with the same kind of path share one problem.
 
         Args:
-            root: the folder that relative paths start from; None where paths are not of this
-                machine.
+            root: folder that relative paths start from. `None` if paths are not of this machine.
         """
         strange: dict[str, list[int]] = {}
         kept = []
@@ -111,7 +109,7 @@ class CsvTable:
 
 
 def _elsewhere(path: str) -> str:
-    """Return why a path is no file of this machine, as a sentence; "" where it may be one."""
+    """Return a sentence if a path cannot be a local file, else ""."""
     if _ADDRESS.match(path):
         return (
             "path is an address, and images are read from files. Download them and name the files."
@@ -130,7 +128,7 @@ def _slashes(path: str, root: Path) -> str:
 
 
 def _lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row that is not empty, with the number of its first line."""
+    """Yield the number of the first line of each non-empty row, and the row."""
     line = reader.line_num + 1
     for values in reader:
         if values:
@@ -139,7 +137,7 @@ def _lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
 
 
 def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]:
-    """Return the names of the columns, or refuse all that is wrong with them."""
+    """Return the names of the columns, or raise one error with everything wrong in them."""
     names = [
         text.lower() if text.lower() in KNOWN and text.lower() not in written else text
         for text in written
@@ -161,11 +159,11 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
             {
                 "first": (
                     "the header has a column without a name, the first: pandas writes row numbers"
-                    " so. Write the file with to_csv(…, index=False)."
+                    " like this. Write the file with to_csv(…, index=False)."
                 ),
                 "last": (
                     "the header has a column without a name, the last: the line ends with a comma."
-                    " Remove it (of pandas' row numbers: to_csv(…, index=False))."
+                    " Remove it (if pandas wrote row numbers: to_csv(…, index=False))."
                 ),
                 "middle": "the header has a column without a name. Name or remove it.",
             }[where]
@@ -178,15 +176,15 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
 
 
 def is_missing_text(text: str) -> bool:
-    """Return whether a label's text says that there is none: blank, or a missing value."""
+    """Return whether a label's text is blank or denotes a missing value."""
     return not text.strip() or text.strip().lower() in _MISSING
 
 
 def typed(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return rows with the values of each column in the one type that all of them have.
+    """Return rows with each column converted to the type that all its values share.
 
-    Whole numbers, decimal numbers, true or false; a column with anything else stays text. In a
-    column of another type than text an empty value is None.
+    Types are whole numbers, decimal numbers, and true or false; any other column stays text. Empty
+    values of converted columns become `None`.
     """
     types = {name: _type_of([row[name] for row in rows]) for name in (rows[0] if rows else ())}
     return [{name: types[name](value) for name, value in row.items()} for row in rows]
@@ -196,7 +194,7 @@ def _type_of(values: list[str]) -> Any:
     filled = [value for value in values if value]
     if not filled:
         return str
-    if all(value.lower() in _TRUTH for value in filled):  # Excel writes TRUE, pandas True
+    if all(value.lower() in _TRUTH for value in filled):  # Excel writes TRUE, pandas writes True
         return lambda value: _TRUTH[value.lower()] if value else None
     if all(_WHOLE.fullmatch(value) for value in filled):
         return lambda value: int(value) if value else None

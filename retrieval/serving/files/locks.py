@@ -1,4 +1,4 @@
-"""One process at a time for one output: a lock that dies with its process."""
+"""A lock that lets one process at a time write an output and ends with its process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _RECORD_BYTES = 4096
 _PATIENCE = 0.3
-"""Seconds: for the instant in which another process lets go."""
+"""Seconds to retry, in case another process is just releasing the lock."""
 
 
-class _Taken(NamedTuple):
-    """A lock's path, and how to let go; None where another process holds it."""
+class _Lock(NamedTuple):
+    """A lock's path and the function that releases it; `None` if another process holds it."""
 
     path: Path
     release: Callable[[], object] | None
@@ -43,22 +43,21 @@ class _Taken(NamedTuple):
 def hold(
     target: str | os.PathLike[str], doing: str, error: type[RetrievalError] = RetrievalError
 ) -> Iterator[None]:
-    """Hold a file's or folder's name against every other process or thread that asks for it.
+    """Context manager that locks a file's or folder's name against other processes and threads.
 
-    The lock is a hidden file beside `target`, `.NAME.lock`, which the system lets go when the
-    process ends, however it ends; one that was left behind is harmless and is taken over. `target`
-    itself need not exist; its parent must. Where the parent is read-only, the file lies in the
-    folder `target`. On a network file system it holds between machines as far as that system's
-    locks do; where it has none, a marker file stands in.
+    The lock is on a hidden file beside `target`, `.NAME.lock`. The system releases it when the
+    process ends, and a file left behind is harmless. `target` need not exist, but its parent must.
+    If the parent is read-only, the lock file is in the folder `target`. Network file systems may or
+    may not share locks between machines; without any locks, a marker file replaces them.
 
     Args:
-        target: what is about to be written.
-        doing: what the holder does, for the sentence: "building this index".
-        error: raised when the lock is taken or cannot be had.
+        target: file or folder that is about to be written.
+        doing: task of the holder in the error message, such as "building this index".
+        error: class of the error to raise.
 
     Raises:
-        RetrievalError: of the class `error`: another process holds it (which one, since when), or
-            the disk refuses.
+        RetrievalError: of class `error`: another process holds the lock (the message names it and
+            the time), or the disk fails.
     """
     place = Path(os.path.realpath(target))
     try:
@@ -76,7 +75,7 @@ def hold(
         release()
 
 
-def _take(place: Path) -> _Taken:
+def _take(place: Path) -> _Lock:
     path = place.with_name(f".{place.name}.lock")
     end = time.monotonic() + _PATIENCE
     while True:
@@ -95,7 +94,7 @@ def _take(place: Path) -> _Taken:
         except BlockingIOError:
             os.close(handle)
             if time.monotonic() > end:
-                return _Taken(path, None)
+                return _Lock(path, None)
             time.sleep(0.05)
             continue
         except OSError as fault:
@@ -104,29 +103,29 @@ def _take(place: Path) -> _Taken:
                 raise
             return _marked(path)
         if _is_at(path, handle):
-            _sign(handle)
-            return _Taken(path, partial(_release, path, handle))
-        # the file was removed between opening and locking, so it guards no name any more; go on
-        # even now: a file that was made meanwhile is nobody's, and would stay
+            _write_holder(handle)
+            return _Lock(path, partial(_release, path, handle))
+        # The file was removed between opening and locking, so the lock guards nothing. Retry even
+        # after the deadline; otherwise a file created meanwhile would stay without an owner.
         os.close(handle)
 
 
 def _release(path: Path, handle: int) -> None:
     with contextlib.suppress(OSError):
-        # while it is held: whoever has opened the file already notices that it lost its name
+        # Removed while locked, so that a process that has already opened the file notices.
         path.unlink()
     os.close(handle)
 
 
-def _marked(path: Path) -> _Taken:
-    """Take a marker file, which names its process, where the file system has no locks."""
+def _marked(path: Path) -> _Lock:
+    """Create a marker file that names its process, for file systems without locks."""
     path.unlink(missing_ok=True)
     marker = SoftFileLock(path.with_suffix(".marker"), timeout=0, thread_local=False)
     try:
         marker.acquire()
     except Timeout:
-        return _Taken(path.with_suffix(".marker"), None)
-    return _Taken(path, marker.release)
+        return _Lock(path.with_suffix(".marker"), None)
+    return _Lock(path, marker.release)
 
 
 def _is_at(path: Path, handle: int) -> bool:
@@ -136,21 +135,21 @@ def _is_at(path: Path, handle: int) -> bool:
     return False
 
 
-def _sign(handle: int) -> None:
-    """Write who holds the lock into its file, for those who come later."""
+def _write_holder(handle: int) -> None:
+    """Write the holder of the lock into its file, for error messages of other processes."""
     record = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else "",
     }
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without it
+    with contextlib.suppress(OSError):  # the lock also works without this, on a full disk
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode("utf-8", "replace"), 0)
 
 
 def _holder(path: Path) -> str:
-    """Return who signed the lock's file; empty where it doesn't say."""
+    """Return the holder that the lock's file names, or ""."""
     try:
         with path.open("rb") as file:
             record = json.loads(file.read(_RECORD_BYTES))

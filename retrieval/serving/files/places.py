@@ -1,4 +1,4 @@
-"""What kind a folder is (a run, a bundle, an index), where another kind was wanted."""
+"""Tell runs, bundles and indexes apart, for errors about the wrong kind of folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 StrPath: TypeAlias = str | os.PathLike[str]
-"""A path as text or as a `pathlib.Path`: every function of the face takes both."""
+"""A path as text or as a `pathlib.Path`; every public function accepts both."""
 
 Kind = Literal["run", "bundle", "index"]
 
@@ -37,12 +37,12 @@ _INSTEAD = {
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Return what a folder is by the file that says so; None for anything else."""
+    """Return the kind of a folder by the file that marks it, or `None`."""
     return next((kind for kind, mark in _MARKS.items() if (path / mark).is_file()), None)
 
 
 def instead(path: Path, kind: Kind) -> str:
-    """Return a sentence, after a space, on what the path is and where to find what was wanted."""
+    """Return " " and a sentence on what `path` is and where to find the wanted kind."""
     actual = kind_of(path)
     inside = path / kind
     what = f"an {actual}" if actual == "index" else f"a {actual}"

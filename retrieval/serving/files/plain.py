@@ -1,4 +1,4 @@
-"""Open a regular file in somebody's folder: never through a link, never a pipe."""
+"""Open regular files in untrusted folders: never a link, pipe or device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def open_plain(path: Path) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:
-        FileNotFoundError: there is none.
-        OSError: it is a link, a folder, a pipe or a device, or it cannot be read; `strerror` says
-            which.
+        FileNotFoundError: it does not exist.
+        OSError: it is a link, folder, pipe or device, or cannot be read; `strerror` says which.
     """
     try:
         handle = os.open(path, OPEN)
@@ -37,6 +36,6 @@ def open_plain(path: Path) -> BufferedReader:
 
 
 def read_plain(path: Path, most: int = -1) -> bytes:
-    """Return what a regular file holds, at most so many bytes. Raises what `open_plain` does."""
+    """Return at most `most` bytes of a regular file; raises the errors of `open_plain`."""
     with open_plain(path) as file:
         return file.read(most)

@@ -1,4 +1,4 @@
-"""JSON from outside: strict, bounded in depth, and every problem told."""
+"""Read untrusted JSON: strict, limited in depth, with an error that lists every problem."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pydantic_core import from_json
 from retrieval.errors import RetrievalError
 
 _DEPTH = 64
-# a string, to its end or the text's, or a bracket; possessive, so that no text is read twice
+# Matches a string (perhaps unterminated) or a bracket. Possessive, so that it never backtracks.
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
 def parse_json(
     text: bytes, where: Path, what: str, error: type[RetrievalError], formats: frozenset[int]
 ) -> dict[str, Any]:
-    """Return the JSON object of a manifest after its `format` was checked.
+    """Return the JSON object of a manifest after checking its `format`.
 
     Args:
-        text: the file's content.
+        text: content of the file.
         where: its path, for errors.
         what: "bundle" or "index", for errors.
-        error: which error to raise.
-        formats: the format versions that can be read.
+        error: class of the error to raise.
+        formats: supported format versions.
     """
     try:
-        content = strict_loads(text, finite=False)  # a model that names the key refuses them
+        content = strict_loads(text, finite=False)  # the model refuses NaN and names the key
     except ValueError as fault:
         raise error(
             f"{where} is damaged: not JSON ({fault}). Make the {what} again, or copy it again."
@@ -48,28 +48,27 @@ def parse_json(
 
 
 def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
-    """Return what a strict JSON text says.
+    """Return the value of a strict JSON text.
 
-    No key comes twice, nothing nests beyond 64 levels, and no number is NaN, infinity or beyond
+    Strict JSON has no duplicate keys, at most 64 levels, and no NaN, infinity or number beyond
     float64.
 
     Args:
         text: UTF-8.
-        finite: False lets NaN and infinity pass.
+        finite: False accepts NaN and infinity.
 
     Raises:
-        ValueError: the text is not such JSON.
+        ValueError: the text is not strict JSON.
     """
     if isinstance(text, bytes):
         if not finite and (plain := _plain(text)) is not None:
             return plain
         text = text.decode(json.detect_encoding(text), "surrogatepass")
-    if _deep(text):
+    if _nests_too_deeply(text):
         raise ValueError("nested too deeply")
     decoder = _FINITE if finite else _ANY
-    with suppress(
-        json.JSONDecodeError
-    ):  # nothing but JSON, as we write it: no need to look for spaces around it
+    # Our own JSON has no spaces around it, which `decode` would look for.
+    with suppress(json.JSONDecodeError):
         content, end = decoder.raw_decode(text)
         if end == len(text):
             return content
@@ -77,14 +76,12 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
 
 
 def _plain(text: bytes) -> dict[str, Any] | None:
-    """Return an object of numbers, texts and lists, ten times as fast as the standard library.
+    """Parse a flat object of numbers, texts and lists ten times faster than the standard library.
 
-    Returns None for all else, and for what is wrong.
-
-    Every pair has a colon outside of texts: where there are no more colons than names, no name is
-    there twice, and no object inside.
+    Returns `None` for anything else and for invalid JSON. If the text has as many colons as the
+    object has keys, then no key is duplicated and no object is nested.
     """
-    # the object itself is a level too; and older readers take two escapes of one letter for bytes
+    # The object itself is a level, too. Older pydantic misreads surrogate escapes.
     if text.count(b"[") >= _DEPTH or b"\\u" in text:
         return None
     try:
@@ -94,8 +91,8 @@ def _plain(text: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and text.count(b":") == len(content) else None
 
 
-def _deep(text: str) -> bool:
-    """Return whether brackets nest too deeply, in one pass and before anything recurses."""
+def _nests_too_deeply(text: str) -> bool:
+    """Return whether brackets nest too deeply, checked without recursion."""
     if text.count("[") + text.count("{") <= _DEPTH:
         return False
     depth = 0
@@ -110,27 +107,27 @@ def _deep(text: str) -> bool:
     return False
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} appears twice")
     return content
 
 
 def _refuse(word: str) -> float:
-    raise ValueError(f"{word} is not a number of JSON's")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        raise ValueError(f"{digits[:20]} is not a number that a computer has")
+        raise ValueError(f"{digits[:20]} is beyond the range of float64")
     return number
 
 
 def problems_of(fault: ValidationError) -> str:
-    """Return every problem that pydantic found, one line each."""
+    """Return every problem that pydantic found, one per line."""
     lines = []
     for problem in fault.errors(include_url=False, include_context=False):
         place = ".".join(map(str, problem["loc"]))
@@ -139,6 +136,8 @@ def problems_of(fault: ValidationError) -> str:
     return "\n".join(lines)
 
 
-# Made once: `json.loads` makes a decoder for every text, which takes longer than a small one does.
-_FINITE = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
-_ANY = json.JSONDecoder(object_pairs_hook=_once)
+# `json.loads` would create a decoder for every text, which takes longer than decoding a small one.
+_FINITE = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_constant=_refuse, parse_float=_finite
+)
+_ANY = json.JSONDecoder(object_pairs_hook=_unique_keys)

@@ -1,8 +1,7 @@
-"""The filter language: which items a search or a deletion is about. `docs/indexes.md` explains it.
+"""The filter language, which selects items for a search or deletion; see `docs/indexes.md`.
 
 A filter is a tree of conditions (`tree`) on an item's id, label and metadata, written as text
-(`text`) or as JSON. The page says what each condition means; `deciding` decides it:
-`matches` in Python, `to_sql` in SQLite.
+(`text`) or as JSON. `deciding` evaluates it: `matches` in Python, `to_sql` in SQLite.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ __all__ = [
 
 
 def parse_filter(text: str) -> Filter:
-    """Return the filter that a text means: `price < 20 and label in ('shoe', 'boot')`.
+    """Parse a filter such as `price < 20 and label in ('shoe', 'boot')`.
 
     Raises:
-        DataError: the text is no filter, or is too large; the message points at the place.
+        DataError: the text is not a filter or is too large; the message points at the mistake.
     """
-    from retrieval.serving.filters.text import parse  # lark is loaded by the first text
+    from retrieval.serving.filters.text import parse  # loads lark on first use
 
     return parse(text)
 
 
 def as_filter(value: str | Mapping[str, Any] | Filter | None) -> Filter | None:
-    """Return a filter from its text, its JSON form or itself; None stays None.
+    """Return a filter from text, JSON or a filter; `None` stays `None`.
 
     Raises:
         DataError: the value is none of these.

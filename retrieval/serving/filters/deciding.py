@@ -1,6 +1,6 @@
-"""Decide which items a filter is true of: in Python (`matches`) and in SQLite (`to_sql`).
+"""Evaluate filters in Python (`matches`) and in SQLite (`to_sql`).
 
-Both agree on metadata that `metadata_text` has written.
+Both agree on metadata written by `metadata_text`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ABSENT = object()
 
 
 def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, Any]) -> bool:
-    """Return whether a filter is true of an item; `docs/indexes.md` says when it is.
+    """Return whether an item matches a filter, by the rules in `docs/indexes.md`.
 
     Args:
         filter: the filter.
-        id: the item's.
-        label: the item's, or None.
-        metadata: the item's, as `json.loads` gives them.
+        id: id of the item.
+        label: label of the item, or `None`.
+        metadata: metadata of the item, as parsed by `json.loads`.
     """
     if isinstance(filter, And):
         return all(matches(part, id, label, metadata) for part in filter.parts)
@@ -94,14 +94,14 @@ _OF_TYPE = {"text": "type = 'text'", "number": "type in ('integer', 'real')"}
 
 class _Part(NamedTuple):
     need: int
-    """How much of the parser's stack the part takes, relative to one comparison."""
+    """Stack entries of SQLite's parser that the part needs beyond those of one comparison."""
     order: int
     sql: str
     values: tuple[Parameter, ...]
 
 
 def to_sql(filter: Filter) -> Sql:
-    """Return a filter as an SQL expression, and its parameters in order.
+    """Return a filter as an SQL expression and its parameters in order.
 
     The expression is 1 or 0, never null. It reads `items.id`, `items.label` (text, collated as
     binary; label may be null) and `items.metadata` (a JSON object as `metadata_text` writes it).
@@ -125,15 +125,15 @@ def _part(filter: Filter, order: int) -> _Part:
 
 
 def _joined(parts: list[_Part], joint: str) -> _Part:
-    """Join parts in pairs, the ones that need least first and the needier one in front.
+    """Join parts as a balanced tree, so that depth and stack grow logarithmically.
 
-    SQLite refuses expressions deeper than 1,000, and until 3.45 its parser has a stack of 100
-    entries. So depth and need grow with the logarithm of the number of conditions.
+    SQLite refuses expressions deeper than 1,000, and before 3.45 its parser has only 100 stack
+    entries. So the two parts with the least need are joined first, the needier one in front.
     """
     heapq.heapify(parts)
     while len(parts) > 1:
         small, large = heapq.heappop(parts), heapq.heappop(parts)
-        # an open parenthesis before the first, that and two more before the second
+        # One parenthesis is open before the first part; two more entries before the second.
         need = max(large.need + 1, small.need + 3)
         sql = f"({large.sql} {joint} {small.sql})"
         heapq.heappush(parts, _Part(need, large.order, sql, large.values + small.values))
@@ -141,9 +141,9 @@ def _joined(parts: list[_Part], joint: str) -> _Part:
 
 
 def _column(filter: Compare | In | Exists) -> Sql:
-    """A condition on id or label.
+    """Return the SQL of a condition on id or label.
 
-    Only text is compared: SQLite would turn a number into text before.
+    Only texts are compared, because SQLite would convert a number to text first.
     """
     column = f"items.{filter.field}"
     exists = f"{column} is not null"
@@ -159,9 +159,10 @@ def _column(filter: Compare | In | Exists) -> Sql:
 
 
 def _entry(filter: Compare | In | Exists) -> Sql:
-    """A condition on an entry of the metadata.
+    """Return the SQL of a condition on a metadata entry.
 
-    `json_each` gives a list's elements, or a single value; but an object's entries, too.
+    `json_each` yields a list's elements or a single value, but also an object's entries, which
+    must not match.
     """
     path = "$" + "".join(f'."{name}"' for name in filter.field)
     if isinstance(filter, Exists):
@@ -179,7 +180,7 @@ def _entry(filter: Compare | In | Exists) -> Sql:
     kind = "json_type(items.metadata, ?)"
     if negated:
         return f"{kind} is 'object' or {elements.format(f'not ({sql})')}", (path, path, *values)
-    # `case` keeps the order: the second question is asked of few items
+    # `case` fixes the order, so the second test runs on few items.
     return f"case when {elements.format(sql)} then {kind} is not 'object' else 0 end", (
         path,
         *values,
@@ -188,7 +189,7 @@ def _entry(filter: Compare | In | Exists) -> Sql:
 
 
 def _equals(operands: tuple[Value, ...]) -> Sql:
-    """A condition that a value, as `json_each` gives it, equals one of the operands."""
+    """Return the SQL that tests whether a value of `json_each` equals one of the operands."""
     tests, parameters = [], []
     for kind, of_type in _OF_TYPE.items():
         if chosen := [_bound(value) for value in operands if type_of(value) == kind]:
@@ -200,10 +201,10 @@ def _equals(operands: tuple[Value, ...]) -> Sql:
 
 
 def _bound(value: Value) -> tuple[str, Parameter]:
-    """Return the placeholder of a text or number, and what is bound there.
+    """Return the placeholder of a text or number and the parameter to bind.
 
-    SQLite reads decimals in several ways, and not all round correctly. So a float goes through the
-    same one as those in the metadata, from the same digits.
+    SQLite parses decimals in several ways, and some round incorrectly. So a float is bound as JSON
+    text and parsed like those in the metadata.
     """
     if isinstance(value, float):
         return "json_extract(?, '$')", repr(value)
@@ -212,13 +213,11 @@ def _bound(value: Value) -> tuple[str, Parameter]:
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as the JSON text on which `to_sql` and `matches` agree.
-
-    That holds in every version of SQLite from 3.40.
+    """Return metadata as JSON text on which `to_sql` and `matches` agree (SQLite 3.40 or later).
 
     Raises:
-        DataError: they are not a JSON object, nest deeper than 64 levels, or hold a number that is
-            not finite, a NUL character or a lone surrogate.
+        DataError: the metadata are not a JSON object, nest deeper than 64 levels, or contain a
+            number that is not finite, a NUL character or a lone surrogate.
     """
     if not isinstance(metadata, Mapping):
         raise DataError(
@@ -255,7 +254,7 @@ def _plain(value: Any, where: str, depth: int) -> Any:
 
 
 def _text(value: str, where: str) -> str:
-    """Refuse what SQLite cannot hold: its JSON functions cut a text at NUL."""
+    """Refuse texts that SQLite cannot hold; its JSON functions cut a text at NUL."""
     if has_surrogate(value):
         raise DataError(f"{where} has a lone surrogate, which is no character.")
     if "\0" in value:

@@ -1,4 +1,4 @@
-"""Filters read from text: the grammar, and sentences that point at mistakes. Loads lark."""
+"""Parse filters from text, with errors that point at the mistake; imports lark."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _EXPECTED = {
     "NAME": "a field",
     "TEXT": "a value ('text', a number, true, false, null)",
 }
-"""How a mistake's sentence calls the tokens that may stand there."""
+"""Names of expected tokens in error messages."""
 _HINTS = {
     "==": "Write = for equal.",
     "<>": "Write != for not equal.",
@@ -82,8 +82,8 @@ _SHOWN = 60
 Node = TypeVar("Node")
 
 
-class _Misplaced(Exception):
-    """A sentence about a place in the text."""
+class _Mistake(Exception):
+    """A mistake: a position in the text and a sentence about it."""
 
     def __init__(self, position: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -91,7 +91,7 @@ class _Misplaced(Exception):
 
 
 def parse(text: str) -> Filter:
-    """Return the filter that a text means; see `retrieval.serving.filters.parse_filter`."""
+    """Parse a filter; see `retrieval.serving.filters.parse_filter`."""
     if len(text) > MOST_CHARACTERS:
         raise DataError(
             f"A filter's text has at most {MOST_CHARACTERS:,} characters, not {len(text):,}."
@@ -102,7 +102,7 @@ def parse(text: str) -> Filter:
         )
     try:
         return _parser().parse(text)  # type: ignore[return-value]  # the transformer makes no tree
-    except _Misplaced as fault:
+    except _Mistake as fault:
         position, sentence = fault.position, str(fault)
     except UnexpectedInput as fault:
         position, sentence = _explained(fault, text)
@@ -114,12 +114,12 @@ def parse(text: str) -> Filter:
 
 @functools.cache
 def _parser() -> Lark:
-    return Lark(_GRAMMAR, parser="lalr", transformer=_Maker(), maybe_placeholders=False)
+    return Lark(_GRAMMAR, parser="lalr", transformer=_TreeBuilder(), maybe_placeholders=False)
 
 
 @v_args(inline=True)
-class _Maker(Transformer[Token, Any]):
-    """Makes the tree from the leaves up, so that no depth of brackets makes it recurse."""
+class _TreeBuilder(Transformer[Token, Any]):
+    """Builds the tree from the leaves up, without recursion."""
 
     def field(self, *names: Token) -> Field:
         return _refused_at(names[0], lambda: field_of(tuple(name.strip('"') for name in names)))
@@ -128,7 +128,7 @@ class _Maker(Transformer[Token, Any]):
         if token.type == "TEXT":
             return token, token[1:-1].replace("''", "'")
         if token.type == "NUMBER":
-            # Python refuses to read an integer of thousands of digits
+            # Python refuses to parse integers of thousands of digits.
             whole = len(token) < 30 and re.fullmatch(r"[+-]?[0-9]+", token)
             return token, int(token) if whole else float(token)
         return token, {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
@@ -158,15 +158,15 @@ class _Maker(Transformer[Token, Any]):
 
 
 def _refused_at(token: Any, make: Callable[[], Node]) -> Node:
-    """Return what `make` makes; what it refuses, it refuses at this token."""
+    """Return `make()`; its errors point at this token."""
     try:
         return make()
     except DataError as fault:
-        raise _Misplaced(token.start_pos or 0, str(fault)) from None
+        raise _Mistake(token.start_pos or 0, str(fault)) from None
 
 
 def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
-    """Return where a mistake is, and what was expected, is there and was perhaps meant."""
+    """Return the position of a mistake and a sentence about it, perhaps with a hint."""
     position = fault.pos_in_stream or 0
     if isinstance(fault, UnexpectedCharacters):
         signs = (sign for sign in ("==", "<>", "&", "|") if text.startswith(sign, position))
@@ -180,7 +180,7 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
     else:
         assert isinstance(fault, UnexpectedToken)
         tokens, actual = set(fault.accepts or fault.expected), str(fault.token)
-        if fault.token.type == "$END":  # lark gives the place of the last token
+        if fault.token.type == "$END":  # lark reports the position of the last token
             position = len(text.rstrip())
     if {"NOT", "NAME"} <= tokens:
         expected = _CONDITION
@@ -205,5 +205,5 @@ def _hint(actual: str, tokens: set[str], before: str) -> str:
 
 
 def _readable(text: str) -> str:
-    """Return the text with each unprintable character replaced, so its length stays."""
+    """Return a text of the same length with unprintable characters replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

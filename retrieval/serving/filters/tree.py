@@ -1,4 +1,4 @@
-"""The tree of conditions that a filter is, immutable and bounded; and its form in JSON."""
+"""Filters as immutable trees of limited size, and their conversion to text and JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MOST_NAMES = 16
 _LONGEST_NAME = 500
 
 Field = Literal["id", "label"] | tuple[str, ...]
-"""`"id"`, `"label"`, or the names on the way through the metadata: `("maker", "country")`."""
+"""`"id"`, `"label"`, or a path of names in the metadata, such as `("maker", "country")`."""
 
 Op = Literal["=", "!=", "<", "<=", ">", ">="]
 Value = str | int | float | bool | None
 
 OPS: tuple[Op, ...] = ("=", "!=", "<", "<=", ">", ">=")
-# SQLite 3.40 finds no name in JSON that has to be written with a backslash
+# SQLite 3.40 cannot look up JSON names that need a backslash.
 _UNFIT = re.compile(r'["\\\x00-\x1f]')
 
 RESERVED = ("and", "or", "not", "in", "exists", "true", "false", "null")
@@ -40,7 +40,7 @@ _LOGIC = ("and", "or", "not", "exists")
 
 
 class Size(NamedTuple):
-    """How large a filter is: levels of and, or and not; conditions; values in all."""
+    """Size of a filter: levels of and, or and not, number of conditions, number of values."""
 
     nested: int
     conditions: int
@@ -52,7 +52,7 @@ class _Node:
     size: Size = dataclasses.field(init=False, repr=False, compare=False)
 
     def _set(self, size: Size, **values: Any) -> None:
-        """Keep checked values; refuse a filter that is too large."""
+        """Set checked values, or refuse a filter that is too large."""
         if size.nested > MOST_NESTED:
             raise DataError(
                 f"The filter nests and, or and not more than {MOST_NESTED} deep. Write it flatter."
@@ -66,7 +66,7 @@ class _Node:
 @dataclass(frozen=True)
 class _Condition(_Node):
     field: Field
-    # in Python True == 1; these filters differ
+    # Compared, because True == 1 in Python, but filters on them differ.
     _types: tuple[str, ...] = dataclasses.field(init=False, repr=False)
 
     def _take(self, operands: Sequence[Value], **attributes: Any) -> None:
@@ -83,10 +83,11 @@ class Compare(_Condition):
     Args:
         field: `"id"`, `"label"` or a tuple of names.
         op: one of `=`, `!=`, `<`, `<=`, `>`, `>=`.
-        value: text, a finite number, True, False or None; with an order, text or a number.
+        value: text, a finite number, True, False or None; for `<`, `<=`, `>` and `>=` text or a
+            number.
 
     Raises:
-        DataError: an argument is something else.
+        DataError: an argument is invalid.
     """
 
     op: Op
@@ -112,7 +113,7 @@ class In(_Condition):
         values: at least one: text, finite numbers, True, False, None.
 
     Raises:
-        DataError: an argument is something else, or there are more than 10,000 values.
+        DataError: an argument is invalid, or there are more than 10,000 values.
     """
 
     values: tuple[Value, ...]
@@ -129,7 +130,7 @@ class In(_Condition):
 
 @dataclass(frozen=True)
 class Exists(_Condition):
-    """A field that an item has, be it null."""
+    """A field that exists, even if it is null."""
 
     def __post_init__(self) -> None:
         self._take(())
@@ -154,16 +155,16 @@ class _Junction(_Node):
 
 
 class And(_Junction):
-    """All of two or more filters."""
+    """Matches if all of two or more filters match."""
 
 
 class Or(_Junction):
-    """At least one of two or more filters."""
+    """Matches if at least one of two or more filters matches."""
 
 
 @dataclass(frozen=True)
 class Not(_Node):
-    """Whatever a filter is not true of."""
+    """Matches if a filter does not."""
 
     part: Filter
 
@@ -177,10 +178,7 @@ Filter = Compare | In | Exists | And | Or | Not
 
 
 def fields(filter: Filter) -> frozenset[str]:
-    """Return the metadata entries that a filter uses: the first name of each path.
-
-    `id` and `label` are no entries.
-    """
+    """Return the first name of each metadata path in a filter; excludes `id` and `label`."""
     if isinstance(filter, Not):
         return fields(filter.part)
     if isinstance(filter, And | Or):
@@ -189,7 +187,7 @@ def fields(filter: Filter) -> frozenset[str]:
 
 
 def type_of(value: Value) -> str:
-    """Return which of the four types a value has."""
+    """Return the name of a value's type, one of four."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -198,14 +196,14 @@ def type_of(value: Value) -> str:
 
 
 def word(value: Value) -> str:
-    """Return how text and JSON write null, true or false."""
+    """Return null, true or false as written in text and JSON."""
     return "null" if value is None else str(value).lower()
 
 
 def number(value: int | float) -> int | float:
-    """Return a number as SQLite holds it: an integer of 64 bits, or a float64.
+    """Return a number as SQLite stores it: a 64-bit integer or a float64.
 
-    An integer with no float64 near it becomes infinite.
+    Integers beyond float64 become infinite.
     """
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         try:
@@ -216,10 +214,10 @@ def number(value: int | float) -> int | float:
 
 
 def field_of(names: tuple[str, ...]) -> Field:
-    """Return the field that dotted names mean: `metadata.` before a path may be left out.
+    """Return the field of dotted names; a leading `metadata` is optional.
 
     Raises:
-        DataError: they mean none.
+        DataError: the names are not a valid field.
     """
     first, *rest = names
     if first == "metadata":
@@ -239,14 +237,14 @@ def field_of(names: tuple[str, ...]) -> Field:
 
 
 def names_of(field: Field) -> tuple[str, ...]:
-    """Return a field's names, with `metadata` in front where the first is ambiguous."""
+    """Return a field's names, preceded by `metadata` if the first one is ambiguous."""
     if isinstance(field, str):
         return (field,)
     return ("metadata", *field) if field[0] in ("id", "label", "metadata") else field
 
 
 def filter_to_text(filter: Filter) -> str:
-    """Return a filter as text; `parse_filter` reads it back, up to 10,000 characters."""
+    """Return a filter as text; `parse_filter` parses it again if it has up to 10,000 characters."""
     if isinstance(filter, Not):
         return f"not {_bracketed(filter.part, And | Or)}"
     if isinstance(filter, And):
@@ -332,17 +330,17 @@ def _checked_value(value: Any) -> Value:
 
 
 def check_count(what: str, count: int, most: int) -> None:
-    """Refuse a filter with more conditions or values than are allowed.
+    """Check the number of conditions or values of a filter.
 
     Raises:
-        DataError: it has more.
+        DataError: there are more than `most`.
     """
     if count > most:
         raise DataError(f"The filter has {count:,} {what}; {most:,} are the most.")
 
 
 def has_surrogate(text: str) -> bool:
-    """Return whether a text holds a lone surrogate, which is no character."""
+    """Return whether a text contains a lone surrogate, which is not a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -351,30 +349,30 @@ def has_surrogate(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a short text for what a user wrote, whatever it is and however large."""
+    """Return a short text for any user input in an error message."""
     if isinstance(value, str):
         return ascii(value[:40]) + ("…" if len(value) > 40 else "")
     return f"a {type(value).__name__}" if value is not None else "null"
 
 
 def filter_from_json(value: object) -> Filter:
-    """Return the filter that plain JSON means.
+    """Return the filter for parsed JSON.
 
         {"label": "shoe"}                                       equal
         {"price": {">=": 5, "<": 20}, "label": {"in": [...]}}   all of these
         {"and": [...]}, {"or": [...]}, {"not": {...}}, {"exists": "maker.country"}
 
-    A key is a field: names joined by dots. A name with a dot is in double quotes, and so is an
-    entry called `and`, `or`, `not` or `exists`.
+    A key is a field: names joined by dots. Put a name in double quotes if it contains a dot or is
+    `and`, `or`, `not` or `exists`.
 
     Raises:
-        DataError: it means none, or is too large; says where.
+        DataError: the value is not a filter or is too large; the message says where.
     """
     return _from_json(value, "The filter", 1)
 
 
 def filter_to_json(filter: Filter) -> dict[str, Any]:
-    """Return a filter as plain JSON, of which `filter_from_json` makes an equal filter."""
+    """Return a filter as plain JSON; `filter_from_json` converts it back to an equal filter."""
     if isinstance(filter, And | Or):
         return {type(filter).__name__.lower(): [filter_to_json(part) for part in filter.parts]}
     if isinstance(filter, Not):

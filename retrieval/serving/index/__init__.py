@@ -1,1 +1,1 @@
-"""Build an index folder from a bundle and items, open it, search it."""
+"""Build an index from a bundle and items, open it, change it and search it."""

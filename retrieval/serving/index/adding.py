@@ -1,7 +1,7 @@
 """Add items to an index: decode, encode, write.
 
-What is there already and has not changed is passed over, so that the same call goes on where one
-stopped. Migrating, and embedding into files, decode and encode by the same `embed`.
+Items that are unchanged since an earlier call are skipped, so repeating an interrupted call resumes
+it. `embed` is also what migrations and `retrieval embed` use to decode and encode.
 """
 
 from __future__ import annotations
@@ -50,26 +50,27 @@ _PAGE = 1000
 _ROWS = 4096
 _BYTES = 64_000_000
 _SECONDS = 1.0
-"""What was encoded is written after so many items, so many bytes of kept originals, or so long: a
-kill costs no more.
+"""Encoded items are written every `_ROWS` items, `_BYTES` of kept originals or `_SECONDS`.
+
+A killed process loses no more than that.
 """
 _TRIES = 5
-_SHOWN = 10  # faults that a message spells out
+_MAX_LISTED = 10  # faults listed in an error message
 
 
 @dataclass(frozen=True)
 class Added:
-    """What adding did.
+    """Result of adding items.
 
     Attributes:
-        added: items that are new.
-        changed: items that took another's place, or got another label or metadata.
-        unchanged: items that were there already.
-        removed: items that are in the index no more, with `sync`.
-        skipped: why an item could not be used, a sentence each.
-        repeated: files that were named more than once and taken once.
-        left_out: a sentence on the files of folders that are not images, for each reason.
-        seconds: how long it took.
+        added: number of new items.
+        changed: number of items whose content, label or metadata was replaced.
+        unchanged: number of items that were already in the index.
+        removed: number of items that `sync` deleted.
+        skipped: one sentence per item that could not be used.
+        repeated: number of files named more than once; each is used once.
+        left_out: one sentence per reason why files or columns were left out.
+        seconds: duration in seconds.
     """
 
     added: int = 0
@@ -84,18 +85,18 @@ class Added:
 
 @dataclass(frozen=True)
 class Summary:
-    """What building an index did, and how long it took.
+    """Result of creating an index.
 
     Attributes:
-        path: the index.
-        count: items in it.
-        skipped: why an image could not be used, a sentence each.
-        repeated: files that were named more than once and taken once.
-        resumed: items that an interrupted run had added already.
-        backend: the back end's name, chosen or given; at an address the store's.
-        recall_at_10: of an approximate back end, else None.
-        seconds: how long it took.
-        left_out: a sentence on the files of folders that are not images, for each reason.
+        path: folder or address of the index.
+        count: number of items in it.
+        skipped: one sentence per image that could not be used.
+        repeated: number of files named more than once; each is used once.
+        resumed: number of items added by an earlier, interrupted run.
+        backend: name of the back end; at an address, name of the store.
+        recall_at_10: measured recall of an approximate back end. `None` for an exact one.
+        seconds: duration in seconds.
+        left_out: one sentence per reason why files or columns were left out.
     """
 
     path: IndexPlace
@@ -128,10 +129,9 @@ def add_sources(
     progress: Progress = True,
     whole: bool = False,
 ) -> Added:
-    """Embed what sources name and add it; see `Index.add`.
+    """Embed the items of `sources` and add them; see `Index.add`.
 
-    With `whole`, for an index that is being created, an image that cannot be used ends the work
-    with an error.
+    `whole` is for creating an index: an unusable image fails the call unless `skip_bad` is set.
     """
     began = time.monotonic()
     strict = whole and not skip_bad
@@ -162,9 +162,8 @@ def add_sources(
                     )
                 writer.take(results, len(new), strict)
                 break
-            except (
-                Superseded
-            ):  # another generation is served since: what is left is embedded for that
+            except Superseded:
+                # Another generation is served now. The remaining items are embedded for it.
                 if attempt == _TRIES - 1:
                     raise
                 index.follow()
@@ -279,18 +278,18 @@ def _original(name: str, content: Any) -> Original:
 def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
     lines = [
         f"{len(faults):,} of {count:,} items cannot be used:",
-        *(f"  - {fault}" for fault in faults[:_SHOWN]),
+        *(f"  - {fault}" for fault in faults[:_MAX_LISTED]),
     ]
-    if len(faults) > _SHOWN:
-        lines.append(f"  … and {len(faults) - _SHOWN:,} more")
+    if len(faults) > _MAX_LISTED:
+        lines.append(f"  … and {len(faults) - _MAX_LISTED:,} more")
     return DataError("\n".join([*lines, advice]))
 
 
 def refuse_twice(sources: Sources) -> None:
-    """Refuse two items of one id.
+    """Refuse sources that use an id more than once.
 
     Raises:
-        DataError: naming every such id.
+        DataError: an id is used more than once; the message lists every such id.
     """
     counts = Counter(item.key for item in sources.items)
     if twice := [
@@ -305,13 +304,12 @@ def refuse_twice(sources: Sources) -> None:
 def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
     """Compare items with an index.
 
-    What a migration left out of the served generation has no vector, and is embedded whether its
-    file has changed or not. The first generation has left nothing out, so that there vectors need
-    not be read to know.
+    Items that a migration skipped have no vector in the served generation. They are embedded even
+    if their file is unchanged. Generation 1 skips nothing, so its vectors are not read.
 
     Returns:
-        Items to embed; those of which only the label, metadata or path is new; how many are as they
-            were.
+        Items to embed, items with only a new label, metadata or path, and the number of unchanged
+            items.
     """
     arrays = index.generation.number > 1
     new: list[Source] = []
@@ -332,12 +330,12 @@ def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[
 
 
 def _path(source: Source, known: Item) -> Path | None:
-    """Return the path of an item that the index has already: its file may have moved."""
+    """Return the path to record for an item that the index knows; its file may have moved."""
     return None if known.path is None or source.row is not None else source.path
 
 
 def _relabel(index: Index, sources: Sequence[Source]) -> None:
-    """Give items whose files have not changed their new labels, metadata and paths."""
+    """Update labels, metadata and paths of items whose files are unchanged."""
     for start in range(0, len(sources), _PAGE):
         page = {item.key: item for item in sources[start : start + _PAGE]}
         items = [
@@ -354,7 +352,7 @@ def _relabel(index: Index, sources: Sequence[Source]) -> None:
 
 
 def _remove_others(index: Index, ids: set[str]) -> int:
-    """Delete items that are not wanted."""
+    """Delete all items except `ids`; return how many."""
     removed, after = 0, None
     while page := index.store.scan(after=after, limit=_PAGE):
         after = page[-1].id
@@ -364,12 +362,12 @@ def _remove_others(index: Index, ids: set[str]) -> int:
 
 
 class _Writer:
-    """Takes what was encoded, and writes it to the index every second or so.
+    """Collects encoded items and writes them to the index about once a second.
 
     Attributes:
-        added: items that are new.
-        changed: items that took another's place.
-        faults: why an item could not be used, a sentence each.
+        added: number of new items.
+        changed: number of replaced items.
+        faults: one sentence per item that could not be used.
     """
 
     def __init__(self, index: Index, keep: Keep) -> None:
@@ -385,8 +383,8 @@ class _Writer:
         """Write all items that have a vector.
 
         Raises:
-            DataError: items that cannot be used, with `strict`; all of them are counted.
-            Superseded: another generation is served.
+            DataError: with `strict`, some items cannot be used; all of them are counted first.
+            Superseded: another generation is served now.
         """
         self._waiting, self._bytes = [], 0
         bundle = self._index.bundle.sha256
@@ -460,19 +458,19 @@ def embed(
     Threads decode a few batches ahead of the encoder.
 
     Args:
-        bundle: encodes.
-        items: each with its name, for sentences, and its original.
-        batch: items that go through the encoder at once.
-        workers: threads that decode; as many as there are cores by default.
-        limits: the largest images that are decoded.
-        keep_features: whether the backbone's features are wanted too.
-        stamp: returns what changes when an item's content does.
-        keep: "copy" and "thumbnail" give `Embedded.kept`.
-        strict: after the first item that cannot be used, only decode the others, to find all
-            faults: they come without arrays.
+        bundle: encodes the items.
+        items: each item with its name (for error messages) and its original.
+        batch: number of items per batch.
+        workers: number of decoding threads. `None` uses one per core.
+        limits: largest images to decode.
+        keep_features: also return the backbone's features.
+        stamp: returns a text that changes whenever the item's content does.
+        keep: "copy" and "thumbnail" fill `Embedded.kept`.
+        strict: after the first item that cannot be used, stop encoding and only decode the rest, to
+            find every fault. Those items have no arrays.
 
-    Raises:
-        DataError: the encoder gives NaN or infinity.
+        Raises:
+            DataError: the encoder returns NaN or infinity.
     """
 
     limits = limits or Limits()
@@ -516,7 +514,7 @@ def embed(
 def _decoded(
     bundle: Bundle, name: str, original: Original, limits: Limits, keep: Keep
 ) -> tuple[Embedded, NDArray[Any]]:
-    """Return what is known of an original, and the encoder's input."""
+    """Decode an original; return its facts and the encoder's input."""
     if isinstance(original, DataError):
         raise original
     if isinstance(original, np.ndarray):
@@ -540,7 +538,7 @@ def _decoded(
 def _arrays_of(
     bundle: Bundle, inputs: NDArray[Any], batch: int, keep_features: bool
 ) -> dict[str, Floats]:
-    """Return the arrays (n, width) that a store keeps of encoder inputs (n, …), by name."""
+    """Encode inputs (n, …); return the arrays (n, width) that a store keeps, by name."""
     if not keep_features:
         return by_name(bundle.encode(inputs, batch=batch))
     features = bundle.features(inputs, batch=batch)
@@ -548,7 +546,7 @@ def _arrays_of(
 
 
 def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:
-    """Return encoded arrays (n, width), and perhaps features (n, F), by the store's names."""
+    """Return encoded arrays (n, width) and optional features (n, F), by the store's names."""
     arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
     return {name: array for name, array in arrays.items() if array is not None}
 

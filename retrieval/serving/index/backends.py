@@ -1,6 +1,6 @@
-"""Which back end a name or a size means.
+"""Choose and build a back end by name or by size.
 
-This module is also the package's own plugin of back ends.
+This module is also the plugin that offers the built-in back ends.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index_backend import IndexBackend
 
 FLAT_NUMBERS = 32_000_000
-"""`auto` searches exactly up to this many numbers (250,000 × 128): a query then takes some 10 ms on
-one core.
+"""`auto` searches exactly up to this many numbers (250,000 × 128): about 10 ms a query on one core.
 """
 HNSW_VECTORS = 2_000_000
-"""`auto` takes a graph up to this many vectors, whose links then need some 0.5 GB, and inverted
-lists beyond.
-"""
+"""`auto` uses a graph up to this many vectors (about 0.5 GB of links), inverted lists beyond."""
 
 
 @hookimpl
 def retrieval_indexes() -> Factories:
-    """FAISS's exact search, graphs, inverted lists, and tables of smaller vectors."""
+    """Back ends of FAISS: exact search, graphs, inverted lists and compressed vectors."""
     from retrieval.serving.index.faiss_backends import Cagra, Flat, Hnsw, Ivf, IvfPq, Rabitq, Sq8
 
     return {
@@ -45,18 +42,18 @@ def retrieval_indexes() -> Factories:
 
 @cache
 def _own() -> dict[str, Factory]:
-    """Return the built-in back ends by short name, found without loading any other plugin."""
+    """Return the built-in back ends by short name, without loading any plugin."""
     return own_factories("indexes", sys.modules[__name__])
 
 
 def short_name(name: str) -> str:
-    """Return the name that an index records: without `core.` for a built-in back end."""
+    """Return the name that an index records: a built-in back end's without its `core.`."""
     short = name.removeprefix(f"{BUILT_IN}.")
     return short if short in _own() else name
 
 
 def choose(count: int, width: int) -> str:
-    """Return the name of the back end that `auto` means for `count` vectors of `width` numbers."""
+    """Return the back end that `auto` chooses for `count` vectors of `width` numbers."""
     if count * width <= FLAT_NUMBERS:
         return "flat"
     return "hnsw" if count <= HNSW_VECTORS else "ivf"
@@ -65,16 +62,16 @@ def choose(count: int, width: int) -> str:
 def make_backend(
     name: str, options: Mapping[str, Any], plugins: Iterable[str] = ()
 ) -> IndexBackend:
-    """Build a back end with parameters. Plugins are loaded only for a name that is not built in.
+    """Build a back end; plugins are loaded only if its name is not built in.
 
     Args:
         name: "flat", "hnsw", "ivf" (in full "core.flat" and so on) or `PLUGIN.name`.
-        options: its parameters.
+        options: parameters of the back end.
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
-        PluginError: no such back end, a parameter that it does not have or refuses, no
-            `IndexBackend`, or a plugin cannot be loaded.
+        PluginError: the back end is unknown, rejects a parameter or is no `IndexBackend`, or a
+            plugin cannot be loaded.
     """
     from retrieval.serving.index.index_backend import IndexBackend
 

@@ -20,10 +20,10 @@ from retrieval.serving.store.remote import copy_items
 
 
 def check_index(folder: Path) -> tuple[list[str], list[str]]:
-    """Compare everything in an index folder with its checksums, and the record with the arrays.
+    """Compare an index folder with its checksums, and its record with its arrays.
 
     Returns:
-        What is damaged, a sentence each; and what the next writer builds again by itself.
+        Two lists of sentences: what is damaged, and what the next writer rebuilds by itself.
 
     Raises:
         StoreError: the record cannot be opened.
@@ -35,10 +35,10 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def check_store(store: Store) -> list[str]:
-    """Read everything that a store holds; return what is damaged, a sentence each.
+    """Read everything in a store; return one sentence per damage.
 
-    Each bundle is compared with its generation, and every item is read with its arrays. What was
-    written meanwhile is no damage.
+    Compares each bundle with its generation and reads every item with its arrays. Concurrent writes
+    do not count as damage.
     """
     damaged: list[str] = []
     for generation in store.generations():
@@ -50,8 +50,8 @@ def check_store(store: Store) -> list[str]:
                 != generation.bundle
             ):
                 damaged.append(
-                    f"The bundle of generation {generation.number} is another than the one that"
-                    " embedded its items."
+                    f"The bundle of generation {generation.number} is not the one that embedded"
+                    " its items."
                 )
         except RetrievalError as fault:
             damaged.append(str(fault))
@@ -63,14 +63,14 @@ def check_store(store: Store) -> list[str]:
             after = page[-1].id
             items = store.get([item.id for item in page], arrays=True)
             damaged += [
-                f"The item '{item.id}' has arrays that are none of its generation."
+                f"The arrays of the item '{item.id}' do not fit its generation."
                 for item in items.values()
                 if item.arrays and not _fits(item, served)
             ]
             read += len(page)
             meter.update(len(page))
     if read != before and store.count() == before:
-        damaged.append(f"{before:,} items are counted, and {read:,} are found.")
+        damaged.append(f"The store counts {before:,} items, but {read:,} were read.")
     return damaged
 
 
@@ -84,17 +84,16 @@ def _fits(item: Item, generation: Generation) -> bool:
 
 
 def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) -> list[str]:
-    """Copy a snapshot to a new place, after looking through it.
+    """Check a snapshot, then copy it to a new folder or address.
 
-    A folder gets all of it. An address gets the items of the generation that is served, and the
-    index's id.
+    A folder receives the whole snapshot. An address receives the index's id and the items of the
+    served generation only.
 
     Returns:
-        What was left behind, a sentence each.
+        One sentence for each thing that was not copied.
 
     Raises:
-        StoreError: the snapshot is damaged, there is something at the place already, or it cannot
-            be written.
+        StoreError: the snapshot is damaged, the target already exists, or it cannot be written.
     """
     damaged, _ = check_index(snapshot)
     if damaged:
@@ -102,12 +101,12 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
     if not isinstance(target, Path):
         return _fill(snapshot, store_place(target, plugins))
     with Record.opened(snapshot) as record:
-        write_snapshot(record, target, "Name a folder that is not there yet to restore to.")
+        write_snapshot(record, target, "Name a folder that does not exist yet.")
     return []
 
 
 def _fill(snapshot: Path, place: StorePlace) -> list[str]:
-    """Create an index at an address with what a snapshot serves, or leave nothing."""
+    """Create an index at an address from a snapshot's served generation, or leave nothing."""
     if place.exists():
         raise StoreError(f"{place.address} exists already. Choose another name.")
     behind: list[Item] = []
@@ -126,6 +125,6 @@ def _fill(snapshot: Path, place: StorePlace) -> list[str]:
     if not behind:
         return []
     return [
-        f"{len(behind):,} items were left behind, which could not be embedded when the snapshot's"
+        f"{len(behind):,} items were not copied: they could not be embedded when the snapshot's"
         " index was migrated."
     ]

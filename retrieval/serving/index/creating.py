@@ -1,4 +1,4 @@
-"""Create an index: embed, add, and put it in place whole."""
+"""Create an index: embed items, add them, and move the finished index into place."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from retrieval.serving.store.structure import Wanted
 
 @runtime_checkable
 class Exports(Protocol):
-    """What has a bundle, or is exported to one for a while: a `retrieval.Encoder`."""
+    """An object that can be exported as a bundle, such as a `retrieval.Encoder`."""
 
     def exported(self) -> AbstractContextManager[Path]:
-        """Return a context in which the bundle's folder is there."""
+        """Return a context manager that yields the bundle's folder."""
 
 
 class Index(OpenedIndex):
-    """An index of images or vectors: create or open one, change it, and search it all the while.
+    """An index of images or vectors that can be changed while it is searched.
 
     Its methods may be called from several threads at once.
     """
@@ -67,47 +67,46 @@ class Index(OpenedIndex):
         progress: Progress = True,
         device: Device = "auto",
     ) -> Self:
-        """Embed items, create an index of them, whole or not at all, and open it.
+        """Embed items, create an index of them and open it.
 
-        An interrupted call leaves `<path>.partial`; with the same bundle the same call goes on from
-        there. At an address it leaves the index with what was added until then, and `add` goes on.
-        A failed call leaves nothing.
+        An interrupted call leaves `<path>.partial`; repeating the call with the same bundle resumes
+        from it. At an address, an interrupted call leaves a partly filled index, and `add` resumes
+        it. A failed call leaves nothing.
 
         Args:
-            path: the folder to write, whose parent must exist; or the address of a store that a
-                plugin brings, as text.
-            sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or
-                `.npz` features; see `retrieval.serving.index.sources.collect`. Without any the
+            path: folder to write, whose parent must exist, or the address of a plugin's store.
+            sources: one or more files, folders, CSV manifests, Parquet tables or
+                `.npz` features; see `retrieval.serving.index.sources.collect`. Without sources the
                 index is empty.
-            model: what embeds the items: a bundle's folder, or what `retrieval.load` gives. A run
+            model: embeds the items: a bundle's folder, or an encoder from `retrieval.load`. A run
                 or a backbone is exported first; the index keeps its own copy of the bundle.
             backend: structure of large indexes: "auto" (by size), "flat", "hnsw", "ivf", or a
                 plugin's `PLUGIN.name`.
-            options: the back end's parameters.
+            options: parameters of the back end.
             plugins: files or modules to load as plugins besides the installed ones.
-            variant: encode with this variant of the encoder; queries will be, too.
-            keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
-            keep_features: keep the backbone's features too, so that another head takes seconds
-                (`migrate`). The bundle is split, or takes features.
-            skip_bad: leave out images that cannot be used, each reported on standard error, instead
-                of refusing all.
-            replace: put the new index in the place of one that is there; at an address that is
-                deleted first.
-            batch: items that go through the encoder at once.
-            workers: threads that decode; as many as there are cores by default.
-            limits: the largest images that are decoded.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
-            device: of the encoder: "auto", "cpu" or "cuda".
+            variant: variant of the encoder that encodes items and queries.
+            keep: what the index keeps of each original: "reference", "copy", "thumbnail" or
+                "nothing".
+            keep_features: also keep the backbone's features, so that `migrate` to another head
+                takes seconds. The bundle must be split or take features.
+            skip_bad: leave out images that cannot be used and report each on standard error,
+                instead of failing.
+            replace: replace an existing index; at an address it is deleted first.
+            batch: number of items per batch.
+            workers: number of decoding threads. `None` uses one per core.
+            limits: largest images to decode.
+            progress: show a progress bar; a function is called with (what, done, total) instead.
+            device: where the encoder runs: "auto", "cpu" or "cuda".
 
         Returns:
-            The index, to which items can be added. Its `summary` says what was done.
+            The opened index. Its `summary` reports what was done.
 
         Raises:
-            DataError: images that cannot be used, or an id twice: all are found, the first ten
-                named.
+            DataError: images cannot be used, or an id is used twice. The message counts all and
+                names the first ten.
             StoreError: the path exists, another process is building it, or it cannot be written.
-            BundleError: the bundle cannot be used, or gives no features that could be kept.
-            PluginError: the back end does not exist, or refuses its parameters.
+            BundleError: the bundle cannot be used, or has no features to keep.
+            PluginError: the back end does not exist or rejects its parameters.
         """
         began = time.monotonic()
         place = place_of(path)
@@ -142,9 +141,9 @@ class Index(OpenedIndex):
                     address.drop()
                 try:
                     store = address.create(loaded, widths)
-                    built = _filled(place, store, device, named, adding)
+                    built = _fill_store(place, store, device, named, adding)
                 except StoreUnavailable:
-                    raise  # nothing can be deleted now either
+                    raise  # deleting would fail, too
                 except Exception:
                     address.drop()
                     raise
@@ -154,12 +153,15 @@ class Index(OpenedIndex):
                 structure = _structure(backend, options, plugins)
                 loaded, widths = opened()
                 with hold(place, "building this index", StoreError):
-                    refuse_existing(place, replace)  # again: who held it until now may have made it
+                    # Another process may have created it while this one waited for the lock.
+                    refuse_existing(place, replace)
                     partial = place.with_name(f"{place.name}.partial")
                     try:
-                        local = _begun(partial, loaded, widths, structure, keep, plugins)
-                        built = _filled(partial, local, device, named, {**adding, "sync": True})
-                        rename_whole(partial, place, replace=replace, exists_error=_exists(place))
+                        local = _open_partial(partial, loaded, widths, structure, keep, plugins)
+                        built = _fill_store(partial, local, device, named, {**adding, "sync": True})
+                        rename_whole(
+                            partial, place, replace=replace, exists_error=_exists_error(place)
+                        )
                     except Exception:
                         shutil.rmtree(partial, ignore_errors=True)
                         raise
@@ -168,14 +170,14 @@ class Index(OpenedIndex):
         return index
 
 
-def _filled(
+def _fill_store(
     path: IndexPlace,
     store: Store,
     device: Device,
     named: Sequence[StrPath],
     adding: Mapping[str, Any],
 ) -> Summary:
-    """Add what sources name to a new store, and build its structure; return what was done."""
+    """Add the items of `named` to a new store and build its structure."""
     try:
         index = OpenedIndex(path, store, device=device)
     except BaseException:
@@ -206,17 +208,17 @@ def create_index(
     sources: StrPath | Sequence[StrPath] = (),
     **options: Any,
 ) -> Summary:
-    """Create an index as `Index.create` does, with its options and errors, and leave it closed."""
+    """Create an index without opening it; options and errors are those of `Index.create`."""
     with Index.create(output, sources, model=bundle, **options) as index:
         assert index.summary is not None
         return index.summary
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
-    """Refuse to overwrite, unless the user asked for it and it is an index.
+    """Refuse to overwrite anything except, with `replace`, an index.
 
     Raises:
-        StoreError: something is there already, or the folder to write to does not exist.
+        StoreError: `output` exists and may not be replaced, or its parent does not exist.
     """
     if not output.parent.is_dir():
         raise StoreError(f"{output} cannot be written: there is no folder {output.parent}.")
@@ -225,7 +227,7 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not output.is_dir():
         raise StoreError(f"{output} is a file, and an index is a folder. Choose another name.")
     if not replace:
-        raise _exists(output)
+        raise _exists_error(output)
     if output.is_symlink() or kind_of(output) != "index" or not (output / RECORD).is_file():
         raise StoreError(
             f"{output} is not an index, so --replace does not touch it. Choose another name."
@@ -235,11 +237,11 @@ def refuse_existing(output: Path, replace: bool) -> None:
 def _free_address(
     address: Address, plugins: Sequence[str], replace: bool, structured: bool
 ) -> StorePlace:
-    """Return the place at an address, once it is free and no structure is asked for."""
+    """Return the place at an address after checking that it is free and needs no structure."""
     if structured:
         raise DataError(
-            f"A back end and its parameters are of folders. What the store of {address} can be told"
-            " stands in its address; 'retrieval plugins show' names it."
+            f"Only an index in a folder takes a back end and its parameters. The store of {address}"
+            " takes its parameters from the address; 'retrieval plugins show' lists them."
         )
     place = store_place(address, plugins)
     if not replace and place.exists():
@@ -250,7 +252,7 @@ def _free_address(
     return place
 
 
-def _exists(output: Path) -> StoreError:
+def _exists_error(output: Path) -> StoreError:
     return StoreError(
         f"{output} exists already. Choose another name, or pass --replace (in Python replace=True)"
         " to put the new index there."
@@ -258,7 +260,7 @@ def _exists(output: Path) -> StoreError:
 
 
 def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]) -> Wanted:
-    """Return which structure is meant; a misspelt name must not cost an hour first."""
+    """Return the requested structure, checked before any work so that a typo fails at once."""
     if backend != "auto":
         make_backend(backend, options or {}, plugins)
         return Wanted(short_name(backend), dict(options or {}))
@@ -267,7 +269,7 @@ def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequenc
     return Wanted("auto", {})
 
 
-def _begun(
+def _open_partial(
     partial: Path,
     bundle: Bundle,
     widths: Mapping[str, int],
@@ -275,7 +277,7 @@ def _begun(
     keep: Keep,
     plugins: Sequence[str],
 ) -> LocalStore:
-    """Return the store of an interrupted run of the same work, or an empty one."""
+    """Return the store of an interrupted run with the same settings, or an empty one."""
     with suppress(StoreError, OSError):
         store = LocalStore(partial, plugins=plugins, upkeep=False)
         served = next(

@@ -1,4 +1,4 @@
-"""Groups of items that are nearly the same."""
+"""Find groups of near-duplicate items."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_NEIGHBOURS = 1024
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Items that are within some distance of one another, directly or through others.
+    """One group of near-duplicates, connected directly or through other items.
 
     Attributes:
-        ids: in order.
-        largest: the largest distance of a pair that joins them.
+        ids: ids of the items, sorted.
+        largest: largest distance of a pair that connects them.
     """
 
     ids: tuple[str, ...]
@@ -36,9 +36,9 @@ class Duplicates:
 
 
 def find_duplicates(index: Index, within: float, where: Filter | None) -> list[Duplicates]:
-    """Return groups of items within a distance of each other; see `Index.duplicates`."""
+    """Return groups of near-duplicates; see `Index.duplicates`."""
     if not within >= 0:
-        raise DataError(f"The distance of duplicates is a number from 0 on, not {within}.")
+        raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
     parent: dict[str, str] = {}
     largest: dict[str, float] = {}
 
@@ -65,7 +65,7 @@ def find_duplicates(index: Index, within: float, where: Filter | None) -> list[D
 def _neighbours(
     index: Index, items: Sequence[Item], within: float, where: Filter | None
 ) -> list[list[tuple[str, float]]]:
-    """Return for each item the others within a distance of it, as the bundle measures."""
+    """Return the neighbours `(id, distance)` of each item within a distance of it."""
     bundle = index.bundle
     neighbours: list[list[tuple[str, float]]] = [[] for _ in items]
     rows, count = list(range(len(items))), _FIRST_NEIGHBOURS
@@ -84,14 +84,14 @@ def _neighbours(
                 if distance <= within
             ]
             if len(near) == len(candidates) and count <= len(candidates) < _MOST_NEIGHBOURS:
-                unfinished.append(row)  # there may be more
+                unfinished.append(row)  # more neighbours may follow
             neighbours[row] = [pair for pair in near if pair[0] != items[row].id]
         rows, count = unfinished, 4 * count
     return neighbours
 
 
 def _pages(index: Index, where: Filter | None) -> Iterator[list[Item]]:
-    """Yield the items that match and have arrays, page by page."""
+    """Yield pages of the matching items that have arrays."""
     after = None
     while page := index.store.scan(where, after=after, limit=_PAGE_ITEMS):
         after = page[-1].id

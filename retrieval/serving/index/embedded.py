@@ -1,8 +1,8 @@
-"""Folders of embeddings, as `retrieval embed` writes them and an index reads them.
+"""Folders of embeddings, which `retrieval embed` writes and an index reads.
 
-A folder has `embedding.json`, which says what was embedded with what, and one Parquet file for each
-part of the items. A part appears whole or not at all, and its name is its number: so no item is
-there twice, whoever embedded it how often.
+A folder has `embedding.json`, which records the items and the bundle, and one Parquet file per part
+of the items. A part is written atomically and named by its number, so no item appears twice even if
+several machines embedded it.
 """
 
 from __future__ import annotations
@@ -49,17 +49,16 @@ _TEXTS = ("key", "label", "metadata", "stamp", "path", "source", "bytes", "width
 
 @plain_dataclass(slots=True)
 class Embedded:
-    """One item after the encoder, or why it has no vector.
+    """One encoded item, or the reason why it has no vector.
 
     Attributes:
-        fault: why the item cannot be used, a sentence; None for an item that was encoded.
-        stamp: of the item, taken before its content was read.
-        bytes: size of the original image.
-        width: of the original image, in pixels.
-        height: of the original image, in pixels.
-        kept: what the index keeps of the original.
-        arrays: the vector (P,), with "code" and "features" where there are some, by the store's
-            names.
+        fault: sentence that says why the item cannot be used. `None` if it was encoded.
+        stamp: stamp of the item, taken before its content was read.
+        bytes: size of the original image in bytes.
+        width: width of the original image in pixels.
+        height: height of the original image in pixels.
+        kept: bytes that the index keeps of the original.
+        arrays: "vector" (P,) and, if present, "code" and "features".
     """
 
     fault: str | None = None
@@ -73,20 +72,19 @@ class Embedded:
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Plan:
-    """What a folder of embeddings is to hold; the same plan gives the same parts.
+    """Content of a folder of embeddings; equal plans have equal parts.
 
     Attributes:
         bundle: SHA-256 of the bundle's manifest.
-        variant: of its encoder; None for the encoder itself.
-        sources: SHA-256 over all items: their keys, labels, metadata, and what changes when their
-            files do.
-        items: how many there are.
-        part: items of a part; the last one has the rest.
-        batch: items that go through the encoder at once.
-        widths: numbers of each column: "vector", perhaps "code" and "features".
-        limits: the largest images that are decoded: pixels, bytes.
-        complete: whether every part is there.
-        bad: items that could not be used; None until the folder is complete.
+        variant: variant of its encoder. `None` for the encoder itself.
+        sources: SHA-256 over keys, labels, metadata and file stamps of all items.
+        items: number of items.
+        part: items per part; the last part has the rest.
+        batch: number of items per batch.
+        widths: width of each column: "vector" and, if present, "code" and "features".
+        limits: largest images to decode: pixels, bytes.
+        complete: whether every part exists.
+        bad: number of items that could not be used. `None` until the folder is complete.
     """
 
     bundle: str
@@ -106,15 +104,15 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """Number of parts."""
         return math.ceil(self.items / self.part)
 
     def rows(self, number: int) -> range:
-        """Return which items a part has."""
+        """Return the row numbers of a part's items."""
         return range(number * self.part, min((number + 1) * self.part, self.items))
 
     def text(self) -> str:
-        """Return what `embedding.json` holds."""
+        """Return the content of `embedding.json`."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
@@ -122,7 +120,7 @@ class Plan:
         """Return a folder's plan.
 
         Raises:
-            DataError: it cannot be read, or is not one.
+            DataError: the plan cannot be read or is invalid.
         """
         where = folder / PLAN
         try:
@@ -143,7 +141,7 @@ class Plan:
 
     @classmethod
     def complete_in(cls, folder: Path) -> Plan:
-        """Return the plan of a folder that holds every part.
+        """Return the plan of a complete folder.
 
         Raises:
             DataError: the plan cannot be read, or parts are missing.
@@ -157,7 +155,7 @@ class Plan:
 
 
 def part_file(folder: Path, number: int) -> Path:
-    """Return where a part is."""
+    """Return the path of a part."""
     return folder / f"part-{number:06}.parquet"
 
 
@@ -168,10 +166,10 @@ def _part_table(folder: Path, number: int) -> Table:
 def rows(
     folder: Path, plan: Plan, arrays: Sequence[str]
 ) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
-    """Yield the items of a complete folder, some hundred at a time, with their arrays by name.
+    """Yield the items of a complete folder in batches, with their arrays by name.
 
     Raises:
-        DataError: a part is missing, is damaged, or holds what no part does.
+        DataError: a part is missing, damaged or invalid.
     """
     columns = [*_TEXTS, *arrays, "bundle"]
     for number in range(plan.parts):
@@ -212,7 +210,7 @@ def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Flo
 
 
 def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
-    """Return a row as an item, and what is known of its original."""
+    """Return a row as an item and the facts about its original."""
     key, label, stamp, path, address = (
         row[name] for name in ("key", "label", "stamp", "path", "source")
     )
@@ -231,7 +229,7 @@ def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
         and all(size is None or (type(size) is int and size >= 0) for size in sizes)
     )
     if not typed or b"\0" in (path or b"") + (address or b""):
-        raise DataError(f"{location} holds a row that is no embedded item.")
+        raise DataError(f"{location} holds a row that is not an embedded item.")
     if problem := text_problem(key, label, metadata):
         raise DataError(f"{location}: {shown(key[:100])}: {problem}.")
     origin = None if address is None else Origin.recorded(os.fsdecode(address), stamp)
@@ -240,11 +238,11 @@ def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
 
 
 class Vectors:
-    """What an index takes from folders of embeddings, in the place of what it would encode.
+    """Reads items and vectors for an index from folders of embeddings, instead of encoding them.
 
     Raises:
-        DataError: another bundle's folder, one that is not complete or lacks an array that the
-            index keeps; other sources are named too, or originals are to be kept.
+        DataError: a folder is incomplete, of another bundle, or lacks an array that the index
+            stores; other sources are named too; or `keep` asks for originals.
 
     Attributes:
         sources: the items.
@@ -271,10 +269,10 @@ class Vectors:
         self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
 
     def embedded(self, items: Sequence[Source]) -> Iterator[list[tuple[Source, Embedded]]]:
-        """Yield items, in their order in `sources`, with their arrays, some hundred at a time.
+        """Yield batches of items with their arrays, in the order of `sources`.
 
         Raises:
-            DataError: a folder was changed meanwhile, or is damaged.
+            DataError: a folder is damaged or has changed since it was opened.
         """
         missing = deque(items)
         for batch, arrays in self._rows(self._arrays):
@@ -297,10 +295,10 @@ class Vectors:
 
 
 def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
-    """Refuse a folder of another bundle, or without an array that the index keeps.
+    """Check that a folder has the index's bundle and every array that the index stores.
 
     Raises:
-        DataError: saying which.
+        DataError: the bundle differs or an array is missing.
     """
     bundle = index.bundle
     if (plan.bundle, plan.variant) != (bundle.sha256, bundle.variant):
@@ -322,12 +320,11 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
     """Return the items of a complete folder and one of their columns (N, width).
 
     Args:
-        folder: what `retrieval embed` wrote.
-        column: "vector", "code" or "features"; None: the features where there are any, else the
-            vector.
+        folder: folder that `retrieval embed` wrote.
+        column: "vector", "code" or "features". `None` reads "features" if present, else "vector".
 
     Raises:
-        DataError: it is not complete, has no such column, or is damaged.
+        DataError: the folder is incomplete or damaged, or has no such column.
     """
     plan = Plan.complete_in(folder)
     name = column or (FEATURES if FEATURES in plan.widths else VECTOR)
@@ -342,14 +339,14 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
 
 class VectorRows:
-    """The vectors of a complete folder of embeddings, read as they are needed.
+    """The vectors of a complete folder of embeddings, read on demand.
 
     Raises:
-        DataError: it is not complete, or damaged.
+        DataError: the folder is incomplete or damaged.
 
     Attributes:
-        width: numbers of a vector.
-        bundle: whose vectors they are: SHA-256, and the variant.
+        width: numbers per vector.
+        bundle: SHA-256 and variant of the bundle that encoded them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -357,7 +354,7 @@ class VectorRows:
         self._plan = Plan.complete_in(folder)
         self.width = self._plan.widths["vector"]
         self.bundle = self._plan.bundle, self._plan.variant
-        self._groups: list[tuple[int, int]] = []  # of each row group: its part, its number in it
+        self._groups: list[tuple[int, int]] = []  # part and row group within that part
         self._starts = [0]
         for number in range(self._plan.parts):
             with _part_table(self._folder, number) as table:
@@ -370,10 +367,10 @@ class VectorRows:
         return self._starts[-1]
 
     def labels(self) -> list[str]:
-        """Return the labels, in order.
+        """Return the labels in the order of the rows.
 
         Raises:
-            DataError: an item has none.
+            DataError: an item has no label.
         """
         labels = [
             item.label for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch
@@ -385,7 +382,7 @@ class VectorRows:
         return [label for label in labels if label is not None]
 
     def read(self, start: int, stop: int) -> Floats:
-        """Return some vectors (stop − start, P)."""
+        """Return the vectors from `start` to `stop`, (stop − start, P)."""
         out = np.empty((stop - start, self.width), np.float32)
         position = bisect.bisect_right(self._starts, start) - 1
         while position < len(self._groups) and self._starts[position] < stop:

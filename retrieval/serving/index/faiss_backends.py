@@ -1,7 +1,7 @@
-"""The built-in back ends: FAISS, on the CPU, or on the first GPU where faiss-gpu finds one.
+"""The built-in back ends: FAISS on the CPU, or on the first GPU that faiss-gpu finds.
 
-Back ends of vectors in fewer bytes propose candidates, which the store measures again on the
-vectors themselves.
+Back ends that compress vectors propose candidates; the store measures those again on the
+uncompressed vectors.
 """
 
 from __future__ import annotations
@@ -21,31 +21,29 @@ from retrieval.errors import StoreError
 from retrieval.serving.index.index_backend import Floats, IndexBackend, Rows
 from retrieval.serving.runtime import load_faiss
 
-# FAISS compares Q × P with its threshold. From eight queries on, one matrix product is faster than
-# a loop over queries (three-fold at 32); a single query through BLAS costs two to three times more
-# than without.
+# FAISS uses BLAS if Q × P reaches its threshold. From eight queries on, one matrix product is
+# faster than a loop over queries (three times at 32); for one query, BLAS is two to three times
+# slower.
 _BLAS_QUERIES = 8
 Lists = Annotated[int, Field(ge=0)]
 Expand = Annotated[int, Field(ge=1, le=1000)]
 _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
+"""Numbers of parts per code that FAISS's GPU kernels support (`GpuIndexIVFPQ.cu`)."""
 _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
-"""Parts of a code and numbers of a part that FAISS's GPU kernels are compiled for
-(`GpuIndexIVFPQ.cu`).
-"""
+"""Widths of a part that FAISS's GPU kernels support."""
 _QUERY_BITS = 4
-"""Bits of a query's number in RaBitQ. With 0, which rounds nothing, FAISS is many times as slow."""
+"""Bits per number of a query in RaBitQ; 0 would round nothing, but is many times slower."""
 _ENTRIES = 32
-"""Random vectors at which a CPU begins in a graph without upper levels, as FAISS does by default.
-"""
+"""Random entry points for CPU search in a graph without upper levels (FAISS's default)."""
 _SAMPLE = 65_536
-"""Vectors that a structure learns from; more where its clusters need more."""
+"""Training vectors of a structure; inverted lists may use more, 256 per list."""
 _PIECE = 8192
 _PIECE_BYTES = 1 << 20
 _loading = threading.Lock()
 _gpu_lock = threading.Lock()
-"""A GPU serves one thread at a time."""
+"""Lets one thread at a time use the GPU."""
 _MOST_ON_GPU = 2048
-"""Candidates that a GPU selects at most; a search for more is the CPU's."""
+"""Most candidates that a GPU can select; searches for more run on the CPU."""
 _SHORT_OF_MEMORY = (
     "out of memory",
     "out_of_memory",
@@ -57,78 +55,76 @@ _SHORT_OF_MEMORY = (
 
 
 def gpus_found() -> int:
-    """Return how many GPUs FAISS can use; 0 where it was built without, or there is none."""
+    """Return the number of GPUs that FAISS can use; 0 if it was built without GPU support."""
     faiss = load_faiss()
     return int(faiss.get_num_gpus()) if hasattr(faiss, "StandardGpuResources") else 0
 
 
 @cache
 def _gpu_memory() -> Any:
-    """Return what FAISS reserves of the GPU's memory, once for all indexes."""
+    """Return FAISS's GPU resources, which all indexes share."""
     return load_faiss().StandardGpuResources()
 
 
 @contextmanager
 def on_the_gpu(count: int, width: int) -> Iterator[None]:
-    """Hold the GPU for an index of `count` vectors.
+    """Context manager that reserves the GPU for an index of `count` vectors.
 
     Raises:
-        StoreError: it has too little memory, or FAISS refuses: the end of a sentence.
+        StoreError: the GPU has too little memory, or FAISS fails; the message ends a sentence.
     """
     try:
         with _gpu_lock:
             yield
-    except (RuntimeError, MemoryError) as fault:  # the latter of cuVS's own memory
+    except (RuntimeError, MemoryError) as fault:  # cuVS raises MemoryError
         text = str(fault)
         if isinstance(fault, MemoryError) or any(words in text for words in _SHORT_OF_MEMORY):
             raise StoreError(
                 f"the GPU has too little memory for {count:,} vectors of {width} numbers."
                 " CUDA_VISIBLE_DEVICES= (empty) searches on the CPU"
             ) from fault
-        # FAISS's text names its source files
+        # Drop the names of FAISS's source files.
         reason = text.strip().splitlines()[-1].strip().rpartition("Error: ")[2][:300]
         raise StoreError(f"FAISS cannot use the GPU: {reason}") from fault
 
 
 class FaissBackend(IndexBackend):
-    """What the FAISS back ends have in common: files, GPU, searching with parameters of its own."""
+    """Base class of the FAISS back ends: files, GPU, and search with parameters per call."""
 
     on_gpu = True
     most_on_gpu = _MOST_ON_GPU
     room = 1 << 20
-    """Bytes that FAISS may take for one thing when it reads a small file; of a larger one, the
-    file's size.
-    """
+    """Most bytes that FAISS may allocate for one array; for a larger file, the file's size."""
     kinds: tuple[str, ...] = ()
-    """FAISS's classes that `save` writes."""
+    """Names of the FAISS classes that `save` writes."""
 
     def __init__(self) -> None:
         self._index: Any = None
         self._gpu_index: Any = None
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Learn from a sample of the vectors, then add all; see `IndexBackend`."""
+        """Train on a sample of the vectors, then add them all; see `IndexBackend`."""
         faiss = load_faiss()
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
         self._index = self._empty(*vectors.shape)
         if not self._index.is_trained:
             lists = faiss.try_extract_index_ivf(self._index)
             if lists is not None:
-                lists.cp.min_points_per_centroid = 1  # else a warning goes to standard output
+                lists.cp.min_points_per_centroid = 1  # silences a warning on standard output
             most = _SAMPLE if lists is None else max(_SAMPLE, 256 * lists.nlist)
             self._index.train(sample_of(vectors, most))
-        # in pieces, between which progress shows and an interruption is heard
+        # In pieces, so that progress is shown and Ctrl-C works in between.
         for start in range(0, len(vectors), _PIECE):
             piece = vectors[start : start + _PIECE]
             self._index.add(piece)
             report(len(piece))
 
     def _empty(self, count: int, width: int) -> Any:
-        """Return FAISS's index, without vectors, for `count` vectors of `width` numbers."""
+        """Return an empty FAISS index for `count` vectors of `width` numbers."""
         raise NotImplementedError
 
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        """Search; see `IndexBackend`. The CPU keeps the index too, for what a GPU cannot do."""
+        """Search on the GPU if possible, else on the CPU; see `IndexBackend`."""
         if self._gpu_index is not None and k <= self.most_on_gpu:
             with on_the_gpu(self._index.ntotal, self._index.d):
                 squared, rows = self._searched_on_gpu(queries, k)
@@ -137,13 +133,13 @@ class FaissBackend(IndexBackend):
 
     @property
     def selective(self) -> bool:
-        """True; on a GPU the CPU does it."""
+        """True; filtered searches always run on the CPU."""
         return True
 
     def search_selected(
         self, queries: Floats, k: int, keep: NDArray[np.bool_]
     ) -> tuple[Floats, Rows]:
-        """Search among some of the vectors; see `IndexBackend`."""
+        """Search the vectors that `keep` selects; see `IndexBackend`."""
         faiss = load_faiss()
         bits = np.packbits(keep, bitorder="little")
         parameters = self._parameters(k) or faiss.SearchParameters()
@@ -151,8 +147,7 @@ class FaissBackend(IndexBackend):
         return self._searched(queries, k, parameters)
 
     def _searched(self, queries: Floats, k: int, parameters: Any) -> tuple[Floats, Rows]:
-        # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one
-        # without `params`
+        # Training libraries import faiss.contrib.torch_utils, whose `search` lacks `params`.
         search = getattr(self._index, "search_numpy", self._index.search)
         squared, rows = search(queries, k, params=parameters)
         return np.sqrt(np.maximum(squared, 0)), rows
@@ -162,7 +157,7 @@ class FaissBackend(IndexBackend):
         return hits
 
     def _parameters(self, k: int) -> Any:
-        """Return FAISS's search parameters for this call; other calls have their own."""
+        """Return FAISS's search parameters for one call."""
         return None
 
     def save(self, path: Path) -> None:
@@ -170,7 +165,7 @@ class FaissBackend(IndexBackend):
         self._write(path)
 
     def _write(self, path: Path, flags: int = 0) -> None:
-        """Write the index through Python: FAISS's own writer may miss a full disk on closing."""
+        """Write the index through Python; FAISS's own writer may miss a full disk on closing."""
         faiss = load_faiss()
         failure: list[OSError] = []
         with path.open("xb") as file:
@@ -185,30 +180,29 @@ class FaissBackend(IndexBackend):
             try:
                 faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20), flags)
             except Exception:
-                if failure:  # FAISS turns it into an error of its own
+                if failure:  # FAISS would hide the OSError behind its own error
                     raise failure[0] from None
                 raise
 
     def load(self, path: Path) -> None:
-        """Read the index, and move it to a GPU when there is one."""
+        """Read the index and copy it to a GPU if possible; see `IndexBackend`."""
         self._take(self._read(path))
 
     def _read(self, path: Path) -> Any:
-        """Return FAISS's index.
+        """Return the FAISS index in a file, which may come from a stranger.
 
-        The file may be anyone's: FAISS gets its bytes, not its name, and the flag by which lists
-        that lie in another file could only be found beside a name, so that it opens no other.
+        FAISS receives the file's bytes instead of its name, and a flag that looks for external
+        lists only beside that name. So it cannot open any other file.
         """
         faiss = load_faiss()
         with _loading, path.open("rb") as file:
-            # A damaged length must not make FAISS ask for terabytes: no vector is longer than its
-            # file.
+            # Without a limit, a damaged length could make FAISS allocate terabytes.
             faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, self.room))
             try:
                 reader = faiss.PyCallbackIOReader(file.read, _PIECE_BYTES)
                 index = faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
             except Exception as fault:
-                # the last line of FAISS's message; what precedes it names its source files
+                # Only the last line of FAISS's message; the others name its source files.
                 reason = str(fault).strip().rpartition("\n")[2].strip() or type(fault).__name__
                 raise StoreError(f"FAISS {faiss.__version__} cannot read it: {reason}") from fault
         if type(index).__name__ not in self.kinds or index.metric_type != faiss.METRIC_L2:
@@ -216,7 +210,7 @@ class FaissBackend(IndexBackend):
         return index
 
     def _take(self, index: Any) -> None:
-        """Search what was read."""
+        """Check a loaded index and use it for searches, on the GPU if possible."""
         faiss = load_faiss()
         self._refuse_foreign(index)
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
@@ -225,27 +219,27 @@ class FaissBackend(IndexBackend):
             self._gpu_index = self.placed()
 
     def _fits_gpu(self, index: Any) -> bool:
-        """Whether FAISS can search this index on a GPU; another stays on the CPU."""
+        """Return whether FAISS can search this index on a GPU."""
         return True
 
     def placed(self) -> Any:
-        """Return the index, copied to the GPU.
+        """Return a copy of the index on the GPU.
 
         Raises:
-            StoreError: the GPU has too little memory, or FAISS refuses: the end of a sentence.
+            StoreError: the GPU has too little memory, or FAISS fails; the message ends a sentence.
         """
         with on_the_gpu(self._index.ntotal, self._index.d):
             return load_faiss().index_cpu_to_gpu(_gpu_memory(), 0, self._index)
 
     def _refuse_foreign(self, index: Any) -> None:
-        """Refuse an index that `build` cannot have made, before it goes to a GPU.
+        """Check that `build` could have made this index, before it is copied to a GPU.
 
         Raises:
-            StoreError: the end of a sentence.
+            StoreError: it could not; the message ends a sentence.
         """
 
     def check(self, count: int, width: int) -> None:
-        """Refuse another number or width of vectors; see `IndexBackend`."""
+        """Check the number and width of the vectors; see `IndexBackend`."""
         if (self._index.ntotal, self._index.d) != (count, width):
             raise StoreError(
                 f"it holds {self._index.ntotal:,} vectors of {self._index.d} numbers instead of"
@@ -254,9 +248,9 @@ class FaissBackend(IndexBackend):
 
 
 class Flat(FaissBackend):
-    """Exact search: compares the query with every vector.
+    """Exact search, which compares the query with every vector.
 
-    `auto` takes it while the gallery is small.
+    `auto` chooses it for small indexes.
     """
 
     kinds = ("IndexFlatL2", "IndexFlat")
@@ -266,17 +260,17 @@ class Flat(FaissBackend):
 
     @property
     def exact(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
 
 class Hnsw(FaissBackend):
-    """Approximate search in a graph (Malkov and Yashunin 2018): fast, and large in memory.
+    """Approximate search in a graph (Malkov and Yashunin 2018): fast, but needs much memory.
 
     Args:
-        m: links of a vector; more find better and need more memory (8 × m bytes a vector).
-        ef_construction: how many candidates building considers for each vector's links.
-        ef_search: how many candidates a search follows; more find better and take longer.
+        m: links per vector. More give higher recall and need more memory (8 × m bytes a vector).
+        ef_construction: candidates considered for each vector's links during construction.
+        ef_search: candidates that a search follows. More give higher recall and take longer.
     """
 
     on_gpu = False
@@ -297,19 +291,19 @@ class Hnsw(FaissBackend):
         return index
 
     def save_beside(self, path: Path) -> None:
-        """Write the links alone."""
+        """Write only the links; see `IndexBackend`."""
         self._write(path, load_faiss().IO_FLAG_SKIP_STORAGE)
 
     def load_beside(self, path: Path, vectors: Floats) -> None:
-        """Read the links, and follow them over the vectors; an older file holds its own."""
+        """Read the links and attach the vectors; files of older versions contain their vectors."""
         index = self._read(path)
         if index.storage is None:
             faiss = load_faiss()
-            # copied only where they are columns of a wider array; kept as long as FAISS reads them
+            # FAISS reads this array without copying it, so it must stay referenced.
             self._vectors = np.ascontiguousarray(vectors, "<f4")
             content = self._vectors.view(np.uint8).reshape(-1)
             self._storage = faiss.IndexFlatL2(vectors.shape[1])
-            nobody = self._storage.codes.owner  # of no memory: FAISS frees none
+            nobody = self._storage.codes.owner  # owns no memory, so FAISS frees nothing
             view = faiss.MaybeOwnedVectorUInt8.create_view(
                 faiss.swig_ptr(content), len(content), nobody
             )
@@ -329,17 +323,15 @@ class Hnsw(FaissBackend):
 class Cagra(Hnsw):
     """Approximate search in a graph that a GPU builds (CAGRA; Ootomo et al., ICDE 2024).
 
-    Without one it is built as HNSW is.
-
-    What a GPU has built a CPU searches too, from the same file: its one level as HNSW's lowest.
-    FAISS keeps its vectors in 32 bits.
+    Without a GPU, the graph is built like HNSW's. A CPU can search a graph that a GPU built, as the
+    lowest level of an HNSW graph. Vectors are stored in 32 bits.
 
     Args:
-        degree: links of a vector; more find better and need more memory (4 × degree bytes a
+        degree: links per vector. More give higher recall and need more memory (4 × degree bytes a
             vector).
-        ef_construction: candidates for each vector's links: on a GPU its twice as many links that
-            are thinned out, at most so many; on a CPU as in `hnsw`.
-        ef_search: how many candidates a search follows; more find better and take longer.
+        ef_construction: candidates considered for each vector's links. A GPU builds up to twice
+            `degree` links, at most `ef_construction`, and prunes them; a CPU works as in `hnsw`.
+        ef_search: candidates that a search follows. More give higher recall and take longer.
     """
 
     on_gpu = True
@@ -356,7 +348,7 @@ class Cagra(Hnsw):
         self.degree = degree
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Build the graph, on a GPU where FAISS finds one."""
+        """Build the graph, on a GPU if FAISS finds one; see `IndexBackend`."""
         if gpus_found() == 0 or len(vectors) <= self.degree:
             super().build(vectors, report)
             return
@@ -364,7 +356,7 @@ class Cagra(Hnsw):
         report(len(vectors))
 
     def built_on_gpu(self, vectors: Floats) -> Any:
-        """Return the graph that a GPU builds, as a CPU has it."""
+        """Build the graph on the GPU and return it as a CPU index."""
         faiss = load_faiss()
         index, config = faiss.IndexHNSWCagra(), self.config()
         try:
@@ -380,7 +372,7 @@ class Cagra(Hnsw):
         return index
 
     def config(self) -> Any:
-        """Return FAISS's description of the graph that a GPU builds."""
+        """Return FAISS's configuration for building the graph on a GPU."""
         faiss = load_faiss()
         config = faiss.GpuIndexCagraConfig()
         config.device = 0
@@ -392,33 +384,33 @@ class Cagra(Hnsw):
         return config
 
     def _fits_gpu(self, index: Any) -> bool:
-        """Return whether a GPU built it: a CPU leaves gaps among the links, which CAGRA refuses."""
+        """Return whether a GPU built the graph; CAGRA refuses the gaps in a CPU's links."""
         return bool(index.base_level_only)
 
     def _searched_on_gpu(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         parameters = load_faiss().SearchParametersCagra()
         width = max(k, min(self.ef_search, self.most_on_gpu))
-        parameters.itopk_size = -(-width // 32) * 32  # counted by 32
+        parameters.itopk_size = -(-width // 32) * 32  # a multiple of 32
         hits: tuple[Floats, Rows] = self._gpu_index.search(queries, k, params=parameters)
         return hits
 
 
 class ListsBackend(FaissBackend):
-    """What back ends of inverted lists share: their number, and how many a search looks at."""
+    """Base class of back ends with inverted lists: number of lists, and lists per search."""
 
     def __init__(self, lists: Lists = 0, probes: Lists = 0) -> None:
         super().__init__()
         self.lists, self.probes = lists, probes
 
     def _lists_of(self, count: int) -> int:
-        """Return how many lists so many vectors get."""
+        """Return the number of lists for `count` vectors."""
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
     def _refuse_foreign_lists(self, index: Any, code_size: int) -> None:
-        """Refuse lists that are not of this index, with codes of so many bytes.
+        """Check that the lists fit the index and hold codes of `code_size` bytes.
 
         Raises:
-            StoreError: the end of a sentence.
+            StoreError: they do not; the message ends a sentence.
         """
         faiss = load_faiss()
         lists = faiss.downcast_InvertedLists(index.invlists)
@@ -429,7 +421,7 @@ class ListsBackend(FaissBackend):
             raise StoreError("its lists do not hold its vectors")
 
     def _probed(self) -> int:
-        """Return how many lists a search looks at."""
+        """Return the number of lists that a search reads."""
         lists = load_faiss().extract_index_ivf(self._index).nlist
         return int(min(lists, self.probes or max(8, lists // 16)))
 
@@ -437,19 +429,19 @@ class ListsBackend(FaissBackend):
         return load_faiss().SearchParametersIVF(nprobe=self._probed())
 
     def placed(self) -> Any:
-        """Return the index on the GPU, which looks at as many lists as a GPU can."""
+        """Return a copy of the index on the GPU, which reads as many lists as a GPU can."""
         index = super().placed()
         index.nprobe = min(self._probed(), _MOST_ON_GPU)
         return index
 
 
 class Ivf(ListsBackend):
-    """Approximate search in inverted lists: only the lists nearest to the query are searched.
+    """Approximate search in inverted lists; reads only the lists nearest to the query.
 
     Args:
-        lists: number of clusters; 0 takes four times the square root of the number of vectors, at
-            least 39 a cluster.
-        probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
+        lists: number of clusters. 0 is four times the square root of the number of vectors, but at
+            least 39 vectors per cluster.
+        probes: number of lists that a search reads. 0 is a sixteenth of them, but at least 8.
     """
 
     kinds = ("IndexIVFFlat",)
@@ -464,18 +456,20 @@ class Ivf(ListsBackend):
 class IvfPq(ListsBackend):
     """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011).
 
+    A GPU searches 8-bit codes of at most 64 parts; other codes stay on the CPU.
+
     Args:
-        lists: number of clusters; 0 takes four times the square root of the number of vectors, at
-            least 39 a cluster; 1 makes a plain table of codes.
-        probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
-        bytes: of a vector's code, at most its numbers; it divides them, or the next number that
-            does is taken.
-        expand: how many times as many candidates as are wanted an index measures again on the
-            vectors. A GPU takes codes of 8 bits in at most 64 parts; others stay on the CPU.
+        lists: number of clusters. 0 is four times the square root of the number of vectors, but at
+            least 39 vectors per cluster; 1 is a plain table of codes.
+        probes: number of lists that a search reads. 0 is a sixteenth of them, but at least 8.
+        bytes: size of a vector's code, lowered to the next divisor of the vector's width. With
+            fewer than 9,984 vectors, codes have half this size.
+        expand: candidates measured again on the uncompressed vectors, as a multiple of the number
+            of hits.
     """
 
     kinds = ("IndexIVFPQ",)
-    room = 1 << 31  # FAISS's own limit on the tables that it computes beforehand
+    room = 1 << 31  # FAISS's own limit on its precomputed tables
     expand = 8
 
     def __init__(
@@ -491,7 +485,7 @@ class IvfPq(ListsBackend):
     def _empty(self, count: int, width: int) -> Any:
         parts = next(size for size in range(min(self.bytes, width), 0, -1) if width % size == 0)
         bits = 8 if count >= 39 * 256 else 4
-        # np: no polysemous codes, which take long to learn and are not searched
+        # "np" means no polysemous training, which is slow and which searches do not use.
         index = load_faiss().index_factory(width, f"IVF{self._lists_of(count)},PQ{parts}x{bits}np")
         index.pq.cp.min_points_per_centroid = 1
         return index
@@ -508,21 +502,19 @@ class IvfPq(ListsBackend):
 
 
 class Rabitq(ListsBackend):
-    """Approximate search in lists of few bits a number (RaBitQ; Gao and Long, SIGMOD 2024).
+    """Approximate search with a few bits per number (RaBitQ; Gao and Long, SIGMOD 2024).
 
-    Vectors are rotated at random first.
-
-    Codes are not learned, so building costs little more than the lists. A vector of P numbers takes
-    P × bits / 8 bytes and 8 more, 20 more where bits is above 1 (Gao et al., SIGMOD 2025); FAISS
-    computes them.
+    Vectors are rotated at random first. Codes need no training, so building costs little more than
+    the lists. The code of a vector of P numbers takes P × bits / 8 + 8 bytes, or P × bits / 8 + 20
+    if `bits` is above 1 (Gao et al., SIGMOD 2025).
 
     Args:
-        lists: number of clusters; 0 takes four times the square root of the number of vectors, at
-            least 39 a cluster; 1 makes a plain table of codes.
-        probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
-        bits: of each number; more find better and need more memory.
-        expand: how many times as many candidates as are wanted an index measures again on the
-            vectors.
+        lists: number of clusters. 0 is four times the square root of the number of vectors, but at
+            least 39 vectors per cluster; 1 is a plain table of codes.
+        probes: number of lists that a search reads. 0 is a sixteenth of them, but at least 8.
+        bits: bits per number. More give higher recall and need more memory.
+        expand: candidates measured again on the uncompressed vectors, as a multiple of the number
+            of hits.
     """
 
     on_gpu = False
@@ -588,11 +580,11 @@ class Rabitq(ListsBackend):
 
 
 class Sq8(FaissBackend):
-    """Search in a table of vectors of one byte a number: a quarter of the memory, and nearly exact.
+    """Nearly exact search in a table of one byte per number, a quarter of the memory of `flat`.
 
     Args:
-        expand: how many times as many candidates as are wanted an index measures again on the
-            vectors.
+        expand: candidates measured again on the uncompressed vectors, as a multiple of the number
+            of hits.
     """
 
     on_gpu = False
@@ -616,7 +608,7 @@ class Sq8(FaissBackend):
 
 
 def sample_of(vectors: Floats, most: int) -> Floats:
-    """Return at most so many of the vectors, chosen with a fixed seed."""
+    """Return at most `most` of the vectors, sampled with a fixed seed."""
     if len(vectors) <= most:
         return vectors
     rows = np.sort(np.random.default_rng(0).choice(len(vectors), most, replace=False))
@@ -624,13 +616,13 @@ def sample_of(vectors: Floats, most: int) -> Floats:
 
 
 def check_flat(index: Any, count: int, width: int) -> None:
-    """Refuse what is not a plain table of vectors by Euclidean distance.
+    """Check that an index is a plain table of `count` vectors by Euclidean distance.
 
     Raises:
-        StoreError: the end of a sentence.
+        StoreError: it is not; the message ends a sentence.
     """
     faiss = load_faiss()
     index = faiss.downcast_index(index)
     same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)
     if type(index).__name__ not in Flat.kinds or not same:
-        raise StoreError(f"it stands on a {type(index).__name__} that does not fit it")
+        raise StoreError(f"it contains a {type(index).__name__} that does not fit it")

@@ -1,4 +1,4 @@
-"""An index: items in a store, searched with the bundle of the generation that is served."""
+"""An index: items in a store, searched with the bundle of the served generation."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
 _TRIES = 5
 MARGIN = 8
-"""Candidates beyond k: FAISS's matrix products swap neighbours that differ in the seventh digit."""
-_QUERIES_AT_ONCE = 256  # bounds the memory of measuring candidates
+"""Extra candidates beyond k, because FAISS may swap neighbours that differ in the seventh digit."""
+_QUERIES_AT_ONCE = 256  # bounds the memory for measuring candidates
 
 
 class Hit(NamedTuple):
-    """One answer of a search: an item and its distance to the query; smaller is closer.
+    """One result of a search: an item and its distance to the query.
 
     Attributes:
-        id: of the item.
-        label: of the item; None when it has none.
-        distance: to the query.
-        metadata: of the item.
-        path: the file that was indexed, None for features.
-        keep: what the index keeps of the original: see `retrieval.serving.store.contract.Keep`.
+        id: id of the item.
+        label: label of the item, or `None`.
+        distance: distance to the query; smaller is closer.
+        metadata: metadata of the item.
+        path: path of the indexed file. `None` for features.
+        keep: what the index keeps of the original; see `retrieval.serving.store.contract.Keep`.
     """
 
     id: str
@@ -70,7 +70,7 @@ class Hit(NamedTuple):
 
 
 class Hits(list[Hit]):
-    """The hits of one query, nearest first. It prints as a table."""
+    """The hits of one query, nearest first; prints as a table."""
 
     def __repr__(self) -> str:
         if not self:
@@ -94,20 +94,20 @@ class Hits(list[Hit]):
 
 
 class Index:
-    """An opened index: items come, change and go, and it is searched all the while.
+    """An opened index that can be changed while it is searched.
 
     Its methods may be called from several threads at once.
 
     Args:
-        path: the folder or address.
-        store: what keeps its items.
-        threads: of one call of the encoder; None leaves it to ONNX Runtime.
-        device: of the encoder.
+        path: folder or address of the index.
+        store: store that keeps its items.
+        threads: threads per call of the encoder. `None` is `OMP_NUM_THREADS`, or one per core.
+        device: where the encoder runs.
 
     Attributes:
-        path: the folder, or the address.
-        store: what keeps its items.
-        summary: what building it did, where `Index.create` gave it; else None.
+        path: folder or address of the index.
+        store: store that keeps its items.
+        summary: result of `Index.create`. `None` if the index was only opened.
     """
 
     summary: Summary | None = None
@@ -133,19 +133,19 @@ class Index:
         device: Device = "auto",
         plugins: Iterable[str] = (),
     ) -> Self:
-        """Open a folder or an address.
+        """Open an index.
 
         Args:
-            path: its folder; or the address of a store that a plugin brings, such as
-                `milvus://host:19530/photos`, as text.
-            threads: of one call of the encoder; None leaves it to ONNX Runtime.
-            device: of the encoder: "auto", "cpu" or "cuda".
-            plugins: files or modules of a third-party back end or store that is not installed.
+            path: its folder, or the address of a plugin's store, such as
+                `milvus://host:19530/photos`.
+            threads: threads per call of the encoder. `None` is `OMP_NUM_THREADS`, or one per core.
+            device: where the encoder runs: "auto", "cpu" or "cuda".
+            plugins: files or modules to load as plugins besides the installed ones.
 
         Raises:
-            StoreError: missing, damaged, or of another format.
+            StoreError: the index is missing, damaged or of another format.
             BundleError: its bundle cannot be used.
-            PluginError: the plugin of its back end, or of its store, is not there.
+            PluginError: the plugin of its back end or store is missing.
         """
         place = place_of(path)
         store = open_store(place, plugins)
@@ -156,7 +156,7 @@ class Index:
             raise
 
     def follow(self) -> Bundle:
-        """Open the bundle of the generation that is served now, and return it."""
+        """Open and return the bundle of the generation that is served now."""
         with self._lock:
             served = next(
                 generation
@@ -180,13 +180,13 @@ class Index:
 
     @property
     def bundle(self) -> Bundle:
-        """The served generation's bundle: it encodes queries, and may rescore candidates."""
+        """The served generation's bundle, which encodes queries and may rescore candidates."""
         assert self._served is not None
         return self._served[1]
 
     @property
     def generation(self) -> Generation:
-        """The generation that is served."""
+        """The served generation."""
         assert self._served is not None
         return self._served[0]
 
@@ -208,19 +208,19 @@ class Index:
         self.close()
 
     def close(self) -> None:
-        """Close the store; the index cannot be searched any more."""
+        """Close the store; searches fail from then on."""
         self._closed = True
         self.store.close()
 
     def require_open(self) -> None:
-        """Raise a `StoreError` once the index is closed."""
+        """Raise a `StoreError` if the index is closed."""
         if self._closed:
             raise StoreError(
                 f"The index {self.path} was closed. Open it again with retrieval.Index.open."
             )
 
     def changed(self) -> str | None:
-        """Return a sentence when the folder was replaced or removed."""
+        """Return a sentence if the folder was replaced or removed, else `None`."""
         return self.store.changed()
 
     # Searching
@@ -250,35 +250,36 @@ class Index:
     def search(
         self, queries: Any, k: int = 10, *, candidates: int | None = None, where: Where = None
     ) -> list[Any]:
-        """Return the nearest items of a query, nearest first; equal distances by id.
+        """Return the nearest items of a query, nearest first; ties are ordered by id.
 
-        Of several queries, a list of such lists.
+        Several queries give one list each.
 
-        Without a rescorer the distance is measured on the stored vectors, Euclidean unless the
-        bundle says otherwise (with sub-spaces, what the bundle's merge makes of them:
-        `retrieval.serving.merging`). With one, it is the rescorer's.
+        With a rescorer, distances are the rescorer's. Otherwise they are measured on the stored
+        vectors: Euclidean unless the bundle defines another distance, and merged over sub-spaces
+        as in `retrieval.serving.merging`.
 
         Args:
-            queries: one query, which gives one list of hits:
+            queries: one query gives one list of hits:
 
                 - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its
                   pixels, uint8 (H, W) or (H, W, 3);
-                - a vector: (F,) features where the bundle takes features, otherwise (P,) as its
-                  encoder gives.
+                - a vector: features (F,) if the bundle takes features, otherwise an encoder output
+                  (P,).
 
-                Or several, which give one list of hits each: a list of images or of vectors, an
-                array (N, F) or (N, P), or `Encoded`, which the bundle's `encode` gave.
-            k: how many; all items when there are fewer.
-            candidates: how many the rescorer is given, in each sub-space; the bundle's own number
-                by default.
-            where: only items that match, as text (`price < 20 and label in ('shoe', 'boot')`) or as
-                JSON; see `retrieval.serving.filters`.
+                Several queries give one list of hits each: a list of images or of vectors, an array
+                (N, F) or (N, P), or `Encoded` from the bundle's `encode`.
+            k: number of hits; fewer if the index has fewer items.
+            candidates: number of candidates per sub-space that are rescored. Defaults to the
+                bundle's own number.
+            where: search only items that match this filter: text such as
+                `price < 20 and label in ('shoe', 'boot')`, or JSON. See
+                `retrieval.serving.filters`.
 
         Raises:
             DataError: an image cannot be decoded, a vector has another width or holds NaN, a list
-                mixes images and vectors, k is below 1, or encoded vectors come alone where a
-                rescorer needs codes. In a list, the message names the item.
-            StoreError: the index was closed.
+                mixes images and vectors, k is below 1, or the rescorer needs codes but the queries
+                are bare vectors. For a list, the message names the item.
+            StoreError: the index is closed.
         """
         k = at_least_one("k", k)
         if candidates is not None:
@@ -288,7 +289,7 @@ class Index:
         for attempt in range(_TRIES):
             bundle = self.bundle
             encoded, alone = encode_queries(bundle, queries)
-            query, code = _checked(bundle, encoded)
+            query, code = _query_arrays(bundle, encoded)
             try:
                 hits: list[list[Hit]] = []
                 for start in range(0, len(query), _QUERIES_AT_ONCE):
@@ -297,8 +298,8 @@ class Index:
                     hits += self._nearest(query[rows], part_code, bundle, k, candidates, where)
                 return Hits(hits[0]) if alone else hits
             except Superseded:
-                # Another generation is served since. Queries that came encoded cannot be encoded
-                # again.
+                # Another generation is served now. Queries that arrived encoded cannot be
+                # encoded again for it.
                 if isinstance(queries, Encoded) or attempt == _TRIES - 1:
                     raise
         raise AssertionError
@@ -312,7 +313,7 @@ class Index:
         candidates: int | None,
         where: Filter | None,
     ) -> list[list[Hit]]:
-        """Return the hits of each query, all of which `bundle` encoded."""
+        """Return the hits of each query that `bundle` encoded."""
         try:
             proposed = self.store.propose(
                 query, candidates_of(bundle, k, candidates), bundle.sha256, where=where
@@ -329,11 +330,11 @@ class Index:
                 if candidates.distances is not None
             ]
         proposed = [
-            candidates if candidates.distances is None else _by_id(candidates)
+            candidates if candidates.distances is None else _sorted_by_id(candidates)
             for candidates in proposed
         ]
         return [
-            _ordered(candidates.items, distances, k)
+            _nearest_hits(candidates.items, distances, k)
             for candidates, distances in zip(
                 proposed, _distances(bundle, query, code, proposed, k), strict=True
             )
@@ -344,12 +345,12 @@ class Index:
     ) -> list[Duplicates]:
         """Return groups of items within a distance of one another, the largest group first.
 
-        Items may be connected directly or through others.
+        Two items may be connected through others.
 
         Args:
-            within: the distance, as searches give it.
-            where: only among items that match.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            within: largest distance between neighbours, on the scale of `Hit.distance`.
+            where: compare only items that match this filter.
+            progress: show a progress bar; a function is called with (what, done, total) instead.
         """
         with showing(progress):
             return find_duplicates(self, within, as_filter(where))
@@ -372,32 +373,32 @@ class Index:
         limits: Limits | None = None,
         progress: Progress = True,
     ) -> Added:
-        """Embed images or features and add them; what is there and has not changed is passed over.
+        """Embed images or features and add them; items that have not changed are skipped.
 
-        What was added is on the disk from second to second: after a kill the same call goes on.
+        Items are written about once a second; repeating an interrupted call resumes it.
 
         Args:
-            sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or
+            sources: one or more files, folders, CSV manifests, Parquet tables or
                 `.npz` features; see `retrieval.serving.index.sources.collect`.
-            images: instead of sources, one or more images from memory, as
-                `retrieval.Encoder.encode` takes them; an index of features takes their rows (N, F).
-                An id that is there already gets the new image.
-            ids: of these images.
-            labels: of these images.
-            metadata: of these images, a JSON object each.
-            keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
-                Images from memory have no file to refer to: "reference" keeps nothing of them.
-            sync: make the index equal to the sources: items that they do not name are deleted.
-            skip_bad: pass over images that cannot be used; without it they are all named in the
-                error, and the others are added.
-            batch: items that go through the encoder at once.
-            workers: threads that decode; as many as there are cores by default.
-            limits: the largest images that are decoded.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            images: one or more images from memory instead of `sources`, as
+                `retrieval.Encoder.encode` takes them; feature rows (N, F) for an index of features.
+                If an id already exists, its image is replaced.
+            ids: one id per image in `images`.
+            labels: one label per image in `images`.
+            metadata: one JSON object per image in `images`.
+            keep: what the index keeps of each original: "reference", "copy", "thumbnail" or
+                "nothing". Images from memory have no file, so "reference" keeps nothing of them.
+            sync: delete items that are not in `sources`.
+            skip_bad: skip images that cannot be used. Otherwise the others are added, and an error
+                lists the ones that cannot be used.
+            batch: number of items per batch.
+            workers: number of decoding threads. `None` uses one per core.
+            limits: largest images to decode.
+            progress: show a progress bar; a function is called with (what, done, total) instead.
 
         Raises:
-            DataError: no items, an id twice, or images that cannot be used.
-            StoreError: read-only, another writer holds the index, or the disk refuses.
+            DataError: there are no items, an id is used twice, or images cannot be used.
+            StoreError: the index is read-only or has another writer, or the disk fails.
         """
         if images is not None:
             with showing(progress):
@@ -426,23 +427,23 @@ class Index:
         )
 
     def upsert(self, items: Sequence[Item]) -> int:
-        """Add or replace items that are embedded already; return how many were replaced.
+        """Add or replace items that are already embedded; return how many were replaced.
 
         Raises:
-            DataError: an item that cannot be kept; all are named, and none is kept.
-            StoreError: read-only, another writer holds the index, or the disk refuses.
+            DataError: an item cannot be stored. The message lists all such items; none is stored.
+            StoreError: the index is read-only or has another writer, or the disk fails.
         """
         with stage("write", len(items)):
             return self.store.upsert(items, self.bundle.sha256)
 
     def delete(self, ids: str | Iterable[str] = (), *, where: Where = None) -> int:
-        """Delete items by id, or all that match; return how many there were.
+        """Delete items by id, or all that match a filter; return how many were deleted.
 
-        Unknown ids are passed over.
+        Unknown ids are ignored.
 
         Raises:
-            DataError: the filter cannot be read, or names what no item has.
-            StoreError: read-only, another writer holds the index, or the disk refuses.
+            DataError: the filter is invalid or uses a field that no item has ever had.
+            StoreError: the index is read-only or has another writer, or the disk fails.
         """
         where = as_filter(where)
         with stage("write"):
@@ -452,43 +453,43 @@ class Index:
         """Return items by id; unknown ids are left out.
 
         Args:
-            ids: one or more.
-            arrays: with their vectors.
+            ids: one or more ids.
+            arrays: also read the items' vectors.
 
         Raises:
-            StoreError: the index was closed, or is damaged.
+            StoreError: the index is closed or damaged.
         """
         self.require_open()
         return self.store.get([ids] if isinstance(ids, str) else ids, arrays=arrays)
 
     def vector(self, id: str) -> Floats:
-        """Return the stored vector (P,) of an item by its id.
+        """Return the stored vector (P,) of an item.
 
         Raises:
-            DataError: there is no such item, or the generation that is served does without it.
+            DataError: the item does not exist, or the served generation has no vector for it.
         """
         item = self.get([id], arrays=True).get(id)
         if item is None:
             raise DataError(f"The index {self.path} has no item '{id}'.")
         if not item.arrays:
             raise DataError(
-                f"The generation that is served in {self.path} does without the item '{id}': it"
-                " could not be embedded when the index was migrated. Add it again."
+                f"The served generation of {self.path} has no vector for the item '{id}': it could"
+                " not be embedded when the index was migrated. Add it again."
             )
         return np.array(item.vector)
 
     def scan(
         self, where: Where = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
-        """Return a page of items, in the order of their ids: the first `limit` behind `after`."""
+        """Return up to `limit` matching items with ids after `after`, sorted by id."""
         return self.store.scan(as_filter(where), after=after, limit=limit)
 
     def count(self, where: Where = None) -> int:
-        """Return how many items match."""
+        """Return the number of matching items."""
         return self.store.count(as_filter(where))
 
     def stats(self) -> Stats:
-        """Return what the index holds."""
+        """Return the number of items, the generations and the size of the index."""
         return self.store.stats()
 
     # The index as a whole
@@ -496,38 +497,36 @@ class Index:
     def migrate(
         self, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
     ) -> Migrated:
-        """Embed all items with another bundle, then serve that.
+        """Embed all items with another bundle, then serve it.
 
-        Searches and writes go on meanwhile.
+        Searches and writes continue meanwhile, and every answer comes from a single bundle. The old
+        generation stays for `rollback` until `drop_old`. Repeating an interrupted call resumes it.
 
-        Where the index keeps features and the bundle's backbone is theirs
-        (`Bundle.backbone_sha256`), its head is applied to them: no original is opened. So is a
-        bundle of features of their width: then it is served behind the index's own backbone, and
-        images are queries as before; that these features are the ones it was learned on is for you
-        to know. Otherwise originals are embedded again.
-
-        An answer is of one bundle, always. The old generation is kept for `rollback` until it is
-        dropped. After a kill the same call goes on.
+        If the index stores features of the same backbone (`Bundle.backbone_sha256`), only the new
+        head is applied to them; no original is opened. The same holds for a bundle that takes
+        features of their width: it is served behind the index's backbone, so queries are still
+        images. You must know that it was trained on these features. In all other cases originals
+        are embedded again.
 
         Args:
             bundle: a bundle, or its folder.
-            skip_bad: leave out items whose original is gone or cannot be used; without it they are
-                named, and nothing is switched.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            skip_bad: leave out items whose original is missing or cannot be used. Otherwise an
+                error lists them and the old generation stays served.
+            progress: show a progress bar; a function is called with (what, done, total) instead.
 
         Raises:
-            DataError: an item's original is gone or cannot be used.
-            BundleError: the bundle takes features, and the index keeps none, or of another width.
-            StoreError: read-only, another writer holds the index, or the disk refuses.
+            DataError: an item's original is missing or cannot be used.
+            BundleError: the bundle takes features, but the index stores none of that width.
+            StoreError: the index is read-only or has another writer, or the disk fails.
         """
         return migrate(self, bundle, skip_bad=skip_bad, progress=progress)
 
     def rollback(self, *, progress: Progress = True) -> Migrated:
-        """Serve the generation before; items that came since are embedded for it first."""
+        """Serve the previous generation again, after embedding items added since for it."""
         return rollback(self, progress=progress)
 
     def drop_old(self) -> int:
-        """Delete every generation that is not served; return how many."""
+        """Delete all generations except the served one; return how many."""
         superseded = [
             generation for generation in self.store.generations() if generation.state != "served"
         ]
@@ -536,10 +535,10 @@ class Index:
         return len(superseded)
 
     def snapshot(self, target: StrPath) -> Path:
-        """Write a copy of one moment to a new folder, which opens as an index.
+        """Write a consistent copy of the index to a new folder; return the folder.
 
         Raises:
-            StoreError: there is something already, or the disk refuses.
+            StoreError: the target already exists, or the disk fails.
         """
         self.store.snapshot(Path(target))
         return Path(target)
@@ -557,10 +556,10 @@ def open_index(
 
 
 def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
-    """Open what keeps an index's items, without its bundle.
+    """Open the store of an index without its bundle.
 
     Raises:
-        StoreError: missing, damaged, of another format, or no index.
+        StoreError: the index is missing, damaged or of another format.
     """
     if isinstance(place, Path) and kind_of(place) != "index":
         missing = "" if place.is_dir() else ": there is no such folder"
@@ -568,10 +567,10 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
     return store_place(place, plugins).open()
 
 
-def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
-    """Return query vectors (Q, P), and codes where the bundle rescores.
+def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
+    """Return query vectors (Q, P), and codes if the bundle has a rescorer.
 
-    The store refuses NaN and infinity.
+    NaN and infinity are left for the store to refuse.
     """
     rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
     if isinstance(queries, Encoded):
@@ -600,13 +599,13 @@ def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, F
 
 
 def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
-    """Return how many candidates each sub-space is searched for."""
+    """Return the number of candidates to fetch per sub-space."""
     rescorer = bundle.manifest.rescorer
     return max(k + MARGIN, candidates or (rescorer.candidates if rescorer else 0))
 
 
-def _by_id(proposed: Candidates) -> Candidates:
-    """Return candidates in the order of their ids, for a distance other than the store's."""
+def _sorted_by_id(proposed: Candidates) -> Candidates:
+    """Return candidates sorted by id, for a distance other than the store's."""
     order = sorted(range(len(proposed.items)), key=lambda row: proposed.items[row].id)
     arrays = {name: array[order] for name, array in proposed.arrays.items()}
     return Candidates([proposed.items[row] for row in order], arrays)
@@ -615,9 +614,9 @@ def _by_id(proposed: Candidates) -> Candidates:
 def _distances(
     bundle: Bundle, query: Floats, code: Floats | None, proposed: Sequence[Candidates], k: int
 ) -> list[Distances]:
-    """Return the distances of each query to its candidates, measured as the bundle says."""
+    """Return the distances of each query to its candidates, as the bundle defines them."""
     if len(proposed) > 1 and measured_alone(bundle):
-        # One computation of all pairs, in which each pair's sum is what it is by itself.
+        # All pairs at once; each distance is the same as if its pair were measured alone.
         counts = [len(candidates.items) for candidates in proposed]
         queries = np.repeat(query, counts, axis=0)
         vectors = np.concatenate(
@@ -640,7 +639,7 @@ def _distances(
 
 
 def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
-    """Return a hit for each distance, of the items in their order, which may be more."""
+    """Return one hit per distance; items beyond the number of distances are ignored."""
     return [
         Hit(
             item.id,
@@ -654,7 +653,7 @@ def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
     ]
 
 
-def _ordered(items: Sequence[Item], distances: Distances, k: int) -> list[Hit]:
-    """Return hits of the nearest k candidates; equal distances in the candidates' order."""
+def _nearest_hits(items: Sequence[Item], distances: Distances, k: int) -> list[Hit]:
+    """Return the hits of the nearest k candidates; ties keep the candidates' order."""
     order = np.argsort(distances, kind="stable")[:k]
     return _hits([items[row] for row in order.tolist()], distances[order].tolist())

@@ -1,4 +1,4 @@
-"""What a store asks of an index back end, how it searches one, and how good one is."""
+"""The interface of index back ends, and how a store searches and measures one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _RECALL_QUERIES = 200
 
 
 class IndexBackend(ABC):
-    """Proposes the nearest of N vectors (N, P), float32, by Euclidean distance.
+    """Search structure over N vectors (N, P), float32, by Euclidean distance.
 
     A plugin offers one through the hook `retrieval_indexes`; its parameters are its factory's
-    signature. The store calls `build` then `save`, once, in one thread; or `load`, once, and
-    `search` from then on, from many threads at a time. Row numbers are positions in `vectors`.
+    signature. The store calls either `build` and then `save`, once and in one thread, or `load`
+    once and then `search` from many threads. Row numbers are positions in `vectors`.
     """
 
     @abstractmethod
@@ -33,36 +33,35 @@ class IndexBackend(ABC):
 
         Args:
             vectors: (N, P), float32, C-contiguous, N ≥ 1; may be mapped from a file.
-            report: call it with how many more vectors are in, for the progress bar.
+            report: call it with the number of vectors added since the last call (progress bar).
         """
 
     @abstractmethod
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         """Return the nearest vectors of each query, nearest first.
 
-        Must be thread-safe and change nothing.
-
-        The store measures the distances again, so approximate ones are welcome.
+        Must be thread-safe and change nothing. Distances may be approximate, because the store
+        measures them again.
 
         Args:
             queries: (Q, P), float32, C-contiguous.
-            k: how many, 1 ≤ k ≤ N.
+            k: number of neighbours, 1 ≤ k ≤ N.
 
         Returns:
-            Euclidean distances (Q, k) and row numbers (Q, k), int64; -1 where there are fewer.
+            Euclidean distances (Q, k) and row numbers (Q, k), int64, padded with -1.
         """
 
     @property
     def expand(self) -> int:
-        """How many times as many candidates an index asks for as it wants.
+        """How many times more candidates than hits the store requests.
 
-        Coarse vectors come in another order than the vectors themselves.
+        More than 1 if the back end compresses vectors, which changes their order.
         """
         return 1
 
     @property
     def selective(self) -> bool:
-        """Whether `search_selected` is there; if not, filtered searches are exact."""
+        """Whether `search_selected` is implemented; otherwise filtered searches are exact."""
         return False
 
     def search_selected(
@@ -72,62 +71,59 @@ class IndexBackend(ABC):
 
         Args:
             queries: (Q, P), float32, C-contiguous.
-            k: how many, 1 ≤ k ≤ N.
-            keep: (N,), True for those to search among.
+            k: number of neighbours, 1 ≤ k ≤ N.
+            keep: (N,), True for the vectors to search.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no search_selected. Write it, or let its `selective` be"
-            " False"
+            f"{type(self).__name__} has no search_selected. Implement it, or return False from"
+            " `selective`"
         )
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write all that `load` needs to one new file. An OSError (a full disk) is passed on."""
+        """Write everything that `load` needs to one new file; an OSError may propagate."""
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Read what `save` wrote; its checksum has been verified. May move it to a GPU.
+        """Read a file that `save` wrote, after its checksum was verified; may move it to a GPU.
 
-        The path is of a private copy, which is gone when this returns; what was mapped from it
-        stays.
+        `path` is a private copy that is deleted afterwards; memory maps of it stay valid.
         """
 
     def save_beside(self, path: Path) -> None:
-        """Write all that `load_beside` needs to one new file, without the vectors.
+        """Write everything that `load_beside` needs except the vectors to one new file.
 
-        The vectors lie beside it.
-
-        By default it holds what `save` writes.
+        Calls `save` by default.
         """
         self.save(path)
 
     def load_beside(self, path: Path, vectors: Floats) -> None:
-        """Read what `save_beside` wrote, now or in an earlier version; see `load`.
+        """Read a file that this or an earlier version of `save_beside` wrote; see `load`.
 
         Args:
             path: the file.
-            vectors: (N, P), those that it was built over: columns of an array that may be mapped
-                from a file, and stays as long as somebody holds it.
+            vectors: vectors (N, P) that it was built over. They may be columns of a memory-mapped
+                array, which stays open as long as it is referenced.
         """
         self.load(path)
 
     def check(self, count: int, width: int) -> None:  # noqa: B027 (a back end need not)
-        """Refuse what was loaded if it cannot be an index of `count` vectors of `width` numbers.
+        """Check that the loaded index has `count` vectors of `width` numbers.
 
         Called once after `load`.
 
         Raises:
-            StoreError: the end of a sentence: "it holds 3 vectors instead of 5".
+            StoreError: it does not; the message ends a sentence: "it holds 3 vectors instead of 5".
         """
 
     @property
     def exact(self) -> bool:
-        """Whether `search` always finds the true nearest; if not, building measures its recall."""
+        """Whether `search` is exact; otherwise the store measures its recall when it builds one."""
         return False
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:
-    """Turn whatever a back end raises into one sentence that names it and its task.
+    """Context manager that turns a back end's errors into a sentence with its name and task.
 
     Raises:
         PluginError: the back end raised anything but an error of this package or an OSError.
@@ -147,24 +143,22 @@ def checked_search(
     count: int,
     keep: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Search, and refuse an answer that breaks the contract.
-
-    A plugin's fault is named as such.
+    """Search and check the result's shape, types and row numbers.
 
     Args:
-        backend: loaded over `count` vectors.
-        name: of the back end, for errors.
+        backend: back end with `count` vectors.
+        name: its name in error messages.
         queries: (Q, P).
-        k: how many.
-        count: of the vectors.
-        keep: (count,), True for those to search among; None: all.
+        k: number of neighbours.
+        count: number of vectors.
+        keep: (count,), True for the vectors to search. `None` searches all.
 
     Returns:
-        Row numbers (Q, k), -1 where there are fewer.
+        Row numbers (Q, k), padded with -1.
 
     Raises:
         PluginError: the back end fails.
-        StoreError: the back end answers with something else.
+        StoreError: the back end returns an invalid result.
     """
     queries = np.ascontiguousarray(queries, dtype=np.float32)
     with using(name, "search"):
@@ -187,21 +181,20 @@ def checked_search(
         )
     if keep is not None and not keep[rows[rows >= 0]].all():
         raise StoreError(
-            f"The index back end '{name}' found vectors that it was not to find. Report it to the"
-            " back end's author."
+            f"The index back end '{name}' returned vectors that the filter excludes. Report it to"
+            " the back end's author."
         )
     return rows.astype(np.int64, copy=False)
 
 
 def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
-    """Return the share of the exact ten nearest that `backend` finds.
-
-    Queries are items of the index, each left out of its own answer.
+    """Return the share of the exact ten nearest neighbours that `backend` finds.
 
     Args:
-        backend: built over `vectors`.
-        name: of the back end, for errors.
-        vectors: (N, P), float32, C-contiguous. The queries are 200 of them.
+        backend: back end built over `vectors`.
+        name: its name in error messages.
+        vectors: (N, P), float32, C-contiguous. Up to 200 of them are the queries; each is excluded
+            from its own result.
     """
     count = len(vectors)
     k = min(10, count - 1)
@@ -211,8 +204,8 @@ def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
         np.random.default_rng(0).choice(count, min(_RECALL_QUERIES, count), replace=False)
     )
     queries = vectors[sample]
-    # The item itself is the nearest. Whatever is as near as the last counts: duplicates would
-    # otherwise look like misses.
+    # k + 1, because each query finds itself first. Any vector as near as the last one counts as a
+    # hit; otherwise duplicates would look like misses.
     limits = nearest(queries, vectors, k + 1)[0][:, k] + 2e-6 * np.square(queries).sum(axis=1).max()
     hits = 0
     for row, query, limit, rows in zip(

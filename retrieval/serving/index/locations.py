@@ -1,4 +1,4 @@
-"""Items to index, and where their content lies: in a file, in a table, or at an address."""
+"""Items to index, and the location of their content: a file, a table row or an address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from retrieval.host.walk import IMAGE_EXTENSIONS
 Floats = NDArray[np.float32]
 
 PLAN = "embedding.json"
-"""The file that says that a folder holds embeddings, and of what."""
+"""File that marks a folder of embeddings and records its plan."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _MOST_FILES = 10_000_000
 _TAGS = ("ETag", "etag", "md5Hash", "crc32c", "CRC", "sha256", "blob_id", "content_md5")
@@ -28,41 +28,41 @@ _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "date
 
 
 def is_address(text: object) -> bool:
-    """Return whether a source is an address and not a local path."""
+    """Return whether a source is an address, not a local path."""
     return isinstance(text, str) and _ADDRESS.match(text) is not None
 
 
 def is_table(name: str) -> bool:
-    """Return whether a file is a Parquet table, by its name."""
+    """Return whether a file's name is that of a Parquet table."""
     return name.lower().endswith((".parquet", ".pq"))
 
 
 def is_embedding(place: object) -> bool:
-    """Return whether something is a folder that `retrieval embed` writes."""
+    """Return whether a path is a folder written by `retrieval embed`."""
     return isinstance(place, str | os.PathLike) and (Path(place) / PLAN).is_file()
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Return a path as text that any file can hold: a name that is not UTF-8 shows its bytes."""
+    """Return a path as valid UTF-8 text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A file or folder of this machine, or at an address that fsspec opens.
+    """A local file or folder, or one at an address that fsspec opens.
 
     Attributes:
-        text: its path, or its address.
+        text: its path or address.
     """
 
     text: str
 
     @classmethod
     def of(cls, source: object) -> Location:
-        """Return the location that a user names: a path, or an address as text.
+        """Return the location of a path, or of an address given as text.
 
         Raises:
-            DataError: it is neither.
+            DataError: `source` is neither.
         """
         if not isinstance(source, str | os.PathLike):
             raise DataError(
@@ -73,7 +73,7 @@ class Location:
         if text.startswith("file://"):
             return cls(text.removeprefix("file://"))
         if is_address(text) and not isinstance(source, str):
-            text = os.path.join(".", text)  # noqa: PTH118 - pathlib drops the dot
+            text = os.path.join(".", text)  # noqa: PTH118 - pathlib would drop the dot
         return cls(text)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Location:
 
     @property
     def remote(self) -> bool:
-        """Whether it is at an address."""
+        """Whether this is an address."""
         return is_address(self.text)
 
     @property
@@ -90,32 +90,32 @@ class Location:
         return Path(self.text).absolute()
 
     def absolute(self) -> Location:
-        """Return the same place by its absolute path, or its address."""
+        """Return this location with an absolute path; an address stays as it is."""
         return self if self.remote else Location(os.fspath(self.path))
 
     @property
     def name(self) -> str:
-        """What a person reads: a name that is not UTF-8 shows its bytes."""
+        """Path or address to show; bytes that are not UTF-8 are escaped."""
         return shown(self.text)
 
     @property
     def file_name(self) -> str:
-        """The last part of the path, which tells the kind of file."""
+        """The last part of the path."""
         if not self.remote:
             return Path(self.text).name
         return self.text.rpartition("/")[2].partition("?")[0]
 
     @property
     def stem(self) -> str:
-        """The file's name up to its first dot, which begins the ids of its items."""
+        """The file's name up to its first dot; prefix of the ids of its items."""
         return shown(self.file_name).partition(".")[0] or shown(self.file_name)
 
     def open(self) -> BinaryIO:
-        """Open the file for reading; what reading from an address raises depends on its system.
+        """Open the file for reading; errors while reading depend on the file system.
 
         Raises:
             DataError: it cannot be opened.
-            MissingDependency: a package that the address needs is not installed.
+            MissingDependency: a package for this kind of address is not installed.
         """
         if self.remote:
             with readable(self.text):
@@ -130,7 +130,7 @@ class Location:
         """Return the content of the file.
 
         Raises:
-            DataError: it cannot be read, or has more than `most` bytes.
+            DataError: the file cannot be read or has more than `most` bytes.
         """
         with self.open() as file, readable(self.name):
             content = file.read(most + 1)
@@ -142,7 +142,7 @@ class Location:
         return content
 
     def stamp(self) -> str:
-        """Return what changes when the content does; "missing" where there is no file."""
+        """Return a text that changes when the file does; "missing" if the file does not exist."""
         try:
             if self.remote:
                 with readable(self.text):
@@ -154,11 +154,11 @@ class Location:
         return f"{status.st_size} {status.st_mtime_ns}"
 
     def beside(self, name: str) -> Location:
-        """Return a file that this manifest names, relative to itself.
+        """Return a file that this manifest names relative to itself.
 
         Raises:
-            DataError: a manifest at an address names a file elsewhere than below its own folder:
-                a stranger may not choose what is read here.
+            DataError: a manifest at an address names a file outside its own folder. A stranger's
+                manifest must not choose which files are read here.
         """
         if not self.remote:
             return Location(os.fspath((self.path.parent / name).absolute()))
@@ -171,10 +171,10 @@ class Location:
         return Location(f"{self.text.rpartition('/')[0]}/{name}")
 
     def is_folder(self) -> bool:
-        """Return whether this is a folder; the name of an address may tell it without a look.
+        """Return whether this is a folder; an address ending in a table's extension is not checked.
 
         Raises:
-            DataError: there is nothing at the address, or it cannot be looked at.
+            DataError: the address does not exist or cannot be accessed.
         """
         if not self.remote:
             return self.path.is_dir()
@@ -188,19 +188,21 @@ class Location:
             return False
 
     def images(self) -> tuple[list[tuple[str, str]], list[str]]:
-        """Return the images below this folder at an address, known by their extension.
+        """Return the images below this folder at an address, by their extension.
 
         Returns:
-            The path of each below the folder with its stamp, and notes on other files.
+            Pairs of relative path and stamp, and notes on files that were left out.
 
         Raises:
-            DataError: the folder cannot be listed, or holds no image.
+            DataError: the folder cannot be listed or contains no image.
         """
         with readable(self.text):
             system, root = file_system(self.text)
             files: dict[str, dict[str, Any]] = system.find(root, detail=True)
         if len(files) > _MOST_FILES:
-            raise DataError(f"{self.text} holds {len(files):,} files; {_MOST_FILES:,} are read.")
+            raise DataError(
+                f"{self.text} holds {len(files):,} files; the limit is {_MOST_FILES:,}."
+            )
         images: list[tuple[str, str]] = []
         count = 0
         for name, info in sorted(files.items()):
@@ -221,14 +223,14 @@ class Location:
 
 
 def stamp_of(info: dict[str, Any]) -> str:
-    """Return what changes when a file does: its size, and tags or times that its system knows."""
+    """Return a text that changes when a file does: its size and its file system's tags or times."""
     marks = [f"{name} {info[name]}" for name in (*_TAGS, *_TIMES) if info.get(name) is not None]
     return f"{info.get('size', info.get('file_size'))} {' '.join(marks[:2])}".rstrip()
 
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Turn what a file system raises, which may be anything, into a sentence."""
+    """Context manager that turns any exception of a file system into a sentence."""
     try:
         yield
     except RetrievalError:
@@ -247,7 +249,7 @@ def readable(name: str) -> Iterator[None]:
 
 
 def file_system(address: str) -> tuple[Any, str]:
-    """Return the file system of an address, and the path in it."""
+    """Return the file system of an address and the path in it."""
     try:
         import fsspec
     except ImportError:
@@ -269,12 +271,13 @@ def file_system(address: str) -> tuple[Any, str]:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an original is that is not a local file of its own.
+    """Location of an original that is not a local file of its own.
 
     Attributes:
-        location: the file that holds it.
-        part: the number of its row in that file, a table; None where it is the whole file.
-        file_stamp: what changes when that file does, as it was when the item was found.
+        location: file that contains the original.
+        part: place of the original within that file, such as a row number. `None` for the whole
+            file.
+        file_stamp: stamp of that file when the item was collected.
     """
 
     location: Location
@@ -283,18 +286,18 @@ class Origin:
 
     @property
     def address(self) -> str:
-        """The location and the part as one text, divided by its last '#'; `recorded` reads it."""
+        """Location and part joined by '#'; `recorded` splits them again."""
         if self.part is None:
             return f"{self.location.text}#" if "#" in self.location.text else self.location.text
         return f"{self.location.text}#{self.part}"
 
     def stamp(self) -> str:
-        """Return what changes when the original does."""
+        """Return a text that changes when the original does."""
         return f"{os.fsencode(self.address)!r} {self.file_stamp}"
 
     @classmethod
     def recorded(cls, address: str, stamp: str | None) -> Origin:
-        """Return the origin that an index has recorded, by its address and stamp."""
+        """Return the origin for an address and stamp that an index recorded."""
         text, sign, part = address.rpartition("#")
         head = f"{os.fsencode(address)!r} "
         inside = unquote(part) if sign and part else None
@@ -302,8 +305,9 @@ class Origin:
 
 
 Original: TypeAlias = "Path | Origin | bytes | Floats | DataError"
-"""An item's content, or where to read it: a file, an address, bytes, finite features (F,), or why
-there is none.
+"""An item's content or its location: a path, an origin, bytes, or finite features (F,).
+
+A `DataError` says why the content is missing.
 """
 
 
@@ -312,13 +316,13 @@ class Source:
     """One item to encode: an image, or a row of the collected features.
 
     Attributes:
-        key: its name.
-        label: None when none was given.
-        path: the image, or the `.npz` file; None for what has an `origin`.
+        key: id of the item.
+        label: its label, or `None`.
+        path: path of the image or `.npz` file. `None` if the item has an `origin`.
         metadata: further columns of a manifest.
-        row: of `Sources.features`; None for an image.
-        origin: where the content is, when it is not a local file of its own.
-        recorded: its stamp when it was embedded, of what comes with its vector.
+        row: its row in `Sources.features`. `None` for an image.
+        origin: location of content that is not a local file of its own.
+        recorded: stamp from when the item was embedded, if it comes with its vector.
     """
 
     key: str
@@ -331,11 +335,11 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What a person reads: the path, or the address."""
+        """Path or address to show in messages."""
         return shown(self.origin.address if self.path is None and self.origin else str(self.path))
 
     def stamp(self) -> str:
-        """Return what changes when the item does: path, row, size and time of its file."""
+        """Return a text that changes when the item does: path, row, size and time of its file."""
         if self.recorded is not None:
             return self.recorded
         if self.path is None:
@@ -353,10 +357,10 @@ class Sources:
     """Everything to encode, in order.
 
     Attributes:
-        items: one an item.
-        features: (N, F) for a bundle of features, else None.
-        repeated: how many files were named more than once; each is taken once.
-        left_out: a sentence on what is left out of folders and tables, for each reason.
+        items: the items.
+        features: features (N, F), or `None` for images.
+        repeated: number of files named more than once; each is used once.
+        left_out: one sentence per reason why files or columns were left out.
     """
 
     items: list[Source]

@@ -1,7 +1,7 @@
 """Move an index to another bundle while it is searched.
 
-All items are embedded again, or another head is applied to the features that the index keeps,
-beside the old generation; then one switch serves the new one.
+A new generation is filled beside the old one, by embedding all items again or by applying another
+head to the stored features. Then one switch serves the new generation.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 _BACKBONE, _HEAD, _RESCORER = "backbone.onnx", "head.onnx", "rescorer.onnx"
-_ITEMS = 512  # at a time: a kill costs no more
-_ROWS = 4096  # the same, where only a head runs
-_BATCH = 1024  # of features through a head
+_ITEMS = 512  # items written at a time; a killed process loses no more
+_ROWS = 4096  # the same if only a head runs
+_BATCH = 1024  # features per batch of a head
 
 
 @dataclass(frozen=True)
 class Migrated:
-    """What a migration did.
+    """Result of a migration.
 
     Attributes:
-        generation: which is served now.
-        embedded: items that were embedded for it by this call.
-        skipped: why an item could not be embedded, a sentence each; the generation does without it.
-        from_features: how many of the embedded ones took the features that the index keeps, instead
-            of their originals.
+        generation: the generation that is served now.
+        embedded: number of items that this call embedded for it.
+        skipped: one sentence per item that could not be embedded and has no vector in it.
+        from_features: number of items embedded from stored features instead of their originals.
     """
 
     generation: Generation
@@ -55,7 +54,7 @@ class Migrated:
 def migrate(
     index: Index, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
 ) -> Migrated:
-    """Embed all items with another bundle and serve that; see `Index.migrate`."""
+    """Embed all items with another bundle and serve it; see `Index.migrate`."""
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     index.follow()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,12 +80,12 @@ def rollback(index: Index, *, progress: Progress = True) -> Migrated:
 
 
 def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
-    """Return the bundle that serves an index with a bundle of features.
+    """Return the bundle to serve when migrating to a bundle of features.
 
-    For an index of images that is the bundle behind the index's own backbone.
+    For an index of images, `head` is combined with the index's backbone.
 
     Raises:
-        BundleError: the index keeps no features, or of another width.
+        BundleError: the index stores no features, or features of another width.
     """
     width = index.generation.widths.get(FEATURES)
     if width is None:
@@ -106,7 +105,7 @@ def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
 
 
 def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) -> Migrated:
-    """Embed what a generation lacks, and serve it."""
+    """Embed the items that a generation lacks, then serve it."""
     if generation.state == "served":
         return Migrated(generation, 0)
     store, source = index.store, index.generation
@@ -123,7 +122,7 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
                 continue
             embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
             served = next(known for known in store.generations() if known.state == "served")
-            if by_head and served.number != source.number:  # the features are another backbone's
+            if by_head and served.number != source.number:  # features may be of another backbone
                 raise StoreError("Another generation is served by now. Run the command again.")
             if wrong and not skip_bad:
                 raise DataError(
@@ -148,7 +147,7 @@ def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
 def _by_head(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
-    """Return items with the arrays of a new head; what has no features is left out, as it was."""
+    """Return items with the arrays of a new head; items without features are left out."""
     usable = [item for item in items if FEATURES in item.arrays]
     if not usable:
         return [], {}
@@ -160,7 +159,7 @@ def _by_head(
 def _by_originals(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
-    """Return items with the arrays of a new encoder, and why others have none, by id."""
+    """Return items with the arrays of a new encoder, and the faults of the others by id."""
     if bundle.manifest.input.kind == "features":
         return [], {
             item.id: f"{item.id}: the index keeps no features of it for this bundle."
@@ -188,8 +187,8 @@ def _originals(
 ) -> Iterator[tuple[Item, str, Original]]:
     """Yield items with their ids and originals: kept bytes, a file, an address, or a fault.
 
-    What is neither kept nor a file of its own is read where it was found, if that has not changed
-    since.
+    An original that is neither kept nor a file of its own is read from where it was collected,
+    unless that has changed since.
     """
 
     def origin(item: Item) -> Origin | None:
@@ -216,10 +215,10 @@ def _originals(
 
 
 def features_of(bundle: Bundle) -> int:
-    """Return F, how many features of an item an index keeps under a bundle.
+    """Return F, the number of features per item that an index can store with a bundle.
 
     Raises:
-        BundleError: there are none to be had.
+        BundleError: the bundle has no features to store.
     """
     manifest = bundle.manifest
     if manifest.input.kind == "features":
@@ -233,7 +232,7 @@ def features_of(bundle: Bundle) -> int:
         advice = (
             "Leave the variant out."
             if manifest.split
-            else "Export it with its backbone apart: retrieval export … --split"
+            else "Export it with: retrieval export … --split"
         )
         raise BundleError(
             f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"
@@ -242,14 +241,14 @@ def features_of(bundle: Bundle) -> int:
 
 
 def gives_features(bundle: Bundle) -> bool:
-    """Return whether an index can keep features under a bundle."""
+    """Return whether an index can store features with a bundle."""
     return bundle.manifest.input.kind == "features" or bundle.backbone_sha256 is not None
 
 
 def applies(head: Bundle, kept: Bundle) -> bool:
-    """Return whether a head may be applied to features that were kept under another bundle.
+    """Return whether a head may be applied to features stored with the bundle `kept`.
 
-    Both have one backbone, or both take features.
+    Both bundles must have the same backbone or take the same features.
     """
     if kept.manifest.input.kind == "features":
         return head.manifest.input == kept.manifest.input
@@ -257,15 +256,16 @@ def applies(head: Bundle, kept: Bundle) -> bool:
 
 
 def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
-    """Write a bundle of one bundle's backbone and a whole bundle of features as its head.
+    """Write a bundle that runs a bundle of features behind another bundle's backbone.
 
-    Returns its folder.
+    The same two bundles always give the same result. Its manifest is the head's except for input
+    and split, and without variants and probe; `verified` is the head's comparison with torch.
 
-    What it is depends on the two alone: the same two give the same bundle. Its manifest is the
-    head's but for the input and the split; `verified` is the head's comparison with torch.
+    Returns:
+        The folder of the new bundle.
 
     Raises:
-        BundleError: the widths differ, or a bundle was changed since it was opened.
+        BundleError: the widths differ, or a bundle has changed since it was opened.
     """
     split, manifest = backbone.manifest.split, head.manifest
     width = features_of(backbone)
@@ -276,7 +276,7 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     target.mkdir()
     (folder / "backbone" / split.backbone).rename(target / _BACKBONE)
     encoder = manifest.variants[head.variant].file if head.variant else manifest.encoder
-    assert encoder is not None  # a split is of images
+    assert encoder is not None  # a bundle of features is never split
     (folder / "head" / encoder).rename(target / _HEAD)
     rescorer = manifest.rescorer
     if rescorer is not None:

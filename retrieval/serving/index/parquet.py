@@ -1,4 +1,4 @@
-"""Parquet tables, read row group by row group: rows as items, the images in them, their vectors."""
+"""Read items, images and vectors from Parquet tables, one row group at a time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from retrieval.serving.index.locations import Location
 
 ITEM_CHARACTERS = 1_000_000
-"""Characters of one item's texts: an index gives no longer ones back."""
+"""Most characters of one item's texts; an index returns no longer ones."""
 MAX_WIDTH = 1_000_000
-"""Numbers of a vector."""
+"""Most numbers per vector."""
 _GROUP_BYTES = 1 << 30
 _GROUP_VALUES = 1 << 28
 _ROWS_AT_A_TIME = 512
@@ -37,13 +37,14 @@ _VECTORS = ("features", "vector")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as an item.
+    """One row of a table as an item.
 
     Attributes:
-        number: of the row in the table, from 0.
-        key: its id.
-        label: None where the table has none.
-        path: of its image, as the table has it; None for a row that holds its image, or features.
+        number: row number in the table, from 0.
+        key: id of the item.
+        label: its label, or `None`.
+        path: path of its image as written in the table. `None` for a row with image bytes or
+            features.
         metadata: all other columns.
     """
 
@@ -55,7 +56,7 @@ class Row:
 
 
 def pyarrow() -> Any:
-    """Return pyarrow.
+    """Return the module `pyarrow`.
 
     Raises:
         MissingDependency: it is not installed.
@@ -73,7 +74,7 @@ def pyarrow() -> Any:
 
 @contextmanager
 def sentences(location: Location) -> Iterator[None]:
-    """Turn what pyarrow, or the file system below it, raises about a table into a sentence."""
+    """Context manager that turns errors of pyarrow or the file system into a sentence."""
     try:
         yield
     except RetrievalError:
@@ -103,13 +104,13 @@ def vectors_of(
     """Return a column of lists of numbers as an array (n, width).
 
     Args:
-        location: of the table.
+        location: location of the table.
         column: the lists.
-        number: of the column's first row, for sentences.
-        width: that each list must have; None takes the first list's.
+        number: row number of the first list, for error messages.
+        width: required length of each list. `None` requires the first list's length.
 
     Raises:
-        DataError: a row has no list, or one of another length.
+        DataError: a row has no list or a list of another length.
     """
     with sentences(location):
         valid = np.asarray(column.is_valid().to_numpy(zero_copy_only=False), bool)
@@ -131,18 +132,20 @@ def vectors_of(
 
 
 class Table:
-    """An opened Parquet table, and what its columns are for.
+    """An opened Parquet table and the roles of its columns.
 
     Attributes:
-        schema: pyarrow's.
-        starts: the first row of each row group, and the number of rows.
-        vector: the column of features; None in a table of images.
-        content: the column of image bytes: "image" or "image.bytes"; None where there are paths.
-        path: the column of image paths: "path" or "image.path"; None where there are bytes.
-        left_out: a sentence for each column that cannot be kept.
+        schema: pyarrow's schema.
+        starts: first row of each row group, followed by the number of rows.
+        vector: name of the column of features. `None` for a table of images.
+        content: name of the column of image bytes, "image" or "image.bytes". `None` if the table
+            has paths.
+        path: name of the column of image paths, "path" or "image.path". `None` if the table has
+            bytes.
+        left_out: one sentence per column that cannot be kept.
 
     Raises:
-        DataError: it cannot be read, or lacks a column that is needed.
+        DataError: the table cannot be read or lacks a required column.
         MissingDependency: pyarrow is not installed.
     """
 
@@ -154,7 +157,7 @@ class Table:
             with sentences(location):
                 plain = arrow.parquet.ParquetFile(self._raw)
                 self.schema, metadata = plain.schema_arrow, plain.metadata
-                # a text that many rows share stays one text in memory
+                # Read texts as dictionaries, so that rows share equal texts in memory.
                 texts = [field.name for field in self.schema if _is_text(field.type)]
                 self._file = arrow.parquet.ParquetFile(
                     self._raw, metadata=metadata, read_dictionary=texts
@@ -178,7 +181,7 @@ class Table:
         self.close()
 
     def _choose(self, kind: str) -> None:
-        """Find out what each column is for."""
+        """Set the role of each column."""
         names: list[str] = self.schema.names
         types = dict(zip(names, self.schema.types, strict=True))
         if len(types) != len(names):
@@ -187,7 +190,7 @@ class Table:
         if kind == "features":
             self.vector = next((name for name in _VECTORS if name in types), None)
             if self.vector is None:
-                raise self._lacks(
+                raise self._missing_column(
                     "'features' (a list of numbers); this bundle takes features", "features"
                 )
             if not _is_list_of_numbers(types[self.vector]):
@@ -199,12 +202,14 @@ class Table:
             self.content = "image"
         elif "image" in types and _is_image_struct(types["image"]):
             self.path = "image.path"
-            if not self._is_empty("image.bytes"):  # else the images are files beside the table
+            if not self._is_empty("image.bytes"):  # otherwise the images are files
                 self.content = "image.bytes"
         elif "path" in types:
             self.path = "path"
         else:
-            raise self._lacks("'path', or 'image' (bytes, or a struct of bytes and path)", "path")
+            raise self._missing_column(
+                "'path', or 'image' (bytes, or a struct of bytes and path)", "path"
+            )
         used = {self.vector or (self.content or self.path or "").partition(".")[0]}
         self.key = next(
             (name for name in ("key", "id") if name in types and name not in used), None
@@ -219,7 +224,7 @@ class Table:
             if name not in self.metadata
         ]
 
-    def _lacks(self, columns: str, name: str) -> DataError:
+    def _missing_column(self, columns: str, name: str) -> DataError:
         names = self.schema.names
         present = ", ".join(names[:20]) or "none"
         return DataError(
@@ -228,7 +233,7 @@ class Table:
         )
 
     def _is_empty(self, column: str) -> bool:
-        """Return whether the table's own statistics say that a column holds nothing."""
+        """Return whether a column is empty according to the table's statistics."""
         return all(
             chunk.statistics
             and chunk.statistics.has_null_count
@@ -238,7 +243,7 @@ class Table:
         )
 
     def _chunks(self, group: int, columns: Sequence[str]) -> Iterator[Any]:
-        """Yield what the table says of the stored columns of a row group."""
+        """Yield the metadata of a row group's stored columns."""
         row_group = self._file.metadata.row_group(group)
         for number in range(row_group.num_columns):
             chunk = row_group.column(number)
@@ -246,18 +251,18 @@ class Table:
                 yield chunk
 
     def batches(self, columns: Sequence[str], rows: int, group: int) -> Iterator[Any]:
-        """Yield a row group's columns, some rows at a time.
+        """Yield columns of a row group, `rows` rows at a time.
 
         Raises:
-            DataError: it is damaged, or larger than may be read.
+            DataError: the row group is damaged or too large.
         """
         for chunk in self._chunks(group, columns):
             if chunk.total_uncompressed_size > _GROUP_BYTES or chunk.num_values > _GROUP_VALUES:
                 raise DataError(
                     f"{self.location}: row group {group} has {chunk.total_uncompressed_size:,}"
                     f" bytes and {chunk.num_values:,} values in '{chunk.path_in_schema}';"
-                    f" {_GROUP_BYTES:,} and {_GROUP_VALUES:,} are read. Write it with smaller row"
-                    " groups."
+                    f" the limits are {_GROUP_BYTES:,} and {_GROUP_VALUES:,}. Write it with smaller"
+                    " row groups."
                 )
         with sentences(self.location):
             yield from self._file.iter_batches(
@@ -265,15 +270,15 @@ class Table:
             )
 
     def rows(self, take: Callable[[NDArray[np.float32]], object] | None = None) -> Iterator[Row]:
-        """Yield all rows.
+        """Yield all rows; `take` is called with each batch of features.
 
         Raises:
-            DataError: rows that cannot be used; the first hundred are looked for.
+            DataError: some rows cannot be used. The check stops at the hundredth.
         """
         names = [name for name in (self.key, self.label, self.path, *self.metadata) if name]
         columns = [*names, *([self.vector] if self.vector else [])]
         problems: list[str] = []
-        if not columns:  # nothing but images: their number is all there is to know
+        if not columns:  # the table has only images, so the number of rows is enough
             yield from (
                 Row(n, self._default_key(n), None, None, {}) for n in range(self.starts[-1])
             )
@@ -300,7 +305,7 @@ class Table:
             raise DataError(listed(self.location.name, problems))
 
     def _values(self, batch: Any, name: str) -> list[Any]:
-        """Return a column of a batch as Python's values: times in microseconds, zones in UTC."""
+        """Return a column as Python values, with times in microseconds and UTC."""
         arrow, types = pyarrow(), pyarrow().types
         column = batch.column(batch.schema.names.index(name.partition(".")[0]))
         if name == "image.path":
@@ -326,7 +331,7 @@ class Table:
         return f"{self.location.stem}/{number}"
 
     def _row(self, number: int, cells: dict[str, Any]) -> Row | str:
-        """Return a row, or what is wrong with it as the end of a sentence."""
+        """Return a row, or the end of a sentence that says what is wrong with it."""
         path = cells.get(self.path) if self.path else None
         key = cells.get(self.key) if self.key else path or self._default_key(number)
         label = cells.get(self.label) if self.label else None
@@ -346,7 +351,7 @@ class Table:
 
 
 class TableImages:
-    """The images of a table, read by the number of their row."""
+    """Reads images of a table by row number."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -364,7 +369,7 @@ class TableImages:
         if not starts[group] <= self._next_row <= row:
             self._next_row, self._images = starts[group], self._from_group(group)
         with sentences(self._location):
-            # a generator that has raised is at its end: a row after a damaged one is damaged, too
+            # After an error the generator has ended, so rows after a damaged one fail, too.
             image = next(islice(self._images, row - self._next_row, None), None)
             self._next_row = row + 1
             if image is None:
@@ -381,7 +386,7 @@ class TableImages:
             return bytes(content)
 
     def _from_group(self, group: int) -> Iterator[Any]:
-        """Yield the images from a row group on, as pyarrow's scalars, some in memory at a time."""
+        """Yield the images from a row group on, as pyarrow scalars."""
         content = self._table.content
         assert content is not None
         for number in range(group, len(self._table.starts) - 1):
@@ -396,7 +401,7 @@ class TableImages:
 
 
 def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
-    """Return why an item cannot be kept, as the end of a sentence; None where it can."""
+    """Return why an item cannot be stored, as the end of a sentence, or `None` if it can."""
     if fault := check_id(key):
         return fault
     try:
@@ -409,16 +414,16 @@ def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str |
 
 
 def label_text(label: str | int | float | None) -> str | None:
-    """Return a label as text: true and false as JSON has them, None for an empty one or NaN."""
+    """Return a label as text: "true" and "false" as in JSON, `None` for empty or NaN."""
     if isinstance(label, bool):
         return str(label).lower()
     if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
         return None
-    return sys.intern(str(label))  # a label that many items share is one text in memory
+    return sys.intern(str(label))  # items share equal labels in memory
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value as JSON has it: NaN and infinity as null, times and decimals as text."""
+    """Return a value for JSON: NaN and infinity as null, times and decimals as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, datetime | date | time):
@@ -450,7 +455,7 @@ def _is_binary(kind: Any) -> bool:
 
 
 def _is_image_struct(kind: Any) -> bool:
-    """Return whether a type is a struct of `bytes` and `path`, as Hugging Face's `datasets` has."""
+    """Return whether a type is a struct of `bytes` and `path`, as in Hugging Face's `datasets`."""
     types = pyarrow().types
     fields = {field.name: field.type for field in kind} if types.is_struct(kind) else {}
     return (
@@ -461,7 +466,7 @@ def _is_image_struct(kind: Any) -> bool:
 
 
 def _holds_binary(kind: Any) -> bool:
-    """Return whether a column has bytes in it, or a type of someone's own."""
+    """Return whether a type contains bytes or is an extension type."""
     types = pyarrow().types
     if types.is_struct(kind):
         return any(_holds_binary(field.type) for field in kind)

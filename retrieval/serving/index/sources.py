@@ -1,4 +1,4 @@
-"""Find what is to be indexed, or searched with, and read it: files, folders, tables, addresses."""
+"""Collect items from files, folders, tables and addresses, and read their originals."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ _CSV_BYTES = 1 << 30
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
-    """Return what the given files and folders hold.
+    """Return the items of files, folders, tables and addresses.
 
-    - A folder is searched for images; an item's label is the first folder below it, or the given
-      folder's own name for images directly in it.
-    - A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key` or `id`,
-      and any others, kept as metadata (see `retrieval.serving.files.csv_table`).
-    - A Parquet table has a column `path`, or `image` with the bytes of each (or a struct of `bytes`
-      and `path`), or for features a list `features` or `vector`; optionally `label` and `key` or
-      `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as
-      text.
+    - A folder is searched for images. An item's label is the name of its top-level subfolder, or
+      the folder's own name for images directly in it.
+    - A `.csv` has a column `path` (relative to the CSV), optionally `label` and `key` or `id`.
+      Other columns become metadata (see `retrieval.serving.files.csv_table`).
+    - A Parquet table has a column `path`, or `image` with bytes (or a struct of `bytes` and
+      `path`), or for features a list column `features` or `vector`; optionally `label` and `key`
+      or `id`. Other columns become metadata: NaN and infinity as null, times and decimal numbers
+      as text.
     - An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
-    - An address that fsspec opens (`s3://bucket/photos`) stands for any of these but `.npz`; a
-      manifest at an address names files below its own folder only.
+    - An address that fsspec opens (`s3://bucket/photos`) may be any of these except `.npz`. A
+      manifest at an address may only name files below its own folder.
 
     Args:
-        sources: what the user named: paths, and addresses as text.
-        kind: "image" or "features", what the bundle takes.
+        sources: paths, and addresses as text.
+        kind: input of the bundle, "image" or "features".
 
     Raises:
-        DataError: nothing there, or not what the bundle takes.
+        DataError: a source does not exist or does not fit the bundle.
     """
     if not sources:
         raise DataError(
@@ -94,14 +94,14 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
 
 
 def _refuse_other_kind(location: Location, kind: str) -> None:
-    """Refuse a place where nothing is, or that holds what the bundle does not take.
+    """Check that a source exists and fits the bundle's input.
 
     Raises:
-        DataError: saying which.
+        DataError: it does not exist or does not fit.
     """
     if location.remote:
         with readable(location.text):
-            file_system(location.text)[0].invalidate_cache()  # ask anew what is there
+            file_system(location.text)[0].invalidate_cache()  # list the current content
     elif not location.path.exists():
         raise DataError(f"{location} does not exist.")
     npz = not location.remote and location.file_name.lower().endswith(".npz")
@@ -119,7 +119,7 @@ def _file(
     label: str | None = None,
     metadata: dict[str, object] | None = None,
 ) -> Source:
-    """Return a whole file as an item; at an address with its stamp, where that is known already."""
+    """Return a whole file as an item; `stamp` is for a file at an address, if already known."""
     if location.remote:
         return Source(key, label, None, metadata or {}, origin=Origin(location, None, stamp))
     return Source(key, label, location.path, metadata or {})
@@ -140,7 +140,7 @@ def _folder(folder: Location, prefix: bool) -> tuple[list[Source], list[str]]:
         root = Path(folder.text)
         local, root_name = find_images(root), shown(own_name(root))
         notes = local.notes(root)
-        # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
+        # Broken links stay in the list; the reader reports or skips them.
         paths = sorted([*local.images, *local.nowhere])
         files = [(shown(path.relative_to(root)), path.absolute(), None) for path in paths]
     items = []
@@ -152,7 +152,7 @@ def _folder(folder: Location, prefix: bool) -> tuple[list[Source], list[str]]:
 
 
 def _with_stamps(items: list[Source]) -> list[Source]:
-    """Return items with the stamps of their files at addresses, asked for several at a time."""
+    """Fill in missing stamps of files at addresses, several at a time."""
 
     def stamped(item: Source) -> Source:
         if item.origin is None or item.origin.file_stamp:
@@ -169,7 +169,7 @@ def _csv(manifest: Location) -> list[Source]:
 
     Raises:
         DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its
-            header, all of them named.
+            header; the message lists them.
     """
 
     def opened() -> BinaryIO:
@@ -189,7 +189,7 @@ def _csv(manifest: Location) -> list[Source]:
             rows.append((line, row))
     locations = [manifest.beside(row["path"]) for _, row in rows]
     if problems:
-        # a missing file alone is an image that cannot be used, and may be skipped
+        # A missing file is not a problem here; it is an unusable image that may be skipped.
         problems += [
             (line, f"{location} does not exist.")
             for (line, _), location in zip(rows, locations, strict=True)
@@ -215,7 +215,7 @@ def _csv(manifest: Location) -> list[Source]:
 
 
 def _table(location: Location) -> tuple[list[Source], list[str]]:
-    """Return the items of a Parquet table of images, and notes on columns that are left out."""
+    """Return the items of a Parquet table of images, and notes on columns left out."""
     stamp = location.stamp()
     items: list[Source] = []
     with Table(location, "image") as table:
@@ -231,7 +231,7 @@ def _table(location: Location) -> tuple[list[Source], list[str]]:
 
 
 class _Spool:
-    """Features (N, F) of any number of files, on the disk until they are encoded."""
+    """Features (N, F) of any number of files, kept on disk until they are encoded."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.width, self.count = file, 0, 0
@@ -240,11 +240,13 @@ class _Spool:
         """Append features (n, F).
 
         Raises:
-            DataError: they have another width than those before.
+            DataError: their width differs from earlier features.
         """
         width = features.shape[1]
         if not 0 < width <= MAX_WIDTH:
-            raise DataError(f"{place}: a vector of {width:,} numbers; 1 to {MAX_WIDTH:,} are read.")
+            raise DataError(
+                f"{place}: a vector of {width:,} numbers; 1 to {MAX_WIDTH:,} are allowed."
+            )
         if self.width not in (0, width):
             raise DataError(
                 f"{place} holds vectors of {width:,} numbers, others of {self.width:,}: one index"
@@ -255,7 +257,7 @@ class _Spool:
         self.count += len(features)
 
     def array(self) -> Floats:
-        """Return all features, read from the file as they are needed."""
+        """Return all features as a memory-mapped array."""
         self._file.flush()
         return np.memmap(self._file, "<f4", "r", shape=(self.count, self.width))
 
@@ -301,15 +303,15 @@ def _npz(place: Location, spool: _Spool) -> list[Source]:
 
 
 def read_features(path: Path) -> tuple[Floats, list[str], list[str]]:
-    """Return features (N, F), labels and keys (empty when there are none) of an `.npz` file.
+    """Return features (N, F), labels and keys of an `.npz` file, without unpickling.
 
-    Nothing is unpickled.
+    Labels or keys that the file lacks are empty lists.
 
     Raises:
-        DataError: it cannot be read, or its arrays have other shapes or types.
+        DataError: the file cannot be read, or an array has a wrong shape or type.
     """
     try:
-        # opened here, since np.load leaves a damaged file open
+        # Opened here, because np.load does not close a damaged file.
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             if not hasattr(file, "files"):
                 raise DataError(
@@ -349,20 +351,20 @@ def read_features(path: Path) -> tuple[Floats, list[str], list[str]]:
 
 
 class Readers:
-    """Reads originals one by one; the table that holds them stays open for the next.
+    """Reads originals one by one and keeps the last table open.
 
-    Fastest in the order of the files that hold them. Not for several threads.
+    Fastest if items are grouped by file. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._open: tuple[Location, TableImages] | None = None
 
     def read(self, origin: Origin, most: int) -> bytes:
-        """Return an original of `most` bytes at most.
+        """Return an original of at most `most` bytes.
 
         Raises:
-            DataError: its file has changed since it was found, cannot be read or is damaged; or the
-                original is too large.
+            DataError: its table has changed since it was collected, its file cannot be read or is
+                damaged, or the original is too large.
         """
         location = origin.location
         if origin.part is None:
@@ -374,12 +376,12 @@ class Readers:
                     f"{location} is gone, or has changed since its items were found. Add it again."
                 )
             if not is_table(location.file_name):
-                raise DataError(f"{location} is no file that holds images.")
+                raise DataError(f"{location} is not a table that holds images.")
             self._open = location, TableImages(location)
         return self._open[1].read(origin.part, most)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open table."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
@@ -388,9 +390,9 @@ class Readers:
 def contents(
     items: Iterable[tuple[T, Origin | None]], most: int
 ) -> Iterator[tuple[T, bytes | DataError | None]]:
-    """Yield items with their originals, or why there is none.
+    """Yield items with their originals, or the error that prevents reading one.
 
-    None stands for a file of its own, which others read.
+    The original is `None` for an item that is a file of its own.
     """
     with closing(Readers()) as readers:
         for item, origin in items:
@@ -409,9 +411,9 @@ def originals(
     """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
     Args:
-        items: in the order of the files that hold them, which is the fastest.
-        features: (N, F), of which `Source.row` counts the rows; None for images.
-        most: bytes of one original.
+        items: the items, fastest if grouped by file.
+        features: features (N, F), indexed by `Source.row`. `None` for images.
+        most: most bytes of one original.
     """
     if features is not None:
         for item in items:
