@@ -105,8 +105,8 @@ def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None
 def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> Iterator[Path]:
     """Context manager that yields a hidden folder and renames it to `path` at the end.
 
-    The hidden folder lies beside `path`. Its content is synced before the rename. A killed process leaves the hidden folder
-    `.NAME.XXXXXXXX.part`; the next call with the same parent folder removes it.
+    The hidden folder `.NAME.XXXXXXXX.part` lies beside `path`; its content is synced before the
+    rename. A killed process leaves it behind, and the next call with the same parent removes it.
 
     Args:
         path: the folder to write. Its parents are created; an existing empty folder is replaced.
