@@ -247,7 +247,7 @@ def draw_epoch(
 
 
 class Job(NamedTuple):
-    """One process's share of a batch: `items` of the whole batch, of which it makes `share`."""
+    """One process's part of a batch: the whole batch's `items`, and the `share` to make."""
 
     items: NDArray[np.int64]
     epoch: int

@@ -215,7 +215,7 @@ def _part_of_each(
         items_of_class = random.permutation(items[labels[items] == label])
         count = int(len(items_of_class) * part + 0.5)
         if part:
-            count = min(max(count, 2), len(items_of_class) - 2)  # at least two on each side
+            count = min(max(count, 2), len(items_of_class) - 2)  # at least two, and leave two
         parts.append(items_of_class[: count if count >= 2 else 0])
     second = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
     return np.setdiff1d(items, second), second
