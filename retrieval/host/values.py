@@ -82,9 +82,8 @@ def check_values(
         fields[name].alias or name: getattr(instance, name) for name in instance.model_fields_set
     }
     for name, value in checked.items():
-        if (
-            isinstance(value, PurePath) and values.get(name) == ""
-        ):  # Path("") would be the working folder
+        # Path("") would be the working folder.
+        if isinstance(value, PurePath) and values.get(name) == "":
             faults[name,] = f"{name}: is empty; name a file or folder."
     return ({}, faults) if faults else (checked, faults)
 
