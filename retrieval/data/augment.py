@@ -326,8 +326,7 @@ _INSTEAD: Mapping[Any, str] = {
     torch.manual_seed: "no seed of its own",
     torch.seed: "no seed of its own",
 }
-"""Random functions without that argument, or that change the global generator: what to use instead.
-"""
+"""Replacements for functions without that argument, or that change the global generator."""
 
 
 class Drawing(TorchFunctionMode):

@@ -41,8 +41,8 @@ def lazy(
 def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
     """Context manager that replaces a module not yet loaded by an empty one with these names.
 
-    This halves the start-up time of training commands. It affects all threads: no code that needs
-    the real module may run meanwhile.
+    This more than halves the start-up time of training commands. It affects all threads: no code
+    that needs the real module may run meanwhile.
     """
     if module in sys.modules:
         yield

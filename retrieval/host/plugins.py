@@ -507,7 +507,7 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
         if p.default is inspect.Parameter.empty and key not in from_host
     ]
     if problems:
-        raise RecipeError(problems, f"{name}, as create() was asked for it,")
+        raise RecipeError(problems, f"create({kind!r}, {name!r}, …)")
     return plugins.build(plural, table, from_host)
 
 

@@ -205,8 +205,8 @@ def _check_keys(keys: Sequence[str], wrong: list[str]) -> None:
     if empty := counts.pop("", 0):
         wrong.append(f"{empty:,} item{'s have' if empty > 1 else ' has'} no key")
     if twice := [key for key, number in counts.items() if number > 1]:
-        more = f", and {len(twice) - 1:,} more keys are there twice" if len(twice) > 1 else ""
-        wrong.append(f"the key {twice[0]!r} is that of {counts[twice[0]]:,} items{more}")
+        more = f", and {len(twice) - 1:,} more keys are not unique" if len(twice) > 1 else ""
+        wrong.append(f"{counts[twice[0]]:,} items have the key {twice[0]!r}{more}")
 
 
 def _check_each(

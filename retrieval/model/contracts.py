@@ -99,7 +99,7 @@ class Transform(Protocol):
 
 
 class Backbone(nn.Module):
-    """Maps normalised images (B, channels, H, W) or vectors to features (B, F).
+    """Maps normalised images (B, channels, H, W), or vectors (B, F'), to features (B, F).
 
     Attributes:
         features: number of features F.

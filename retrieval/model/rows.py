@@ -189,8 +189,8 @@ def _summed(
     if sub_loss["reduction_type"] == "already_reduced":
         if float(losses.detach()):
             raise PluginError(
-                f"The loss says that it is one of rows, and gives its '{name}' as one number, of"
-                " which the rows' parts are not known. Take its attribute `rows` away."
+                f"The loss has an attribute `rows`, but returns its '{name}' as one number, which"
+                " cannot be divided by rows. Remove the attribute."
             )
         return none
     losses = losses.flatten()
