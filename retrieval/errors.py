@@ -130,11 +130,7 @@ _SAME = {"gpu": "cuda"}
 
 
 def at_least_one(what: str, value: object) -> int:
-    """Return a count as an int.
-
-    Args:
-        what: what is counted, for the error message.
-        value: the count.
+    """Return a count as an int; `what` names it in the error message.
 
     Raises:
         DataError: the value is not a whole number, or is below 1.

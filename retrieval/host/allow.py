@@ -50,12 +50,7 @@ def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
 
 
 def require(items: Sequence[str], where: Path) -> None:
-    """Raise a `PluginError` for plugin files that come with a recipe, unless the user allows them.
-
-    Args:
-        items: the plugins that the recipe names.
-        where: the recipe's path.
-    """
+    """Raise a `PluginError` for a recipe's plugin files, unless the user allows them."""
     if os.environ.get(ALLOW) == _YES:
         return
     files = dict.fromkeys(file for item in items for file in sources(item, where.parent))

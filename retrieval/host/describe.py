@@ -11,12 +11,7 @@ from retrieval.host.values import toml_value
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
-    """Return a list of all plugins, their factories by kind, and why any are disabled.
-
-    Args:
-        plugins: the loaded plugins.
-        kind: one of `KINDS`. `None` lists all kinds.
-    """
+    """Return a list of all plugins, their factories (of one kind or all), and disabled ones."""
     if kind is not None and kind not in KINDS:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"

@@ -17,12 +17,7 @@ from typing import Any
 def lazy(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`, which import its names on first use.
-
-    Args:
-        package: the package's name.
-        homes: the names that each module defines, by module.
-    """
+    """Return a package's `__getattr__` and `__dir__`; they import names in `homes` on first use."""
     home = {name: module for module, names in homes.items() for name in names}
 
     def getter(name: str) -> Any:

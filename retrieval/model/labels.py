@@ -53,7 +53,7 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
 
 
 def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
-    """Return values (N,) as an array, unchanged, after checking that they are comparable.
+    """Return values (N,) as an unchanged array, after checking that they can be compared.
 
     Args:
         values: as in `read_labels`.

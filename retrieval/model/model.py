@@ -40,14 +40,7 @@ class Prefix(nn.Module):
 def build_head(
     features: int, embedding_size: int, hidden: Sequence[int] = (), normalize: bool = True
 ) -> nn.Sequential:
-    """Return the default head: linear layers with ReLU between them, then normalisation.
-
-    Args:
-        features: width of the features.
-        embedding_size: width of the embedding.
-        hidden: widths of hidden layers.
-        normalize: whether embeddings are scaled to unit length.
-    """
+    """Return the default head: linear layers with ReLU between them, then unit length."""
     widths = [features, *hidden]
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(widths):

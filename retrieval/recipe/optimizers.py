@@ -32,13 +32,7 @@ def _classes(module: Any, base: type) -> dict[str, Any]:
 
 
 def takes(kind: str, name: str, key: str) -> bool:
-    """Return whether a torch class takes an argument.
-
-    Args:
-        kind: "optimizer" or "schedule".
-        name: the class.
-        key: the argument.
-    """
+    """Return whether torch's optimiser or schedule class `name` takes the argument `key`."""
     known = (
         _classes(lr_scheduler, lr_scheduler.LRScheduler)
         if kind == "schedule"

@@ -66,12 +66,7 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
 
 
 def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
-    """Return conflicts between a recipe's tables.
-
-    Args:
-        recipe: the recipe.
-        present: names of the component tables that the file has.
-    """
+    """Return conflicts between a recipe's tables; `present` are the component tables it has."""
     present = set(present)
     problems = []
     if ("loss" in present) == ("learner" in present):
