@@ -1,6 +1,6 @@
-"""Errors that are sentences for the person who caused them: what is wrong, where, what to do.
+"""Errors whose messages tell the user what is wrong, where, and what to do.
 
-The command line prints them without a traceback and leaves with exit code 2.
+The command line prints them without a traceback and exits with code 2.
 """
 
 from __future__ import annotations
@@ -11,27 +11,25 @@ from collections.abc import Iterable, Sequence
 
 
 class RetrievalError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Base class of all errors that this package raises on purpose.
 
     Attributes:
-        exit_code: what the command line leaves with.
+        exit_code: exit code of the command line.
     """
 
     exit_code = 2
 
 
 class PluginError(RetrievalError):
-    """A plugin clashes, cannot be imported, misspells a hook, or offers something that breaks its
-    contract.
-    """
+    """A plugin clashes with another, cannot be imported, or breaks a hook's or part's contract."""
 
 
 class RecipeError(RetrievalError):
-    """A recipe is wrong. Holds every problem found, not only the first.
+    """A recipe is invalid; the error holds all problems, not only the first.
 
     Args:
-        problems: one sentence each.
-        where: the recipe's path, when it came from a file.
+        problems: one sentence per problem.
+        where: path of the recipe if it came from a file.
     """
 
     def __init__(self, problems: Iterable[str], where: str | None = None) -> None:
@@ -44,43 +42,39 @@ class RecipeError(RetrievalError):
 
 
 class DataError(RetrievalError):
-    """Items, labels, images or splits that cannot be used as they are."""
+    """Items, labels, images or splits cannot be used as they are."""
 
 
 class Diverged(DataError):
-    """The loss or weights became NaN or infinite; the last good checkpoint is kept."""
+    """The loss or the weights became NaN or infinite; the last good checkpoint is kept."""
 
 
 class Interrupted(RetrievalError):
-    """Training was asked to stop; the last checkpoint holds everything."""
+    """Training was interrupted; it can resume from the last checkpoint."""
 
     exit_code = 130
 
 
 class BundleError(RetrievalError):
-    """A bundle that is missing, altered, incomplete or from another format version; or an export
-    that failed.
-    """
+    """A bundle is missing, altered, incomplete or of another format, or an export failed."""
 
 
 class StoreError(RetrievalError):
-    """An index folder that is missing, altered or damaged, or cannot be written."""
+    """An index folder is missing, altered or damaged, or cannot be written."""
 
 
 class MissingDependency(RetrievalError):
-    """A package that this call or command needs is not installed, or two that exclude each other
-    are.
-    """
+    """A required package is not installed, or two packages exclude each other."""
 
 
 class ServerError(RetrievalError):
     """A search server refused a request, failed, or could not be reached.
 
     Args:
-        sentence: what happened, with the server's own sentence.
-        status: of HTTP; None where there was no answer.
-        request_id: by which the server's log knows the request.
-        detail: the server's own sentence alone.
+        sentence: the error message, including the server's.
+        status: HTTP status code; `None` if there was no response.
+        request_id: identifies the request in the server's log.
+        detail: the server's message alone.
     """
 
     def __init__(
@@ -95,9 +89,10 @@ class ServerError(RetrievalError):
 
 
 def printable(text: str) -> str:
-    """Return text from outside as a terminal may show it: control characters, which could move its
-    cursor, change what it shows or answer for the user, and marks that turn the direction of
-    writing, as their escapes; line breaks and tabs as they are.
+    """Return untrusted text with non-printable characters escaped, safe to show on a terminal.
+
+    Control characters could move the cursor or answer for the user, and direction marks reorder
+    text. Line breaks and tabs are kept.
     """
     return "".join(
         (
@@ -112,12 +107,12 @@ def printable(text: str) -> str:
 
 
 def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
-    """Return one sentence for one problem, or a list with the first ones in full.
+    """Return one sentence for one problem, or a list of the first `shown` problems.
 
     Args:
-        what: what they are about, as the beginning of a sentence: "manifest.csv".
-        problems: one sentence each.
-        shown: how many are spelled out.
+        what: subject of the problems, such as "manifest.csv".
+        problems: one sentence per problem.
+        shown: how many problems to list.
     """
     if len(problems) == 1:
         return f"{what}: {problems[0]}"
@@ -131,14 +126,14 @@ def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
 
 
 _SAME = {"gpu": "cuda"}
-"""Words that people use for another one."""
+"""Synonyms of known words."""
 
 
 def at_least_one(what: str, value: object) -> int:
-    """Return a count as an int.
+    """Return a count as an int; `what` names it in the error message.
 
     Raises:
-        DataError: it is no whole number, or below 1.
+        DataError: the value is not a whole number, or is below 1.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -152,8 +147,7 @@ def at_least_one(what: str, value: object) -> int:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the known word closest to `word`, or an empty string.
 
-    Of `PLUGIN.NAME` the name is compared within the same plugin; else a name is looked for in the
-    other plugins.
+    For `PLUGIN.NAME`, names of the same plugin come first, then those of other plugins.
     """
     known = list(known)
     if _SAME.get(word.lower()) in known:

@@ -1,1 +1,1 @@
-"""Items and splits, batches for training and evaluation, features kept on disk."""
+"""Datasets, splits, batches for training and evaluation, and the cache of features."""

@@ -1,13 +1,13 @@
 """Random changes to training images, each a function of (seed, epoch, batch, place in the batch).
 
-`Changes` crops, mirrors and transforms one image after the other; `Mix` puts two images of a batch
-into one (MixUp: Zhang et al., ICLR 2018; CutMix: Yun et al., ICCV 2019); `Drawing` lends a
-generator to transforms that would draw from the global one.
+`Changes` crops, mirrors and transforms each image. `Mix` combines two images of a batch (MixUp:
+Zhang et al., ICLR 2018; CutMix: Yun et al., ICCV 2019). `Drawing` redirects the random draws of
+transforms to a generator of its own.
 
-torchvision's random transforms draw from torch's global generator, which the model's dropout draws
-from too: then numbers would depend on how many processes load images, and on where a run was
-resumed. So the draws of crops and mirror images are made here, and torchvision's operations
-(`transforms.v2.functional`) carry them out.
+torchvision's random transforms draw from torch's global generator, as the model's dropout does. The
+results would depend on the number of processes that load images, and on where a run was resumed.
+This module therefore draws crops and mirror images itself, and applies them with torchvision's
+functions (`transforms.v2.functional`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _TRIES = 10
 _DRAWS = 3 + 2 * _TRIES  # mirror, top, left, then area and aspect ratio of each try
-_PURPOSE, _SEEDS = 1, 2  # keep these draws apart from others of the same seed and epoch
+_PURPOSE, _SEEDS = 1, 2  # make these draws independent of others with the same seed and epoch
 
 
 def draw_changes(seed: int, epoch: int, batch: int, size: int) -> NDArray[np.float64]:
@@ -52,11 +52,18 @@ def crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:
-    """Return a random crop (top, left, height, width) as `RandomResizedCrop` draws it.
+    """Return a random crop (top, left, height, width) like torchvision's `RandomResizedCrop`.
 
-    Its area is a uniform part of the image's, its aspect ratio log-uniform; after ten boxes that do
-    not fit, the largest central one that keeps the ratio in range (Szegedy et al., "Going Deeper
+    The share of the image's area is uniform and the aspect ratio log-uniform. If ten boxes do not
+    fit, the crop is the largest central box with a ratio in range (Szegedy et al., "Going Deeper
     with Convolutions", CVPR 2015, §6).
+
+    Args:
+        draws: one row of `draw_changes`.
+        height: the image's height.
+        width: the image's width.
+        scale: smallest and largest share of the image's area.
+        ratio: smallest and largest aspect ratio, width / height.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
@@ -73,18 +80,18 @@ def crop_box(
 
 
 def built_transforms(recipe: Recipe) -> tuple[Transform, ...]:
-    """Return what a recipe's `[augmentation] transforms` name, in order."""
+    """Build the transforms in a recipe's `[augmentation] transforms`, in order."""
     tables = recipe.augmentation.transforms
     return tuple(recipe.loaded.build("augmentations", values) for values in tables)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What decides the changes of a batch's images, or of some of them, or of one.
+    """Random draws that determine the changes to one or more images.
 
     Attributes:
-        uniform: one row of `draw_changes` for each.
-        seeds: for each one of what its transforms draw.
+        uniform: one row of `draw_changes` per image.
+        seeds: one seed per image, for its transforms.
     """
 
     uniform: NDArray[np.float64]
@@ -96,11 +103,11 @@ class Draws:
 
 @dataclass(frozen=True)
 class Changes:
-    """The random changes of a recipe.
+    """The random changes that a recipe makes to training images.
 
     Attributes:
-        table: what may change.
-        transforms: those that it names, built.
+        table: the recipe's `[augmentation]`.
+        transforms: its transforms, built.
     """
 
     table: Augmentation
@@ -108,11 +115,11 @@ class Changes:
 
     @property
     def active(self) -> bool:
-        """Whether anything is changed at all."""
+        """True if the recipe changes images at all."""
         return self.table.active
 
     def draw(self, seed: int, epoch: int, batch: int, size: int) -> Draws:
-        """Return what decides the changes of a batch of `size` rows."""
+        """Return the draws that determine the changes to a batch of `size` rows."""
         random = np.random.default_rng([seed % 2**64, epoch, batch, _SEEDS])
         return Draws(draw_changes(seed, epoch, batch, size), random.integers(2**62, size=size))
 
@@ -121,8 +128,7 @@ class Changes:
     ) -> NDArray[np.uint8]:
         """Return pixels (channels, H, W) of a decoded image after its random changes.
 
-        A random crop is taken from the whole image, and takes the place of `preprocessing`'s resize
-        and centre crop.
+        A random crop of the whole image replaces `preprocessing`'s resize and centre crop.
         """
         if self.table.crop_scale is None:
             pixels = preprocessing(image)
@@ -130,7 +136,7 @@ class Changes:
             from torchvision.transforms import InterpolationMode
             from torchvision.transforms.v2 import functional
 
-            # grey or RGB first: a palette cannot be interpolated
+            # Convert to grey or RGB first, because a palette cannot be interpolated.
             image = to_mode(image, "L" if preprocessing.channels == 1 else "RGB")
             box = crop_box(
                 draws.uniform,
@@ -159,9 +165,10 @@ class Changes:
         return pixels
 
     def transformed(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
-        """Return pixels (B, channels, H, W) after the transforms, each image by itself.
+        """Return pixels (B, channels, H, W) after transforming each image; may modify the input.
 
-        Those that are given may change.
+        Raises:
+            DataError: a transform fails, or changes size or type.
         """
         images, lent = torch.from_numpy(pixels), Drawing()
         shape, out = images.shape[1:], torch.empty_like(images)
@@ -173,7 +180,7 @@ class Changes:
                         changed = transform(image)
                 except RetrievalError:
                     raise
-                except Exception as fault:  # whatever a plugin's transform raises
+                except Exception as fault:  # a plugin's transform may raise anything
                     raise DataError(
                         f"{self._named(number)} fails: {type(fault).__name__}: {fault}"
                     ) from fault
@@ -195,17 +202,18 @@ class Changes:
         return f"[augmentation] transforms.{number} ({type(self.transforms[number]).__name__})"
 
 
-_MIX = 3  # keeps these draws apart from others of the same seed, epoch and batch
+_MIX = 3  # makes these draws independent of others with the same seed, epoch and batch
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What a batch's images are mixed with.
+    """How a batch's images are mixed with one another.
 
     Attributes:
-        partner: (B,) for each row the one that is mixed in.
-        weight: of a row's own label, and of its own pixels; the partner's is the rest.
-        box: rows and columns that come from the partner whole; None: all pixels are weighted means.
+        partner: (B,), the row that is mixed into each row.
+        weight: weight of a row's own label and pixels; the partner's is 1 − weight.
+        box: rows and columns that are copied from the partner; `None` if all pixels are weighted
+            means.
     """
 
     partner: NDArray[np.int64]
@@ -216,7 +224,7 @@ class Mix:
     def drawn(
         cls, table: Augmentation, key: tuple[int, int, int], size: int, shape: tuple[int, int]
     ) -> Mix | None:
-        """Return what a batch is mixed with, by (seed, epoch, batch); None for no mixing."""
+        """Draw the mix of a batch by (seed, epoch, batch); return None if nothing is mixed."""
         if table.mix is None:
             return None
         random = np.random.default_rng([key[0] % 2**64, *key[1:], _MIX])
@@ -236,7 +244,7 @@ class Mix:
         return cls(partner, 1 - area / (shape[0] * shape[1]), (rows, columns))
 
     def of(self, images: NDArray[np.uint8], partners: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return images (B, channels, H, W) with others mixed in."""
+        """Return images (B, channels, H, W) with their partners' images mixed in."""
         if self.box is None:
             mean = self.weight * images.astype(np.float32) + (1 - self.weight) * partners.astype(
                 np.float32
@@ -249,12 +257,12 @@ class Mix:
 
 @dataclass(frozen=True)
 class MixedLabels:
-    """The labels of images of which each is two.
+    """The two labels of each mixed image.
 
     Attributes:
-        own: (B,) class ids.
-        other: (B,) those of what is mixed in.
-        weight: of the first; the second's is the rest.
+        own: class ids (B,) of the images.
+        other: class ids (B,) of the images mixed in.
+        weight: weight of `own`; that of `other` is 1 − weight.
     """
 
     own: Tensor
@@ -265,19 +273,19 @@ class MixedLabels:
         return len(self.own)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
-        """Return them on a device."""
+        """Return the labels on a device."""
         own, other = (
             labels.to(device, non_blocking=non_blocking) for labels in (self.own, self.other)
         )
         return type(self)(own, other, self.weight)
 
     def pin_memory(self) -> Self:
-        """Return them in memory that a GPU copies from while the CPU goes on."""
+        """Return the labels in pinned memory, which a GPU copies asynchronously."""
         return type(self)(self.own.pin_memory(), self.other.pin_memory(), self.weight)
 
 
 Labels = Tensor | MixedLabels
-"""What `TrainBatches` gives with a batch's inputs."""
+"""The labels of a training batch."""
 
 
 _LENT: frozenset[Any] = frozenset(
@@ -309,7 +317,7 @@ _LENT: frozenset[Any] = frozenset(
         "uniform_",
     )
 )
-"""What draws, and takes a generator by name."""
+"""Random functions of torch with an argument `generator`."""
 _INSTEAD: Mapping[Any, str] = {
     torch.rand_like: "torch.rand(x.shape)",
     torch.randn_like: "torch.randn(x.shape)",
@@ -318,15 +326,13 @@ _INSTEAD: Mapping[Any, str] = {
     torch.manual_seed: "no seed of its own",
     torch.seed: "no seed of its own",
 }
-"""What draws and takes none, or changes the generator that the model draws from; and what to use
-instead.
-"""
+"""Replacements for functions without that argument, or that change the global generator."""
 
 
 class Drawing(TorchFunctionMode):
-    """Lends a generator to calls in this thread that would draw from the global one.
+    """Context manager in which torch's random functions draw from a generator of its own.
 
-    Other threads draw as ever. Several `with` blocks of one seed go on where the last one stopped.
+    It affects only this thread. A further `with` block continues the sequence of the last one.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -334,13 +340,13 @@ class Drawing(TorchFunctionMode):
         self.generator = torch.Generator().manual_seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Begin anew, with a seed of 64 bits."""
+        """Restart the generator with a 64-bit seed."""
         self.generator.manual_seed(seed)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call what is called."""
+        """Call a torch function, with this object's generator if the function draws."""
         if func in _LENT and not (kwargs and kwargs.get("generator") is not None):
             if func in _BY_PLACE and len(args) < _BY_PLACE[func]:
                 return func(*args, self.generator)
@@ -358,13 +364,13 @@ _BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamm
 
 
 _AFTERWARDS = ("transform", "_apply_image_or_video_transform")
-"""What torchvision's transforms call when they have drawn."""
+"""Methods that torchvision's transforms call after drawing."""
 
 
 def without_asking(transform: Any) -> Any:
-    """Return a copy of torchvision's own transform that changes images outside `Drawing`.
+    """Return a copy of a torchvision transform that changes images outside `Drawing`, for speed.
 
-    Whoever writes a subclass may draw anywhere, so it is not one of torchvision's own.
+    A user's subclass is returned unchanged, because it may draw in any method.
     """
     if not type(transform).__module__.startswith("torchvision.transforms.v2."):
         return transform
@@ -373,21 +379,21 @@ def without_asking(transform: Any) -> Any:
     for name in _AFTERWARDS:
         if hasattr(copied, name):
             own[name] = _Outside(copied, name)
-    if isinstance(own.get("transforms"), list):  # of RandomApply and its like
+    if isinstance(own.get("transforms"), list):  # RandomApply and similar containers
         own["transforms"] = [without_asking(inner) for inner in own["transforms"]]
     return copied
 
 
 class _Outside:
-    """A method of a transform, which no mode of torch's functions sees.
+    """A transform's method that runs outside any torch function mode.
 
-    It goes to processes that decode, as a closure could not.
+    This is a class because, unlike a closure, it can be sent to worker processes.
     """
 
     def __init__(self, transform: Any, name: str) -> None:
         self.transform, self.name = transform, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the transform's method."""
         with torch._C.DisableTorchFunction():
             return getattr(type(self.transform), self.name)(self.transform, *args, **kwargs)

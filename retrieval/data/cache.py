@@ -1,9 +1,9 @@
 """Features of a frozen backbone, computed once and kept on disk.
 
-A cache entry is a folder with `features.f32`, rows of float32, and `journal.jsonl`: a first line
-that says what the entry holds, then one line with the checksum of each finished block of rows. What
-the journal does not vouch for, or what no longer has its checksum, is computed (again). So an
-interrupted run goes on where it stopped, and a damaged file is mended.
+A cache entry is a folder with `features.f32`, rows of float32, and `journal.jsonl`. The journal's
+first line describes the entry; each further line has the checksum of a finished block of rows.
+Blocks without a line or with a wrong checksum are computed (again). An interrupted run therefore
+continues where it stopped, and a damaged file is repaired.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# also of the pixels: raise it when decoding or resizing changes, or old features are found again
+# Raise this version when the format changes, or decoding or resizing. Otherwise, outdated features
+# would be found.
 _FORMAT = 2
 _JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True)
 class Way:
-    """Another way to the same features, up to rounding; they are entries of their own.
+    """A faster way to compute the same features up to rounding, with its own cache entries.
 
     Attributes:
-        name: of the entries.
-        features: raw inputs (B, …) → features (B, F), called in several threads.
-        rows: B at most.
-        threads: how many call it, each with inputs that it decoded itself.
+        name: name of the way, part of its entries' keys.
+        features: maps raw inputs (B, …) to features (B, F); called in several threads.
+        rows: largest B.
+        threads: number of threads, each of which also decodes its inputs.
     """
 
     name: str
@@ -76,27 +77,26 @@ def frozen_features(
 ) -> NDArray[np.float32]:
     """Return features (N, F) of every item, memory-mapped, from the cache on disk or computed now.
 
-    The entry's name is a hash of the fingerprint, the preprocessing, the items' content, the batch,
-    the device's kind and the name of the quicker way, if it was taken: whatever could change a bit
-    of a feature. An entry that was begun without it is gone on with. A dataset that neither has
-    `arrays` nor names its `files` has no known content; its features are kept in a temporary file
-    and computed by each run.
+    The entry's name is a hash of everything that could change a bit of a feature: the fingerprint,
+    the preprocessing, the items' content, the batch size, the device type and, if used, the quicker
+    way. An entry begun without the quicker way is completed without it. A dataset without `arrays`
+    or `files` cannot be identified; each run computes its features into a temporary file.
 
     Args:
-        backbone_features: raw inputs, uint8 (B, channels, H, W) or float32 (B, F'), on `device` →
-            features (B, F). The caller puts the backbone into evaluation mode.
+        backbone_features: maps raw inputs on `device`, uint8 (B, channels, H, W) or float32
+            (B, F'), to features (B, F). The backbone must be in evaluation mode.
         dataset: the items.
-        preprocessing: the backbone's; None for vectors.
+        preprocessing: the backbone's preprocessing, or `None` for vectors.
         fingerprint: identifies the backbone and its weights.
-        device: where `backbone_features` computes.
-        batch: items at a time.
-        folder: the cache; by default `cache_folder()`.
-        progress: whether to show how far it is on stderr.
-        quicker: taken in place of `backbone_features`, unless it refuses with a `BundleError` or a
+        device: device of `backbone_features`.
+        batch: number of items at a time.
+        folder: the cache folder; the default is `cache_folder()`.
+        progress: whether to show progress on stderr.
+        quicker: used instead of `backbone_features`, unless it raises a `BundleError` or
             `MissingDependency`.
 
     Returns:
-        The features; writing to them changes memory only, never the file.
+        The features. Writing to them changes memory only, never the file.
 
     Raises:
         DataError: an item cannot be read, a feature is not finite, or the cache cannot be written.
@@ -131,7 +131,7 @@ def _key(parts: list[Any]) -> str:
 def _in_threads(
     way: Way, raw: RawInputs, batch: int, items: NDArray[np.int64]
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield the features of items, `batch` at a time; each thread decodes and computes."""
+    """Yield the features of items, `batch` at a time, decoding and computing in each thread."""
     blocks = [items[i : i + batch] for i in range(0, len(items), batch)]
     shares = (block[i : i + way.rows] for block in blocks for i in range(0, len(block), way.rows))
 
@@ -146,7 +146,7 @@ def _in_threads(
 def _filled(
     place: Path | None, dataset: Dataset, batch: int, compute: Compute, progress: bool
 ) -> NDArray[np.float32]:
-    """Return the features of an entry, or of a temporary one, after computing what it lacks."""
+    """Return an entry's features after computing missing ones; without a place, use a temporary."""
 
     def computed(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
         blocks = compute(items)
@@ -155,7 +155,7 @@ def _filled(
                 features = next(blocks)
             except StopIteration:
                 return
-            except OSError as error:  # a dataset's own: the cache has nothing to do with it
+            except OSError as error:  # from the dataset, not from the cache
                 raise DataError(f"An item of the dataset cannot be read: {error}.") from error
             yield features
 
@@ -184,7 +184,7 @@ def _filled(
 
 
 class _Entry:
-    """One cache entry, open for this process alone."""
+    """One cache entry, locked by this process."""
 
     def __init__(self, folder: Path, dataset: Dataset, batch: int) -> None:
         self.data, self.journal = folder / "features.f32", folder / _JOURNAL
@@ -192,7 +192,7 @@ class _Entry:
         self.blocks = -(-len(dataset) // batch)
 
     def fill(self, compute: Compute, progress: bool) -> NDArray[np.float32]:
-        """Compute the blocks that are missing or damaged, and return all features."""
+        """Compute missing and damaged blocks, and return all features."""
         width, done = self._verified()
         missing = [block for block in range(self.blocks) if block not in done]
         if missing:
@@ -200,12 +200,12 @@ class _Entry:
         if not self.blocks:
             return np.empty((0, width), np.float32)
         shape = (len(self.dataset), width)
-        # "c": what the caller writes stays with the caller, and torch takes the array without a
-        # warning
+        # Mode "c" (copy on write): the caller's changes do not reach the file, and torch accepts
+        # the array without a warning.
         return np.memmap(self.data, dtype=np.float32, mode="c", shape=shape)
 
     def _verified(self) -> tuple[int, set[int]]:
-        """Return the width and the blocks whose checksums hold; warn of damaged ones."""
+        """Return the width and the blocks with correct checksums; warn of damaged ones."""
         try:
             lines = self.journal.read_bytes().split()
         except FileNotFoundError:
@@ -241,7 +241,7 @@ class _Entry:
                 len(sums),
                 self.data.parent,
             )
-        if not sound:  # the blocks are damaged, so the header may be, too
+        if not sound:  # all blocks are damaged, so the header may be too
             self.journal.unlink()
             return 0, sound
         return width, sound
@@ -261,8 +261,8 @@ class _Entry:
             self.journal.open("a", encoding="utf-8") as journal,
             Meter("features", len(items), "items", show=progress) as meter,
         ):
-            journal.write("\n")  # ends a line that an interrupted run left torn
-            # plain writes: on a full disk, writing to mapped memory would kill the process
+            journal.write("\n")  # ends a line that an interrupted run left incomplete
+            # Use plain writes: with a full disk, writing to mapped memory would kill the process.
             for block, features in zip(missing, compute(items), strict=True):
                 self._check(block, features, width)
                 if width == 0:
@@ -303,7 +303,7 @@ class _Entry:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return a journal line; None when it was torn or damaged."""
+    """Return a journal line's content, or None if it is incomplete or damaged."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -322,10 +322,10 @@ def _checksum(content: bytes) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time fill an entry; the others wait, and then find it filled."""
+    """Context manager that lets one process at a time fill an entry, while others wait."""
     try:
         import fcntl
-    except ImportError:  # no such locks on Windows: two processes compute the same numbers twice
+    except ImportError:  # Windows has no such locks: two processes may do the same work
         yield
         return
     with path.open("w") as file:
@@ -340,19 +340,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def dataset_identity(dataset: Dataset) -> str | None:
-    """Return a hash of the items in order; None where only reading all would tell.
+    """Return a hash of a dataset's items in order, or None without `arrays` and `files`.
 
-    Arrays are hashed whole; files (`dataset.files`) by path, size and time of change, with the
-    boxes that are cut from them.
+    Arrays are hashed in full, files by path, size, modification time and the boxes cut from them.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{dataset.kind} {len(dataset)}\n".encode())
     if dataset.arrays is not None:
         array = dataset.arrays
         digest.update(f"{array.dtype.str} {array.shape}\n".encode())
-        rows = max(
-            1, (1 << 24) // max(1, array[:1].nbytes)
-        )  # a mapped array need not fit in memory
+        # Hash in blocks, because a memory-mapped array may not fit in memory.
+        rows = max(1, (1 << 24) // max(1, array[:1].nbytes))
         for start in range(0, len(array), rows):
             digest.update(np.ascontiguousarray(array[start : start + rows]).data.cast("B"))
         return digest.hexdigest()
@@ -368,7 +366,7 @@ def dataset_identity(dataset: Dataset) -> str | None:
 
 
 def files_identity(files: Iterable[Path]) -> str:
-    """Return a hash of files by path, size and time of change, in their order."""
+    """Return a hash of files in order, by path, size and modification time."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         try:

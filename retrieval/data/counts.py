@@ -1,4 +1,4 @@
-"""Whether data are as many as their makers published."""
+"""Comparison of a data set's numbers of images and classes with the published ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Counts = Literal["published", "any"]
-"""Whether a data set's numbers must be the published ones."""
+"""Whether a data set must have the published numbers of images and classes."""
 
 
 class Count(NamedTuple):
-    """Images, and how many classes they are of (None: not told)."""
+    """Number of images and of their classes (None if not published)."""
 
     images: int
     classes: int | None = None
@@ -27,11 +27,11 @@ class Count(NamedTuple):
 def differing(
     published: Mapping[str, Sequence[Count]], labels: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return a sentence for each side whose numbers are not the published ones, naming both.
+    """Return a sentence for each side whose numbers differ from all published ones.
 
     Args:
-        published: by side ("" for data without sides), each count that a release or its paper has.
-        labels: by side, the labels of the images that are there.
+        published: the counts of each release or paper, by side ("" for data without sides).
+        labels: the labels of the present images, by side.
     """
     problems = []
     for side in dict.fromkeys([*published, *labels]):

@@ -1,4 +1,4 @@
-"""Datasets that hold arrays or name files: what most dataset factories return."""
+"""Datasets of arrays or files, which most dataset factories return."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Box = tuple[float, float, float, float]
-"""A part of an image: left, top, right, bottom, in pixels from its upper left corner."""
+"""Left, top, right and bottom of a part of an image, in pixels from the upper left corner."""
 
 
 class ArrayDataset(Dataset):
-    """All images, or all vectors, in one array.
+    """A dataset with all images or all vectors in one array.
 
     Args:
         arrays: images, uint8 (N, H, W) or (N, H, W, 3), or vectors, float (N, F).
         labels: one label per item.
-        keys: one name per item; the item's number by default.
+        keys: one name per item; the default is the item's number.
         kind: "image" or "features".
         splits: see `Dataset`.
         roles: see `Dataset`.
@@ -88,18 +88,17 @@ class ArrayDataset(Dataset):
 
 
 class FileDataset(Dataset):
-    """Image files, each decoded when it is asked for.
+    """A dataset of image files, each decoded when it is read.
 
     Args:
         files: one path per item.
         labels: one label per item.
-        keys: one name per item; the path by default.
+        keys: one name per item; the default is the path.
         splits: see `Dataset`.
         roles: see `Dataset`.
         metadata: see `Dataset`.
-        boxes: the part of each image that is the item, None for the whole; it is cut out when the
-            image is decoded.
-        advice: what to do about an image that cannot be read; ends the error's sentence.
+        boxes: the part of each image that is the item, or `None` for the whole image.
+        advice: what the user should do about an unreadable image; appended to the error message.
         notes: see `Dataset`.
     """
 
@@ -137,8 +136,8 @@ class FileDataset(Dataset):
 
 
 def _cut(image: Image, box: Box, key: str) -> Image:
-    """Return the part of an image in a box, whole pixels that it touches."""
-    scale = image.width / full_size(image)[0]  # a very large JPEG is decoded at a half of its size
+    """Return the part of an image in a box, including all pixels that the box touches."""
+    scale = image.width / full_size(image)[0]  # a very large JPEG is decoded at a smaller size
     box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
     left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
     right, bottom = min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))

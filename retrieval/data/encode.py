@@ -1,4 +1,4 @@
-"""Items → features and embeddings, in batches."""
+"""Compute embeddings of a dataset's items in batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from retrieval.serving.progress import Meter
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; every submodule's own mode is restored after."""
+    """Context manager: evaluation mode without gradients; restores each submodule's mode."""
     modes = {name: child.training for name, child in module.named_modules()}
     module.eval()
     try:
@@ -43,14 +43,14 @@ def encode(
     """Return the embeddings (N, C) of items, float32, on the CPU.
 
     Args:
-        model: a model; its mode is left as it was.
-        dataset: where the items are.
-        indices: which items (N,).
-        batch: items at a time.
-        device: where to run; the model's own by default.
-        progress: what to call the work where its progress is shown; None: show none.
-        from_features: whether the dataset holds the backbone's features already.
-        raw: the dataset's inputs, where they are kept between calls.
+        model: the model; its mode is restored at the end.
+        dataset: the dataset.
+        indices: the items to encode (N,).
+        batch: number of items at a time.
+        device: where the model runs; the default is the model's device.
+        progress: title of the progress display; `None` shows none.
+        from_features: whether the dataset's items are the backbone's features.
+        raw: the dataset's inputs, if the caller keeps them between calls.
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     embeddings: list[Tensor] = []
@@ -66,9 +66,9 @@ def encode(
 
 @contextlib.contextmanager
 def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
-    """On a CPU, images' channels last inside: convolutions take half to all of the time.
+    """Context manager that uses channels-last images on a CPU, which speeds up convolutions.
 
-    Kernels that were compiled stay with what they know.
+    A compiled backbone keeps the memory format that it was compiled for.
     """
     kept = model.channels_last
     if device.type == "cpu" and model.backbone._compiled_call_impl is None:
@@ -80,7 +80,7 @@ def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
 
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
-    """Return the embeddings (B, C); a net that fails with channels last is called without."""
+    """Return the embeddings (B, C); retry without channels last if the model fails with it."""
     try:
         embeddings: Tensor = model(inputs, from_features)[1]
     except RuntimeError:
@@ -94,7 +94,7 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
 def pixels(
     dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256
 ) -> Tensor:
-    """Return raw inputs as unit vectors (N, P): the baseline that needs no training."""
+    """Return raw inputs as unit vectors (N, P), a baseline without training."""
     flat = [
         chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)
     ]

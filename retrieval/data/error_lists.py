@@ -1,4 +1,4 @@
-"""Many faults of one thing in one error, and names as people sort them."""
+"""Errors that list several problems, and natural sorting of names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from retrieval.errors import DataError, listed
 
 
 def refuse(where: str, problems: Iterable[str]) -> NoReturn:
-    """Raise a `DataError` with the problems, the first ten in full.
+    """Raise a `DataError` that lists the first ten problems.
 
     Args:
-        where: what they are about, as the beginning of a sentence: "manifest.csv".
-        problems: one sentence each.
+        where: subject of the problems, such as "manifest.csv".
+        problems: one sentence per problem.
 
     Raises:
         DataError: always.
@@ -23,7 +23,7 @@ def refuse(where: str, problems: Iterable[str]) -> NoReturn:
 
 
 def some(names: Sequence[object], shown: int = 5) -> str:
-    """Return the first names, and their number if there are more: `a, b, … (12 in all)`."""
+    """Return the first names and, if there are more, the total: `a, b, … (12 in all)`."""
     text = ", ".join(str(name) for name in names[:shown])
     return text + (f", … ({len(names):,} in all)" if len(names) > shown else "")
 

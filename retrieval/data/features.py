@@ -1,6 +1,6 @@
-"""A frozen backbone's features, computed once and kept on disk, as a dataset of vectors.
+"""A frozen backbone's features, computed once and cached on disk, as a dataset of vectors.
 
-On a CPU, ONNX Runtime computes them (`OnnxBackbone`) in a fraction of the time that torch takes.
+On a CPU, ONNX Runtime computes them (`OnnxBackbone`) much faster than torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FeatureDataset(Dataset):
     """The features (N, F) of another dataset's items, with its labels and splits.
 
     Args:
-        source: the dataset whose items they are.
-        features: (N, F) float32.
+        source: the other dataset.
+        features: features (N, F), float32, one row per item.
     """
 
     kind = "features"
@@ -95,11 +95,11 @@ def _by_onnxruntime(model: Model, dataset: Dataset, device: torch.device) -> Way
 
 
 def fingerprint(backbone: Backbone) -> str:
-    """Return a SHA-256 of a backbone's class, weights, buffers and its modules' values.
+    """Return a SHA-256 of a backbone's class, weights, buffers and its modules' attributes.
 
-    A module's numbers, strings, tensors, arrays and collections of them count, since its `repr`
-    need not show them. Of any other object its class counts alone: an address in memory would give
-    each process a fingerprint of its own.
+    The hash covers numbers, strings, tensors, arrays and collections of them, because a module's
+    `repr` may not show them. Of other objects it covers only the class, because their `repr` may
+    contain a memory address.
     """
     digest = hashlib.sha256(
         f"{type(backbone).__module__}.{type(backbone).__qualname__} {backbone}".encode()
@@ -117,7 +117,7 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """Yield what a value is, the same in every process."""
+    """Yield bytes that identify a value and are the same in every process."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)} ".encode()
         yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -139,26 +139,24 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 LEAST = 1 << 24
-"""Numbers that the images hold together, pixels times channels: with fewer, making the graph takes
-longer than it saves.
-"""
+"""Smallest number of pixels times channels of all images for which making the graph saves time."""
 
 _AT_ONCE, _MOST = 1 << 17, 64
-"""Numbers of the images that go through the graph at once, and how many images at most: what lies
-between the nodes stays in the processor's cache.
+"""Largest pixels times channels, and largest number of images, that go through the graph at once.
+
+Intermediate results then stay in the CPU cache.
 """
 
 TRIED = 8
-"""Items whose features are compared with torch's."""
+"""Number of items whose features are compared with torch's."""
 
 
 def way_of(
     dataset: Dataset, preprocessing: Preprocessing | None, device: torch.device
 ) -> str | None:
-    """Return which ONNX Runtime computes the features of a dataset; None where torch does.
+    """Return the ONNX Runtime version that computes a dataset's features, or None for torch.
 
-    It is known without a look at the clock, so that the same recipe has the same features each
-    time.
+    The choice does not depend on timing, so a recipe always gets the same features.
     """
     if preprocessing is None or device.type != "cpu":
         return None
@@ -171,14 +169,14 @@ def way_of(
 
 
 class OnnxBackbone:
-    """A backbone as a graph for a fixed number of images, made at first use; thread-safe.
+    """A backbone as an ONNX graph for a fixed number of images, made on first use; thread-safe.
 
-    With a number that is fixed, sizes are constants to the exporter: of TensorFlow's padding
-    nothing is left in the graph.
+    With a fixed number, all sizes are constants for the exporter, which removes the nodes of
+    TensorFlow's padding from the graph.
 
     Args:
-        model: whose backbone; in evaluation mode on the CPU when it is called.
-        samples: gives raw inputs, uint8 (N, channels, H, W), on which torch and ONNX Runtime are
+        model: the model with the backbone; in evaluation mode on the CPU during calls.
+        samples: returns raw inputs, uint8 (N, channels, H, W), on which torch and ONNX Runtime are
             compared.
     """
 
@@ -191,8 +189,10 @@ class OnnxBackbone:
         self.rows = max(1, min(_MOST, _AT_ONCE // int(np.prod(self._shape))))
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return features (B, F), float32, of raw pixels (B, channels, H, W), uint8, B at most
-        `rows`.
+        """Return float32 features (B, F) of raw uint8 pixels (B, channels, H, W), B ≤ `rows`.
+
+        Raises:
+            BundleError: the graph cannot be made or run, or does not agree with torch.
         """
         with self._lock:
             if self._session is None:
@@ -213,7 +213,7 @@ class OnnxBackbone:
         return rows
 
     def _agreed(self) -> Any:
-        """Return a session whose features agree with torch's, for one item and for many."""
+        """Return a session after checking its features against torch's, for one item and many."""
         from retrieval.model.graph import (
             OPSET,
             TOLERANCE,
@@ -235,8 +235,8 @@ class OnnxBackbone:
             module = FeatureEncoder(self._model).eval()
             (reference,) = module(torch.from_numpy(samples))
             example = torch.from_numpy(np.resize(samples, (self.rows, *self._shape)))
-            # the older exporter: it takes a second where the other takes sixteen, and of fixed
-            # sizes its graphs are as fast
+            # The older exporter takes one second instead of sixteen, and with fixed sizes its
+            # graphs are as fast.
             proto = to_onnx(module, (example,), signature, opset=OPSET, exporter="torchscript")
         opened = session(proto.SerializeToString(), threads=1)
         expected = reference.numpy().astype(np.float64)

@@ -1,4 +1,4 @@
-"""What is wrong with a set of data, as text for people and as JSON."""
+"""Problems found in a data set, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TEST = ("query", "gallery")  # roles of the test side
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An item that is looked at.
+    """An item of the checked data.
 
     Attributes:
-        name: its path or key.
-        label: None where it has none.
-        side: "train", "validation", "test", "query" or "gallery"; of several sources the source's
-            name; "" for none.
+        name: path or key of the item.
+        label: the item's label, or `None`.
+        side: "train", "validation", "test", "query" or "gallery"; the source's name if there are
+            several sources; "" without a split.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Items that are the same, or two that are nearly.
+    """A group of identical items, or a pair of near duplicates.
 
     Attributes:
-        items: their numbers, ascending.
-        by: what they share: "bytes" of files, "pixels", "numbers" of vectors; or what is near:
-            their "picture", or what a "model" gives.
-        distance: 0 of what is the same.
+        items: the items' numbers, ascending.
+        by: how the items compare: identical file "bytes", "pixels" or "numbers" of vectors, or
+            similar by small "picture" or by a "model"'s embeddings.
+        distance: distance of near duplicates; 0 for identical items.
     """
 
     items: tuple[int, ...]
@@ -48,21 +48,21 @@ class Alike:
 
 @dataclass(frozen=True, repr=False)
 class Findings:
-    """What `check_data` found.
+    """The problems that `check_data` found.
 
     Attributes:
-        checked: what was looked at.
-        subjects: every item.
-        broken: items that cannot be read: number, and why.
-        same: groups of items with the same bytes, pixels or numbers.
-        near: pairs of items that are nearly the same, each of which differs from the other.
-        within: the largest distance of a pair, by what is compared.
-        lone: labels with one item.
-        spelt: labels that differ in case, spaces, Unicode form or a number's form (1, 1.0, 01)
-            alone.
-        complete: False where there were so many pairs that the search was ended.
-        notes: what else the user should know, a sentence each.
-        flat: 16-bit images of which few levels are left in 8 bits: number, and why.
+        checked: name of the checked data.
+        subjects: all items.
+        broken: number of each unreadable item, and the reason.
+        same: groups of items with identical bytes, pixels or numbers.
+        near: pairs of items that are similar but not identical.
+        within: largest distance of a pair, by `Alike.by`.
+        lone: labels with only one item.
+        spelt: groups of labels that differ only in case, spaces, Unicode form or number format
+            (1, 1.0, 01).
+        complete: False if the search stopped because of too many pairs.
+        notes: further sentences for the user.
+        few_levels: number of each 16-bit image that keeps few levels in 8 bits, and the reason.
     """
 
     checked: str
@@ -75,26 +75,28 @@ class Findings:
     spelt: Sequence[tuple[str, ...]]
     complete: bool = True
     notes: Sequence[str] = ()
-    flat: Sequence[tuple[int, str]] = ()
+    few_levels: Sequence[tuple[int, str]] = ()
 
     def __repr__(self) -> str:
         return self.text()
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was found."""
-        return not (self.broken or self.flat or self.same or self.near or self.lone or self.spelt)
+        """True if no problems were found."""
+        return not (
+            self.broken or self.few_levels or self.same or self.near or self.lone or self.spelt
+        )
 
     def leaks(self, alike: Alike) -> bool:
         """Return whether items lie on different sides of the split; query and gallery are one."""
         return len(self._sides(alike.items)) > 1
 
     def contradicts(self, alike: Alike) -> bool:
-        """Return whether items have different labels; none is no other label."""
+        """Return whether items have different labels; items without a label do not count."""
         return len({self.subjects[i].label for i in alike.items} - {None}) > 1
 
     def across(self, labels: Sequence[str]) -> bool:
-        """Return whether labels that are spelt differently are on different sides of the split."""
+        """Return whether similar labels are on different sides of the split."""
         sides = [
             self._sides(i for i, subject in enumerate(self.subjects) if subject.label == label)
             for label in labels
@@ -106,7 +108,7 @@ class Findings:
         return {"test" if side in _TEST else side for side in sides}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values; `retrieval data check --output` writes them as JSON."""
+        """Return the findings as JSON values, as written by `retrieval data check --output`."""
         sides = Counter(entry.side for entry in self.subjects if entry.side)
         return {
             "checked": self.checked,
@@ -118,7 +120,7 @@ class Findings:
             "counts": self.counts(),
             "notes": list(self.notes),
             "broken": [{**self._item(i), "why": why} for i, why in self.broken],
-            "few_levels": [{**self._item(i), "why": why} for i, why in self.flat],
+            "few_levels": [{**self._item(i), "why": why} for i, why in self.few_levels],
             "same": [self._alike(entry) for entry in self.same],
             "near": [{**self._alike(entry), "distance": entry.distance} for entry in self.near],
             "labels_of_one_item": list(self.lone),
@@ -128,11 +130,11 @@ class Findings:
         }
 
     def counts(self) -> dict[str, int]:
-        """Return how many of each kind were found."""
+        """Return the number of problems of each kind."""
         every = [*self.same, *self.near]
         return {
             "broken": len(self.broken),
-            "few_levels": len(self.flat),
+            "few_levels": len(self.few_levels),
             "same": len(self.same),
             "items_too_many": sum(len(alike.items) - 1 for alike in self.same),
             "near": len(self.near),
@@ -146,7 +148,7 @@ class Findings:
         """Return the findings as text, `shown` lines of each kind, leaks and label errors first."""
         lines = [self._head(), *(f"note: {note}" for note in self.notes)]
         lines += _part(_BROKEN, [why for _, why in self.broken], shown)
-        lines += _part(_FLAT, [why for _, why in self.flat], shown)
+        lines += _part(_FEW_LEVELS, [why for _, why in self.few_levels], shown)
         for by, title in _TITLES.items():
             group = [alike for alike in (*self.same, *self.near) if alike.by == by]
             far = f" (within {self.within[by]:.3g})" if by in self.within else ""
@@ -169,7 +171,7 @@ class Findings:
             lines.append(
                 "There are more pairs than can be listed: ask for a smaller distance (--within)."
             )
-        return "\n".join([*lines, *(["Nothing was found."] if self.clean else [])])
+        return "\n".join([*lines, *(["No problems found."] if self.clean else [])])
 
     def _head(self) -> str:
         sides = Counter(subject.side for subject in self.subjects if subject.side)
@@ -224,10 +226,10 @@ class Findings:
 
 
 _NAMED = 6
-"""Items of a group that a line names."""
-_Title = tuple[str, str]  # of one, and of several
+"""Largest number of a group's items on one line."""
+_Title = tuple[str, str]  # singular and plural
 _BROKEN = ("item cannot be read", "items cannot be read")
-_FLAT = ("16-bit image loses most of its levels", "16-bit images lose most of their levels")
+_FEW_LEVELS = ("16-bit image loses most of its levels", "16-bit images lose most of their levels")
 _TITLES: dict[By, _Title] = {
     "bytes": ("group of files is the same", "groups of files are the same"),
     "pixels": (
@@ -241,18 +243,18 @@ _TITLES: dict[By, _Title] = {
 _LONE = ("label has one item", "labels have one item")
 _SPELT = (
     (
-        "group of labels is likely one class: it differs in case, spaces, Unicode form or a"
-        " number's form alone"
+        "group of labels is likely one class: the labels differ only in case, spaces, Unicode form"
+        " or number format"
     ),
     (
-        "groups of labels are likely one class each: they differ in case, spaces, Unicode form or a"
-        " number's form alone"
+        "groups of labels are likely one class each: their labels differ only in case, spaces,"
+        " Unicode form or number format"
     ),
 )
 
 
 def _part(title: _Title, lines: Iterable[str], shown: int, about: str = "") -> list[str]:
-    """Return a heading with the number of lines and the first of them; nothing for none."""
+    """Return a heading with the number of lines, and the first lines; empty without any."""
     every = list(lines)
     if not every:
         return []
@@ -262,15 +264,15 @@ def _part(title: _Title, lines: Iterable[str], shown: int, about: str = "") -> l
 
 
 def lone_labels(subjects: Sequence[Subject]) -> list[str]:
-    """Return the labels with one item, in their order."""
+    """Return the labels with only one item, in order of appearance."""
     counts = Counter(subject.label for subject in subjects if subject.label is not None)
     return [label for label, number in counts.items() if number == 1]
 
 
 def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
-    """Return groups of labels that differ only in case, spaces, Unicode or number form.
+    """Return groups of labels that differ only in case, spaces, Unicode form or number format.
 
-    Most likely each group is one class, written in several ways.
+    Each group is most likely one class.
     """
     groups: defaultdict[str | Decimal, list[str]] = defaultdict(list)
     for label in dict.fromkeys(subject.label for subject in subjects if subject.label is not None):

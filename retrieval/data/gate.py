@@ -1,4 +1,4 @@
-"""The check that every dataset passes: labels, keys and finite numbers."""
+"""The check of every dataset: labels, unique keys and finite numbers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BLOCK_BYTES = 1 << 24
 
 
 def usable(dataset: D, where: str) -> D:
-    """Return a dataset whose items can be used.
+    """Return a dataset after checking that its items can be used.
 
     Args:
-        dataset: the items.
-        where: what the error names, as the beginning of a sentence: the file, or the dataset.
+        dataset: the dataset.
+        where: subject of the error message: the file or the dataset.
 
     Raises:
-        DataError: with every problem: vectors that are not finite, items without a label, equal
-            keys.
+        DataError: vectors are not finite, items have no label, or keys are equal; the message lists
+            every problem.
     """
     problems = []
     if dataset.kind == "features" and dataset.arrays is not None:
@@ -49,17 +49,17 @@ def usable(dataset: D, where: str) -> D:
 
 
 def is_missing(label: Any) -> bool:
-    """Return whether a value stands for no label: None, blank text, NaN or pandas' NA."""
+    """Return whether a value means a missing label: None, blank text, NaN or pandas' NA."""
     if label is None or isinstance(label, str):
         return not (label and label.strip())
     try:
-        return bool(label != label)  # NaN alone differs from itself
-    except (TypeError, ValueError):  # pandas' NA compares with nothing
+        return bool(label != label)  # only NaN differs from itself
+    except (TypeError, ValueError):  # pandas' NA cannot be compared
         return True
 
 
 def _not_finite(vectors: NDArray[Any]) -> list[str]:
-    """Return what is wrong with the numbers of vectors (N, F), which may be mapped from a file."""
+    """Return problems of vectors (N, F) with numbers that are not finite."""
     rows = max(1, _BLOCK_BYTES // max(1, vectors[:1].nbytes))
     bad: list[int] = []
     for start in range(0, len(vectors), rows):

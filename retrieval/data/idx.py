@@ -1,4 +1,4 @@
-"""The idx format of the MNIST family: big-endian header, then bytes; plain or gzipped."""
+"""The idx format of the MNIST family: a big-endian header, then bytes; plain or gzipped."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _LIMIT = 1 << 31
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """Return the array of an idx file of unsigned bytes.
+    """Return the array in an idx file of unsigned bytes.
 
-    The header (Y. LeCun's page of MNIST): two zero bytes, the type's code, the number of
-    dimensions, then the length of each as 32 bits.
+    The header consists of two zero bytes, the type's code, the number of dimensions, and the length
+    of each dimension as 32 bits (Y. LeCun's MNIST page).
 
     Args:
-        path: the file; a name that ends in `.gz` is decompressed.
-        dimensions: how many the array must have.
+        path: the file; `.gz` files are decompressed.
+        dimensions: expected number of dimensions.
 
     Raises:
-        DataError: missing, damaged, cut short, or of another type or number of dimensions.
+        DataError: the file is missing, damaged, cut short, or of another type or number of
+            dimensions.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -49,7 +50,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
                 raise DataError(
                     f"{path} says that it holds {size:,} bytes; the limit is {_LIMIT:,}."
                 )
-            content = file.read(size + 1)  # one more than there should be shows that there is more
+            content = file.read(size + 1)  # one byte more than expected, to detect a longer file
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise DataError(f"{path} cannot be read: {reason}.") from error

@@ -1,4 +1,4 @@
-"""A few held-out inputs that a run keeps, so that it can be exported once its data are gone."""
+"""A few held-out inputs that a run stores, so that it can be exported without its data."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 FORMAT = "retrieval inputs 1"
 ITEMS = 512
-"""At most so many items verify a bundle, and at most so many calibrate."""
+"""Largest number of items for verifying a bundle, and for calibration."""
 
 MOST_ITEMS, MOST_BYTES = 64, 8 << 20
-"""How many are kept at most, and how large they are together."""
+"""Largest number of stored items, and their largest total size in bytes."""
 
 
 class KeptInputs(Dataset):
-    """Held-out inputs as the encoder takes them, of a dataset that need not be there any more."""
+    """Held-out inputs in the encoder's format, from a dataset that may no longer exist."""
 
     def __init__(self, kind: Any, inputs: NDArray[Any], labels: list[str]) -> None:
         self.kind = kind
@@ -39,12 +39,12 @@ class KeptInputs(Dataset):
             self.arrays = inputs
 
     def __getitem__(self, index: int) -> NDArray[Any]:
-        """Return the input itself."""
+        """Return an input of the encoder."""
         row: NDArray[Any] = self.inputs[index]
         return row
 
     def splits_of(self, why: str) -> Splits:
-        """Return splits with all items on the test side, and a note that says why."""
+        """Return splits with all items on the test side, and `why` as a note."""
         classes = sorted(set(self.labels))
         none = np.empty(0, np.int64)
         numbers = np.array([classes.index(label) for label in self.labels], np.int64)
@@ -52,7 +52,7 @@ class KeptInputs(Dataset):
 
 
 def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing | None) -> bytes:
-    """Return a few held-out inputs with their labels as the content of a file."""
+    """Return the content of a safetensors file with a few held-out inputs and their labels."""
     raw = RawInputs(dataset, preprocessing, budget=0)
     held_out = splits.held_out
     size = raw.batch(held_out[:1]).nbytes
@@ -63,7 +63,11 @@ def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing |
 
 
 def read_inputs(path: Path) -> KeptInputs:
-    """Return the inputs that a run keeps."""
+    """Return the inputs in a file of `pack_inputs`.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -90,9 +94,9 @@ def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]
 def by_class(
     indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS
 ) -> NDArray[np.int64]:
-    """Return up to `number` of the indices, in whole classes where they are small.
+    """Return up to `number` of the indices, whole classes if these are small.
 
-    Classes are taken evenly spaced; with few large classes, items of each.
+    The classes, and the items of a large class, are evenly spaced.
     """
     if len(indices) <= number:
         return indices

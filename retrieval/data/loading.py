@@ -1,8 +1,8 @@
 """Batches: P classes × M items for training, in order for evaluation.
 
-`RawInputs` gives items as a `Model` takes them, `draw_epoch` says which items make each training
-batch, `BatchMaker` makes one batch, here or in a process of `Workers`; `TrainBatches` and `inputs`
-are what the other rooms use.
+Other modules use `TrainBatches` and `inputs`. `RawInputs` returns items as inputs of a `Model`,
+`draw_epoch` chooses the items of each training batch, and `BatchMaker` makes a batch in this
+process or in one of `Workers`.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     from retrieval.serving.images import Preprocessing
 
 BUDGET = 1 << 30
-"""Bytes of decoded pixels that are kept in memory at most."""
-# Several parts for each thread, because some images take longer.
+"""Largest number of bytes of decoded pixels kept in memory."""
+# Each thread gets several parts, because some images take longer.
 _PARTS_PER_THREAD = 4
 _TIMED_ITEMS = 4
-# Threads pay from here on: below, they wait for one another and cost twice the CPU time.
+# Use threads from this time per item on; below it, they cost twice the CPU time and wait.
 _SECONDS_WORTH_A_THREAD = 0.4e-3
 
 
 class RawInputs:
-    """What the encoder is given for a dataset's items.
+    """A dataset's items as inputs of the encoder.
 
-    Where the dataset has its items in an array that needs no preprocessing, batches are slices of
-    it. Elsewhere preprocessed pixels are kept in memory once made, when those of all items fit.
+    If the dataset's array needs no preprocessing, batches are slices of it. Otherwise preprocessed
+    pixels are kept in memory, if those of all items fit.
 
     Args:
-        dataset: the items; `dataset[i]` is called from several threads.
-        preprocessing: the backbone's; None for vectors.
+        dataset: the dataset; `dataset[i]` is called from several threads.
+        preprocessing: the backbone's preprocessing, or `None` for vectors.
         budget: largest size of the kept pixels, in bytes.
 
     Raises:
-        DataError: images for a backbone of vectors, or the other way round.
+        DataError: the dataset has images and the backbone takes vectors, or vice versa.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class RawInputs:
 
     @property
     def in_memory(self) -> bool:
-        """Whether batches are slices of an array, or will be once each item was decoded."""
+        """True if batches are slices of an array, or will be once every item is decoded."""
         return self.array is not None or self._kept is not None
 
     def ready(self, indices: NDArray[np.int64]) -> bool:
-        """Whether these items cost no decoding."""
+        """Return whether none of these items must be decoded."""
         return self.array is not None or (
             self._kept is not None and bool(self._decoded[indices].all())
         )
@@ -101,7 +101,7 @@ class RawInputs:
         changes: Changes | None = None,
         draws: Draws | None = None,
     ) -> NDArray[Any]:
-        """Return inputs, uint8 (B, channels, H, W) or float32 (B, F), in memory of their own."""
+        """Return a copy of inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
         if changes is not None and changes.active and self.preprocessing is not None:
             assert draws is not None
             pre = self.preprocessing
@@ -148,8 +148,8 @@ class RawInputs:
         self._decoded[index] = True
 
     def _map(self, function: Any, jobs: Sequence[Any], work: str) -> list[Any]:
-        """Return a function's results for all jobs, in threads where one takes long enough."""
-        if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads only cost
+        """Return a function's results for all jobs; use threads if the jobs are slow enough."""
+        if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads are slower
             return [function(job) for job in jobs]
         done: list[Any] = []
         if work not in self._quick:
@@ -158,13 +158,12 @@ class RawInputs:
                 start = time.perf_counter()
                 done.append(function(job))
                 spent.append(time.perf_counter() - start)
-            self._quick[work] = (
-                median(spent[1:]) < _SECONDS_WORTH_A_THREAD
-            )  # the first one loads code
+            # Ignore the first job, which loads code.
+            self._quick[work] = median(spent[1:]) < _SECONDS_WORTH_A_THREAD
         remaining = jobs[len(done) :]
         if self._quick[work]:
             return done + [function(job) for job in remaining]
-        # to hand over each image by itself would cost a twentieth of decoding a small one
+        # Submit images in parts: submitting one costs a twentieth of decoding a small image.
         size = -(-len(remaining) // (_PARTS_PER_THREAD * _decoders())) or 1
         parts = [remaining[start : start + size] for start in range(0, len(remaining), size)]
         for part in self._threads.map(lambda part: [function(job) for job in part], parts):
@@ -176,7 +175,7 @@ class RawInputs:
         return ThreadPoolExecutor(_decoders(), thread_name_prefix="decode")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Worker processes get the dataset, and neither threads nor kept pixels."""
+        """Return the state for worker processes, without threads and kept pixels."""
         state = {k: v for k, v in self.__dict__.items() if k not in ("_threads", "_decoded")}
         return {**state, "_kept": None}
 
@@ -184,7 +183,7 @@ class RawInputs:
 def _as_inputs(
     arrays: NDArray[Any] | None, preprocessing: Preprocessing | None
 ) -> NDArray[Any] | None:
-    """Return the dataset's array as inputs, without a copy; None where items need work first."""
+    """Return the dataset's array as inputs without copying, or None if items need preprocessing."""
     if arrays is None:
         return None
     if preprocessing is None:
@@ -201,17 +200,17 @@ def _as_inputs(
 
 
 def _decoders() -> int:
-    """Return the number of decoding threads; each holds an image, so at most eight."""
+    """Return the number of decoding threads, at most eight because each holds an image."""
     return min(8, cores())
 
 
 def batches_in_epoch(items: int, sampler: Sampler) -> int:
-    """Return the batches in an epoch: the recipe's number, or items / (P × M), at least 1."""
+    """Return the number of batches in an epoch: the recipe's, or items / (P × M), at least 1."""
     return sampler.batches or max(1, items // (sampler.classes * sampler.items))
 
 
 def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
-    """Refuse more classes per batch than there are."""
+    """Raise a `DataError` if a batch takes more classes than there are."""
     classes = len(np.unique(labels))
     if classes < sampler.classes:
         raise DataError(
@@ -223,21 +222,21 @@ def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
 def draw_epoch(
     labels: NDArray[np.int64], sampler: Sampler, seed: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Return an epoch's batches, (batches, P × M) positions in `labels`, by seed and epoch.
+    """Return an epoch's batches as positions (batches, P × M) in `labels`, by seed and epoch.
 
-    The draw is pytorch-metric-learning's `MPerClassSampler`'s, to the last item: P classes at
-    random for each batch, of each M items without repetition, or with repetition where the class
-    has fewer. Items of a class stand together. Its own would draw from a generator that all threads
-    share, and loads scikit-learn, pandas and FAISS.
+    Each batch has P random classes and M random items of each, with repetition only if a class has
+    fewer. Items of a class are adjacent. The draw equals that of pytorch-metric-learning's
+    `MPerClassSampler`, which is not used because it draws from a generator shared by all threads
+    and loads scikit-learn, pandas and FAISS.
     """
     count = batches_in_epoch(len(labels), sampler)
     random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
     by_class = np.argsort(labels, kind="stable")
     firsts = np.flatnonzero(np.diff(labels[by_class], prepend=labels.min() - 1))
     lasts = np.append(firsts[1:], len(labels))
-    appearing = np.argsort(by_class[firsts])  # classes as they first appear
+    appearing = np.argsort(by_class[firsts])  # classes in order of appearance
     firsts, lasts = firsts[appearing], lasts[appearing]
-    numbers = np.arange(len(firsts))  # an array: a list is shuffled alike, and five times as long
+    numbers = np.arange(len(firsts))  # shuffling a list gives the same order, five times as slowly
     drawn = []
     for _ in range(count):
         random.shuffle(numbers)
@@ -248,7 +247,7 @@ def draw_epoch(
 
 
 class Job(NamedTuple):
-    """One process's share of one batch: of the whole batch's items, those at `share`."""
+    """One process's part of a batch: the whole batch's `items`, and the `share` to make."""
 
     items: NDArray[np.int64]
     epoch: int
@@ -258,13 +257,13 @@ class Job(NamedTuple):
 
 @dataclass
 class BatchMaker:
-    """Makes a batch's inputs from a `Job`, here or in another process.
+    """Makes a batch's inputs from a `Job`, in this or another process.
 
     Attributes:
         raw: the dataset's inputs.
-        changes: how they change.
+        changes: the random changes to images.
         seed: the run's seed.
-        size: rows of the whole batch.
+        size: number of rows of the whole batch.
     """
 
     raw: RawInputs
@@ -288,7 +287,7 @@ class BatchMaker:
         return torch.from_numpy(mix.of(pixels[: len(rows)], pixels[len(rows) :]))
 
     def mix(self, epoch: int, batch: int) -> Mix | None:
-        """Return what a batch's images are mixed with; None for no mixing and for vectors."""
+        """Return how a batch's images are mixed, or None if they are not, as for vectors."""
         if self.raw.preprocessing is None:
             return None
         key = (self.seed, epoch, batch)
@@ -296,7 +295,7 @@ class BatchMaker:
 
 
 class _Work(torch_data.Dataset[Any]):
-    """Runs in the worker: a job in, a batch out."""
+    """Dataset of the worker processes, which maps a job to a batch, or to an error message."""
 
     def __init__(self, make: BatchMaker) -> None:
         self.make = make
@@ -304,14 +303,12 @@ class _Work(torch_data.Dataset[Any]):
     def __getitem__(self, job: Job) -> Tensor | str:
         try:
             return self.make(job)
-        except (
-            DataError
-        ) as error:  # raised over there it would come back as a traceback in a string
+        except DataError as error:  # raising it here would wrap it in a traceback as text
             return str(error)
 
 
 class _Jobs(torch_data.Sampler[Any]):
-    """The jobs of the epoch under way."""
+    """The jobs of the current epoch."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -328,9 +325,9 @@ def _as_is(batch: Any) -> Any:
 
 
 class Workers:
-    """Worker processes, started at the first epoch and kept until `close`.
+    """Worker processes that make batches, started in the first epoch and kept until `close`.
 
-    They are spawned, not forked: a forked child hangs once FAISS or OpenMP has run in the parent.
+    They are spawned because a forked child hangs once FAISS or OpenMP has run in the parent.
     """
 
     def __init__(self, make: BatchMaker, count: int) -> None:
@@ -343,8 +340,8 @@ class Workers:
             collate_fn=_as_is,
             multiprocessing_context="spawn",
             persistent_workers=True,
-            # by default it takes its base seed from the global generator, which the model draws
-            # from too
+            # Without this, the loader would draw its base seed from the global generator, which
+            # the model uses too.
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -385,28 +382,26 @@ T = TypeVar("T")
 
 
 class TrainBatches:
-    """Training batches of P classes × M items; stateless, so that a run can go on at any step.
+    """Training batches of P classes × M items; stateless, so that a run can resume at any step.
 
-    All that is random follows from seed, epoch and the place in the epoch; nothing touches the
-    global generators. A `with` block ends the processes that decode.
+    All randomness depends on seed, epoch and batch number only, not on global generators. Use it in
+    a `with` block, which ends the worker processes.
 
     Args:
-        dataset: the items. `dataset[i]` is called from several threads.
-        indices: (n,) the items that train (`Splits.train`).
-        labels: (n,) class ids of those items (`Splits.train_labels`).
-        preprocessing: the backbone's; None for vectors.
-        sampler: P, M and the batches in an epoch.
-        augmentation: random changes to images; how many views a batch has of each item, and whose
-            label they bear.
-        transforms: those that `augmentation` names, built.
+        dataset: the dataset; `dataset[i]` is called from several threads.
+        indices: training items (n,) (`Splits.train`).
+        labels: class ids (n,) of those items (`Splits.train_labels`).
+        preprocessing: the backbone's preprocessing, or `None` for vectors.
+        sampler: P, M and the number of batches in an epoch.
+        augmentation: random changes to images, number of views of each item, and their labels.
+        transforms: the transforms that `augmentation` names, built.
         seed: the run's seed.
-        workers: processes that decode, where images come from files and do not fit in memory; 0:
-            threads of this process. The batches are the same with any number.
-        raw: the dataset's inputs, where they are shared with `inputs`; by default they are made
-            here.
+        workers: number of processes that decode images from files that do not fit in memory; 0
+            uses threads of this process. The batches do not depend on it.
+        raw: the dataset's inputs, to share them with `inputs`; the default makes new ones.
 
     Raises:
-        DataError: fewer classes train than a batch takes, or dataset and backbone do not fit.
+        DataError: a batch takes more classes than there are, or dataset and backbone do not fit.
     """
 
     def __init__(
@@ -436,25 +431,32 @@ class TrainBatches:
         )
         self._make = BatchMaker(raw, changes, seed, self.batch_size)
         self._workers: Workers | None = None
-        # pixels that stay in memory are of use to no other process; a random crop is another one
-        # each time
+        # Worker processes could not use pixels kept in this process's memory. A random crop differs
+        # each time, so kept pixels are of no use for it.
         self._slices = raw.in_memory and augmentation.crop_scale is None and not transforms
         if workers and not self._slices and preprocessing is not None and dataset.arrays is None:
             self._workers = Workers(self._make, workers)
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return batches_in_epoch(len(self.labels), self.sampler)
 
     @property
     def batch_size(self) -> int:
-        """P × M × views, over all processes."""
+        """Number of rows of a batch over all processes: P × M × views."""
         return self.sampler.classes * self.sampler.items * self.views
 
     def epoch(
         self, number: int, *, start: int = 0, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Labels]]:
-        """Return an epoch's batches: raw inputs and class ids (B,) int64, or `MixedLabels`."""
+        """Yield an epoch's batches: raw inputs and class ids (B,) int64, or `MixedLabels`.
+
+        Args:
+            number: the epoch's number from 0.
+            start: number of the first batch.
+            rank: this process's rank.
+            world: number of processes that share each batch.
+        """
         if self.batch_size % world:
             raise DataError(
                 f"[sampler]: a batch of {self.sampler.classes} classes × {self.sampler.items} items"
@@ -491,7 +493,7 @@ class TrainBatches:
         )
 
     def __enter__(self) -> Self:
-        """Return the batches."""
+        """Return this object."""
         return self
 
     def __exit__(
@@ -500,7 +502,7 @@ class TrainBatches:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close."""
+        """End the worker processes."""
         self.close()
 
     def close(self) -> None:
@@ -517,18 +519,17 @@ def inputs(
     *,
     raw: RawInputs | None = None,
 ) -> Iterator[Tensor]:
-    """Return the items' raw inputs in order, `batch` at a time: uint8 (B, channels, H, W) or
-    float32 (B, F).
+    """Yield items' raw inputs in order: uint8 (B, channels, H, W) or float32 (B, F).
 
-    Images are decoded in threads, one batch ahead of the caller.
+    Threads decode images one batch ahead of the caller.
 
     Args:
-        dataset: the items. `dataset[i]` is called from several threads.
-        indices: (n,) which of them.
-        preprocessing: the backbone's; None for vectors.
-        batch: how many at a time; the last batch may be smaller.
-        raw: the dataset's inputs, where they are shared with `TrainBatches`; by default nothing is
-            kept in memory.
+        dataset: the dataset; `dataset[i]` is called from several threads.
+        indices: the items (n,).
+        preprocessing: the backbone's preprocessing, or `None` for vectors.
+        batch: number of items at a time; the last batch may be smaller.
+        raw: the dataset's inputs, to share them with `TrainBatches`; by default nothing is kept in
+            memory.
 
     Raises:
         DataError: an item cannot be read, or dataset and backbone do not fit.
@@ -544,7 +545,7 @@ def inputs(
 
 
 def _ahead(make: Callable[[Any], T], jobs: Iterable[Any]) -> Iterator[T]:
-    """Yield `make(job)` of each job, the next one under way in a thread meanwhile."""
+    """Yield `make(job)` for each job, while a thread makes the next one."""
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
         pending = iter(jobs)
         next_up = [thread.submit(make, job) for job in itertools.islice(pending, 1)]

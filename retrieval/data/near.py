@@ -1,8 +1,8 @@
-"""Items that are the same, or nearly.
+"""Search for duplicate and near-duplicate items.
 
-`fingerprint` hashes an item and shrinks an image to a small picture that survives being saved
-again; `near_pairs` finds the rows that are near one another, exactly and without a matrix of all
-pairs.
+`fingerprint` hashes an item and shrinks an image to a small picture that hardly changes when the
+image is saved again. `near_pairs` finds pairs of rows that are near each other, exactly and without
+a matrix of all pairs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from retrieval.serving.progress import Meter
 from retrieval.serving.store.search import nearest
 
 SIDE, COLOURS = 16, 4
-"""Rows and columns of a picture's brightness, and of its colours."""
+"""Rows (and columns) of a picture's brightness, and of its colours."""
 WIDTH = SIDE * SIDE + 2 * COLOURS * COLOURS
-_FLAT = 2.0  # of 255: an image whose picture varies less has nothing that could be compared
+_FLAT = 2.0  # of 255: pictures with a smaller standard deviation of brightness are not compared
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """An item, as far as it is compared with others.
+    """The data by which an item is compared with others.
 
     Attributes:
-        values: hash of its size and pixels in RGB, or of a vector's numbers.
-        picture: (WIDTH,) of unit length; None of a vector, and of an image of one colour.
+        values: hash of an image's size and RGB pixels, or of a vector's numbers.
+        picture: (WIDTH,), unit length; `None` for a vector or an image of one colour.
     """
 
     values: bytes
@@ -42,7 +42,7 @@ class Fingerprint:
 
 
 def digest(content: Any) -> bytes:
-    """Return the hash of bytes, 16 bytes."""
+    """Return a hash of 16 bytes."""
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
@@ -55,24 +55,23 @@ def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
     vector = np.ascontiguousarray(item, dtype=np.float32)
     if not np.isfinite(vector).all():
         raise DataError("holds NaN, infinity or a number beyond float32.")
-    return Fingerprint(digest((vector + np.float32(0)).tobytes()))  # −0 and 0 are one number
+    return Fingerprint(digest((vector + np.float32(0)).tobytes()))  # + 0 turns −0 into 0
 
 
 def picture(image: Image.Image) -> NDArray[np.float32] | None:
-    """Return an RGB image's small picture at unit length (WIDTH,); None for one colour.
+    """Return an RGB image's small picture (WIDTH,) at unit length, or None for one colour.
 
-    A difference hash (Krawetz, "Kind of Like That", 2013) keeps the sign of each difference between
-    neighbours. Here are the numbers themselves: in a flat area a sign is noise, which JPEG brings,
-    and a hash has copies as far apart as different images.
+    A difference hash (Krawetz, "Kind of Like That", 2013) keeps only the signs of differences
+    between neighbours. In flat areas these are JPEG noise, so copies can differ as much as
+    different images. The picture keeps the numbers instead.
     """
     small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, reducing_gap=3.0).convert("YCbCr")
     values = np.asarray(small, dtype=np.float32)
     part = SIDE // COLOURS
     colours = values[..., 1:].reshape(COLOURS, part, COLOURS, part, 2).mean((1, 3)) - 128
     brightness = values[..., 0] - values[..., 0].mean()
-    whole_picture = np.concatenate(
-        [brightness.ravel(), part * colours.ravel()]
-    )  # each colour stands for so many pixels
+    # Each colour value stands for part × part pixels.
+    whole_picture = np.concatenate([brightness.ravel(), part * colours.ravel()])
     if float(brightness.std()) < _FLAT:
         return None
     unit: NDArray[np.float32] = (whole_picture / np.linalg.norm(whole_picture)).astype(np.float32)
@@ -90,12 +89,13 @@ MOST_PAIRS = 1_000_000
 
 @dataclass(frozen=True)
 class Near:
-    """What is near to what.
+    """Pairs of rows that are near each other.
 
     Attributes:
-        first, second: (n,) rows, the first the lower one.
-        distance: (n,) how far apart they are.
-        complete: False where there are so many that the search was ended.
+        first: the lower row (n,) of each pair.
+        second: the higher row (n,) of each pair.
+        distance: the distance (n,) of each pair.
+        complete: False if the search stopped because of too many pairs.
     """
 
     first: Rows
@@ -114,20 +114,21 @@ def near_pairs(
     candidates: int = 0,
     what: str = "comparing",
 ) -> Near:
-    """Return pairs of rows that are within a distance of one another, the nearest first.
+    """Return pairs of rows within a distance of each other, the nearest first.
 
-    Of each row up to 128 others are looked at, or `candidates`, the nearest by Euclidean distance;
-    the search ends when there are more than `MOST_PAIRS` in all.
+    Each row is compared with up to 128 (or `candidates`) nearest rows by Euclidean distance. The
+    search stops after more than `MOST_PAIRS` pairs.
 
     Args:
-        vectors: (N, P), finite.
-        within: the largest distance.
-        same: (N,) numbers; rows of one number are not a pair.
-        spans: columns in each of which candidates are looked for; None is all.
-        measure: the distances (n,) of a row to n others, by their numbers; None: Euclidean.
-        candidates: how many are measured at least, where `measure` has another order than the
+        vectors: finite vectors (N, P).
+        within: largest distance of a pair.
+        same: group numbers (N,); rows of the same group are not a pair.
+        spans: column ranges that are searched separately for candidates; `None` is all columns.
+        measure: returns the distances (n,) of a row to n others, by row number. `None` is the
             Euclidean distance.
-        what: what is shown to be done.
+        candidates: smallest number of candidates to measure, if `measure` does not order rows as
+            the Euclidean distance does.
+        what: title of the progress display.
     """
     threads, size = cores(), len(vectors)
     parts: list[tuple[Rows, Rows, Doubles]] = []
@@ -144,7 +145,7 @@ def near_pairs(
                 close: NDArray[np.bool_] = apart <= within
                 more = np.count_nonzero(close | np.isnan(apart), axis=1) == close.shape[1]
                 if count >= min(_MOST, size):
-                    more[:] = False  # else there may be others
+                    more[:] = False  # otherwise there may be more pairs
                 row, place = np.nonzero(close & ~more[:, None])
                 item, neighbor = queries[row], rows[row, place]
                 kept = (
@@ -166,7 +167,7 @@ def _candidates(
     measure: Measure | None,
     threads: int,
 ) -> tuple[Rows, Doubles]:
-    """Return rows (Q, n) near the queries and their distances; NaN marks a repeated row."""
+    """Return rows (Q, n) near the queries, and their distances; NaN marks a repeated row."""
     searches = [
         nearest(vectors[queries], vectors, count, span=span, threads=threads) for span in spans
     ]
@@ -181,7 +182,7 @@ def _candidates(
 
 
 def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:
-    """Return each pair once, at the smaller of its two distances."""
+    """Return each pair once, with the smaller of its two distances."""
     first, second, apart = (
         (np.concatenate(list(column)) for column in zip(*parts, strict=True)) if parts else _none()
     )

@@ -1,4 +1,4 @@
-"""Lists of pairs, "the same or not": a CSV file, or Labeled Faces in the Wild's layout.
+"""Lists of pairs that are "same" or not: CSV files, or the layout of Labeled Faces in the Wild.
 
 Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face
 Recognition in Unconstrained Environments", University of Massachusetts, TR 07-49, 2007.
@@ -27,11 +27,11 @@ class LabelledPairs:
     """P pairs of a dataset's items.
 
     Attributes:
-        first: (P,) index of an item.
-        second: (P,) index of another.
-        same: (P,) whether the pair is one of "the same".
-        fold: (P,) index into `folds`; None where the list comes without folds.
-        folds: the folds' names, in natural order; none where `fold` is None.
+        first: index (P,) of the first item.
+        second: index (P,) of the second item.
+        same: (P,), true for a "same" pair.
+        fold: index (P,) into `folds`, or `None` if the list has no folds.
+        folds: names of the folds, in natural order; empty without folds.
     """
 
     first: NDArray[np.int64]
@@ -45,7 +45,7 @@ class LabelledPairs:
 
 
 class Row(NamedTuple):
-    """A line of a list: its number, two names, same or not, and the fold ("" without folds)."""
+    """A line of a list: line number, two names, "same" or not, and the fold ("" without folds)."""
 
     line: int
     first: str
@@ -57,24 +57,24 @@ class Row(NamedTuple):
 def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
     """Read a list of pairs of a dataset's items.
 
-    Two layouts, told apart by the first line:
+    The first line determines which of two layouts the file has:
 
     - CSV with the header `first,second,same[,fold]`: two keys, 1 or 0, and the fold's name. Further
       columns are ignored.
-    - LFW's `pairs.txt` and `pairsDevTest.txt`: `10 300` (folds, and pairs of each kind in each) or
-      `500` (no folds); then `NAME n1 n2` for two images of a person, `NAME1 n1 NAME2 n2` for two
-      people's. `NAME 7` is the item whose key ends in `NAME/NAME_0007.jpg` (or another image's
-      extension).
+    - LFW's `pairs.txt` and `pairsDevTest.txt`. The first line is `10 300` (number of folds, and of
+      pairs of each kind per fold) or `500` (without folds). Further lines are `NAME n1 n2` for two
+      images of one person, or `NAME1 n1 NAME2 n2` for two people. `NAME 7` is the item whose key
+      ends in `NAME/NAME_0007.jpg` (or another image extension).
 
     Args:
         file: the list; UTF-8 text.
         keys: the dataset's keys.
 
     Raises:
-        DataError: with every problem: the file cannot be read; a line is malformed, names an
-            unknown item, pairs an item with itself or contradicts another line; counts are not
-            those that the first line states; all pairs are same, or all different; there is a
-            single fold.
+        DataError: the file cannot be read; a line is malformed, names an unknown item, pairs an
+            item with itself or contradicts another line; counts differ from the first line; all
+            pairs are same, or all different; or there is a single fold. The message lists every
+            problem.
     """
     pairs, problems = find_pairs(file, keys)
     if problems:
@@ -83,7 +83,7 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
 
 
 def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str]]:
-    """Return what `read_pairs` reads and its problems, for a caller that has more to say.
+    """Return pairs and problems like `read_pairs`, for callers that add problems of their own.
 
     Raises:
         DataError: the file cannot be read at all.
@@ -103,7 +103,7 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
                 fault = (
                     "there is no such item" if not place else f"{len(place)} items have that name"
                 )
-                if not place and not unknown and len(keys):  # once, where it is sure to be seen
+                if not place and not unknown and len(keys):  # only in the first message
                     fault += f" (the data's have keys such as {keys[0]!r})"
                     unknown = True
                 problems.append(f"line {row.line}: {_image(name) if lfw else repr(name)}: {fault}.")
@@ -138,7 +138,7 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
 def fold_problems(
     same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]
 ) -> list[str]:
-    """Return why a threshold cannot be chosen for each fold on the others; empty when it can."""
+    """Return problems with choosing a threshold for each fold on the other folds."""
     if len(names) < 2:
         return [
             f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the"
@@ -186,7 +186,7 @@ def _by_key(keys: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _by_stem(keys: Sequence[str]) -> dict[str, list[int]]:
-    """Return items by folder and file name without extension, as LFW's lists name them."""
+    """Return items by folder and file name without extension, the names in LFW's lists."""
     by_stem: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
         path = PurePosixPath(key)
@@ -199,7 +199,7 @@ def _image(name: str) -> str:
 
 
 def stem(person: str, number: int) -> str:
-    """Return the name of a person's image in LFW's folder, without the extension."""
+    """Return folder and name of a person's image in LFW, without the extension."""
     return f"{person}/{person}_{number:04d}"
 
 
@@ -321,7 +321,7 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
 
 
 def _names(words: list[str]) -> tuple[str, str, bool] | str:
-    """Return both images' names and whether they show one person, or what is wrong."""
+    """Return both images' names and whether they show one person, or the problem as text."""
     if len(words) not in (3, 4):
         return (
             f"'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not {len(words)} words"
@@ -340,12 +340,13 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
     """Read LFW's list of people: `people.txt`, or a list of its development view.
 
     Args:
-        file: the list. With folds: their number, then for each how many people, and a line `NAME
-            images` each. Without: how many people, and their lines.
-        folds: whether it has folds.
+        file: the list. With folds, it has their number, then for each fold the number of people and
+            a line `NAME images` per person. Without folds, it has one such list of people.
+        folds: whether the list has folds.
 
     Returns:
-        A list of (line, name, images) for each fold (one, without folds), and the problems found.
+        A list of (line number, name, number of images) per fold (one list without folds), and the
+        problems found.
 
     Raises:
         DataError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Find the images that cannot be read, before training meets them."""
+"""Find images that cannot be read before training starts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
 
 
 def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[str]]:
-    """Return the indices of images that can be decoded, and a sentence on each other.
+    """Return the indices of images that can be decoded, and a sentence for each other image.
 
-    Each image is decoded in full: a file that is cut short has a sound header. What was found is
-    kept in the cache until a file changes, so that only the first run waits for it.
+    Each image is decoded in full, because a truncated file can have an intact header. The result is
+    cached until a file changes.
 
     Args:
         files: the images.
-        what: what they belong to, for the messages.
+        what: name of the data set, for messages.
 
     Raises:
         DataError: no image can be read.
@@ -61,15 +61,15 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
 
 
 def report_left_out(files: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:
-    """Return what a folder holds besides images, a sentence for each reason, and say it on stderr.
+    """Return and log a sentence for each reason why files in a folder are left out.
 
     Args:
-        files: what the folder holds.
+        files: the folder's files.
         folder: the folder.
-        skip_bad: whether links that lead nowhere are left out too.
+        skip_bad: whether to leave out broken links.
 
     Raises:
-        DataError: a link leads nowhere.
+        DataError: a link is broken, and `skip_bad` is false.
     """
     dangling = files.dangling(folder)
     if dangling and not skip_bad:
@@ -89,7 +89,7 @@ def _unreadable(files: Sequence[Path]) -> dict[int, str]:
         return None
 
     reasons: dict[int, str] = {}
-    # each thread holds a decoded image: more of them would only cost memory
+    # Each thread holds a decoded image, so more threads cost more memory.
     with (
         ThreadPoolExecutor(min(8, cores())) as threads,
         Meter("checking images", len(files), "images") as meter,
@@ -114,7 +114,7 @@ def _remember(path: Path, bad: dict[int, str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, json.dumps(bad).encode(), shared=True)
-    except OSError as error:  # the next run checks again: no reason to stop this one
+    except OSError as error:  # not fatal: the next run checks again
         log.warning(
             "What was found about the images cannot be kept in %s: %s.",
             path,

@@ -17,16 +17,16 @@ _MOST_RECORDS = 1_000_000
 def read_records(
     path: Path, classes: Sequence[int], name: str, grey: bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return images, uint8 (N, 32, 32, 3) or grey (N, 32, 32), and labels (N, bytes of label).
+    """Return images, uint8 (N, 32, 32, 3) or grey (N, 32, 32), and labels (N, label bytes).
 
     Args:
         path: the file.
-        classes: how many classes each label byte tells apart.
-        name: of the data set, for messages.
-        grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
+        classes: number of classes of each label byte.
+        name: name of the data set, for messages.
+        grey: whether to return grey images, 0.299 R + 0.587 G + 0.114 B as in OpenCV.
 
     Raises:
-        DataError: the file is missing, is not of whole records, or holds a label that is too large.
+        DataError: the file is missing, ends within a record, or has a label that is too large.
     """
     first = len(classes)
     length = first + 3 * SIDE * SIDE

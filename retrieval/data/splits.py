@@ -1,4 +1,4 @@
-"""Which items train, which choose, which are held out."""
+"""Splits of a dataset into items for training, validation and test."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SIDES = {
     "query": ("test", "query"),
     "gallery": ("test", "gallery"),
 }
-"""Names of folders that are a side of the split, with the split and the role of what is in them."""
+"""Folder names that mean a side of the split, with the split and role of the folder's items."""
 
 
 def sides(column: Sequence[str] | None) -> list[str] | None:
-    """Return a table's column `split` with the names of `SPLITS`; unknown ones stay."""
+    """Return a table's column `split` with its names mapped to `SPLITS`; unknown names stay."""
     if column is None:
         return None
     known = {name: side for name, (side, role) in SIDES.items() if not role}
@@ -46,14 +46,15 @@ class Splits:
     """A dataset's items by side.
 
     Attributes:
-        labels: (N,) index into `classes` of every item of the dataset.
-        classes: the labels' texts in natural order ("class 2" before "class 10").
-        train: items that train, ascending.
-        validation: items kept from the training side for early stopping and every choice; may be
+        labels: index (N,) into `classes` of every item of the dataset.
+        classes: the labels in natural order ("class 2" before "class 10").
+        train: training items, ascending.
+        validation: items held out from training for early stopping and model selection; may be
             empty.
-        query: test items that are searched for.
-        gallery: test items that are searched; None: the queries themselves, each without itself.
-        notes: what the user should know, one sentence each.
+        query: test items used as queries.
+        gallery: test items that queries search in. `None` means that each query searches all other
+            queries.
+        notes: sentences for the user.
     """
 
     labels: Items
@@ -66,45 +67,45 @@ class Splits:
 
     @property
     def held_out(self) -> Items:
-        """The test items; without them the validation items, or else those that trained."""
+        """The test items, or else the validation items, or else the training items."""
         return next((side for side in (self.query, self.validation) if len(side)), self.train)
 
     @property
     def train_classes(self) -> list[str]:
-        """The texts of the classes that train, in natural order; `train_labels` index it."""
+        """The labels of the training classes in natural order; `train_labels` refer to them."""
         return [self.classes[i] for i in np.unique(self.labels[self.train])]
 
     @property
     def train_labels(self) -> Items:
-        """(len(train),) class ids 0…K−1 of the items `train`, without gaps."""
+        """Class ids 0…K−1 of the training items, without gaps."""
         return np.unique(self.labels[self.train], return_inverse=True)[1].astype(np.int64)
 
 
 def make_splits(dataset: Dataset, split: Split) -> Splits:
-    """Divide a dataset as a recipe's `[split]` says.
+    """Divide a dataset according to a recipe's `[split]`.
 
-    - `given`: the dataset's own "train", "validation" and "test". Where it has roles but no split,
-      items with a role are the test side.
-    - `class`: classes in natural order, the last part of them held out (for one half, the protocol
-      of CUB-200 and Cars-196: Oh Song et al., "Deep Metric Learning via Lifted Structured Feature
-      Embedding", CVPR 2016, §6), or the named ones. The dataset's own split is not looked at.
-    - `item`: of every class a random part.
+    - `given` uses the dataset's own "train", "validation" and "test". If the dataset has roles but
+      no split, items with a role are the test side.
+    - `class` holds out the last part of the classes in natural order, or the named classes. With
+      one half, this is the protocol of CUB-200 and Cars-196 (Oh Song et al., "Deep Metric Learning
+      via Lifted Structured Feature Embedding", CVPR 2016, §6). It ignores the dataset's own split.
+    - `item` holds out a random part of every class.
 
-    The dataset's own "validation" items validate where `given` finds any; otherwise a part of the
-    training side does. A part of a class's items is at least two items or none, and leaves the
-    class at least two: alone, an item has nothing to find. On the test side, the roles "query" and
-    "gallery" are kept where the data have them.
+    With `given`, the dataset's own "validation" items are used if there are any; otherwise a part
+    of the training side becomes the validation side. A part of a class is either empty or at least
+    two items, and leaves at least two in the class, because a single item has nothing to find. The
+    dataset's roles "query" and "gallery" hold for the test side.
 
     Args:
-        dataset: the items.
+        dataset: the dataset.
         split: the recipe's table.
 
     Returns:
-        The sides; the same ones for the same dataset and table.
+        The sides, which are always the same for the same dataset and table.
 
     Raises:
-        DataError: with every problem of the labels, or of the split: labels that are missing,
-            classes that do not exist, a side with nothing on it, no class with two items.
+        DataError: labels are missing, classes do not exist, a side is empty, or no class has two
+            items. The message lists every problem of the labels, or else of the split.
     """
     labels, classes = _labels(dataset)
     notes: list[str] = []
@@ -118,7 +119,7 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
 
 
 def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
-    """Return class ids (N,) and the classes; refuse what is not a label, a split or a role."""
+    """Return class ids (N,) and classes, after checking labels, splits and roles."""
     problems: list[str] = []
     if not len(dataset.labels):
         refuse("The dataset", ["it has no items."])
@@ -156,7 +157,7 @@ def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
 def _sides(
     dataset: Dataset, split: Split, labels: Items, classes: list[str]
 ) -> tuple[Items, Items, Items]:
-    """Return the items that train, that validate by the dataset's own split, that test."""
+    """Return training items, validation items of the dataset's own split, and test items."""
     none = np.empty(0, np.int64)
     if split.by == "given":
         return _own_split(dataset)
@@ -190,7 +191,7 @@ def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
 
 
 def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int]:
-    """Return the test classes, by number."""
+    """Return the class ids of the test classes."""
     if isinstance(test, float | int):
         return list(range(len(classes) - int(len(classes) * test + 0.5), len(classes)))
     names = [str(name).strip() for name in test]
@@ -207,14 +208,14 @@ def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int
 def _part_of_each(
     items: Items, labels: Items, part: float, seed: int, purpose: str
 ) -> tuple[Items, Items]:
-    """Divide items so that `part` of every class is on the second side; both sides ascend."""
+    """Divide items so that `part` of every class is on the second side; both are sorted."""
     random = _generator(seed, purpose)
     parts = []
     for label in np.unique(labels[items]):
         items_of_class = random.permutation(items[labels[items] == label])
         count = int(len(items_of_class) * part + 0.5)
         if part:
-            count = min(max(count, 2), len(items_of_class) - 2)  # two or none, and two stay
+            count = min(max(count, 2), len(items_of_class) - 2)  # at least two, and leave two
         parts.append(items_of_class[: count if count >= 2 else 0])
     second = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
     return np.setdiff1d(items, second), second
@@ -239,7 +240,7 @@ def _take_validation(train: Items, labels: Items, split: Split) -> tuple[Items, 
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
-    """Return the split's generator: test and validation parts do not depend on each other."""
+    """Return a generator for one purpose, so that test and validation parts are independent."""
     return np.random.default_rng([seed % 2**64, *purpose.encode()])
 
 
@@ -256,7 +257,7 @@ def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Item
 
 
 def _check(splits: Splits) -> None:
-    """Refuse sides that cannot serve, and note what is odd."""
+    """Raise a `DataError` for sides that cannot be used, and add notes on unusual ones."""
     labels, problems = splits.labels, []
     counts = np.bincount(labels[splits.train], minlength=len(splits.classes))
     present = np.flatnonzero(counts)

@@ -1,4 +1,4 @@
-"""Items for `check_data`: of files, folders and tables, or of a dataset with its split."""
+"""Items for `check_data`, from files, folders and tables, or from a dataset with its split."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
 
 Item = tuple["bytes | None", "Image | NDArray[Any]"]
-"""The hash of an item's file, where it has one of its own, and the item."""
+"""The hash of an item's file, or None if it has no file of its own, and the item."""
 
 
 class Subjects(ABC):
-    """Items, each with a name, a label and a side.
+    """Items to be checked, each with a name, a label and a side.
 
     Attributes:
-        items: one an item.
+        items: the items' names, labels and sides.
         kind: "image" or "features".
-        notes: what was left out, a sentence each.
+        notes: sentences on what was left out.
     """
 
     items: Sequence[Subject]
@@ -43,23 +43,23 @@ class Subjects(ABC):
 
     @abstractmethod
     def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
-        """Give items by ascending numbers, each with its content; not for several threads."""
+        """Yield the numbers of items, ascending, and their content. Not thread-safe."""
 
     @abstractmethod
     def open(self, row: int, content: bytes | DataError | None) -> Item:
-        """Return an item of what `given` gave. Safe in threads."""
+        """Return an item from the content that `read` yielded. Thread-safe."""
 
 
 class OfSources(Subjects):
-    """What an index could be made of.
+    """Items of files, folders and tables, as for making an index.
 
-    A table's columns `split` and `role` say an item's side; so do a folder's own folders, where all
-    of those with images are called `train`, `validation`, `test`, `query` or `gallery`. The label
-    is then the next folder's name.
+    An item's side comes from a table's columns `split` and `role`, or from a folder's subfolders if
+    all those with images have names such as `train`, `validation`, `test`, `query` or `gallery`.
+    The label is then the name of the next folder below.
 
     Args:
-        sources: what `collect` found, of each that was named.
-        named: what was named; where there are several, each is a side of its own.
+        sources: the result of `collect` for each named file, folder or table.
+        named: their names. If there are several, each is a side of its own.
     """
 
     def __init__(self, sources: Sequence[Sources], named: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class OfSources(Subjects):
         self.items = subjects
 
     def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
-        """Give items; see `Subjects`."""
+        """Yield items' numbers and content; see `Subjects`."""
         yield from contents(((row, self._items[row].origin) for row in rows), Limits().bytes)
 
     def open(self, row: int, content: bytes | DataError | None) -> Item:
@@ -117,13 +117,12 @@ class OfDataset(Subjects):
             for key, label, side in zip(dataset.keys, splits.labels.tolist(), sides, strict=True)
         ]
         self.notes = [*splits.notes, *getattr(dataset, "notes", ())]
-        whole = (
-            getattr(dataset, "boxes", None) is None
-        )  # of several items in one file the bytes say nothing
+        # If several items share a file, its bytes do not identify an item.
+        whole = getattr(dataset, "boxes", None) is None
         self._files: Sequence[Path] | None = getattr(dataset, "files", None) if whole else None
 
     def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
-        """Give items; see `Subjects`."""
+        """Yield items' numbers and content; see `Subjects`."""
         yield from ((row, None) for row in rows)
 
     def open(self, row: int, content: bytes | DataError | None) -> Item:
@@ -165,7 +164,7 @@ def _subjects(sources: Sources, named: Path, side: str) -> list[Subject]:
 
 
 def _inside(item: Source, folder: Path) -> tuple[str, ...]:
-    """Return an image's path below a folder, part by part; nothing for what lies elsewhere."""
+    """Return the parts of an image's path below a folder; empty if it is not below the folder."""
     try:
         return (
             ()

@@ -1,1 +1,1 @@
-"""Plugins: what they may offer, how they are found, read, checked and built."""
+"""Plugins: the hooks, finding and loading plugins, and building the parts that recipes name."""

@@ -1,9 +1,9 @@
-"""Whether plugin files that a recipe or a run's folder brings may run: only if the user says so.
+"""Permission to run the plugin files that come with a recipe or a run's folder.
 
-A plugin is a program, so reading somebody's recipe could run whatever they wrote, with the reader's
-rights. The user says so with `--allow-plugins`, by an answer on a terminal, or with
-RETRIEVAL_ALLOW_PLUGINS=1 in the environment, which is also how processes that a command starts
-know. What the user names with `--plugin` or installed is the user's own.
+A plugin is a program: reading somebody's recipe could run their code with the reader's rights. The
+user allows it with `--allow-plugins`, by an answer on a terminal, or with
+RETRIEVAL_ALLOW_PLUGINS=1 in the environment, which child processes inherit. Installed plugins and
+those passed with `--plugin` need no permission.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ _ask: ContextVar[Ask | None] = ContextVar("ask", default=None)
 
 @contextlib.contextmanager
 def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
-    """Answer the question whether plugins may run, inside."""
+    """Context manager that sets how the question whether plugins may run is answered.
+
+    Args:
+        ask: called with a sentence that names the files; returns whether they may run. `None`
+            means no.
+        allowed: whether plugins may run without asking.
+    """
     token, setting = _ask.set(ask), os.environ.get(ALLOW)
     if allowed:
         os.environ[ALLOW] = _YES
@@ -44,7 +50,7 @@ def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
 
 
 def require(items: Sequence[str], where: Path) -> None:
-    """Refuse plugin files that a recipe brings, unless the user allows them."""
+    """Raise a `PluginError` for a recipe's plugin files, unless the user allows them."""
     if os.environ.get(ALLOW) == _YES:
         return
     files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
@@ -61,24 +67,25 @@ def require(items: Sequence[str], where: Path) -> None:
             f"{brings} Nothing was run. Read {'them' if plural else 'it'}, then repeat the command"
             f" with --allow-plugins (in Python with {ALLOW}=1 in the environment)."
         )
-    os.environ[ALLOW] = _YES  # asked once: the command's other recipes and processes know
+    # Ask once: the answer holds for the command's other recipes and its child processes.
+    os.environ[ALLOW] = _YES
 
 
 def sources(item: str, near: Path) -> list[Path]:
-    """Return the files that loading a plugin runs; none for a module that is installed."""
+    """Return the files that loading a plugin runs; an empty list for an installed module."""
     if is_file_plugin(item):
         if not Path(item).exists():
-            return []  # which is said where it is loaded
+            return []  # loading it reports the missing file
         return [file for file in FilePlugin.from_name(item).files.values() if file.suffix == ".py"]
     return _module_files(item.partition(".")[0], near)
 
 
 def _module_files(name: str, near: Path) -> list[Path]:
-    """Return the files of a module beside the recipe or the working folder; none if installed."""
+    """Return a module's files if it lies in the working folder or beside the recipe."""
     if name in sys.modules or not name.isidentifier():
         return []
     try:
-        spec = importlib.util.find_spec(name)  # of a name without dots: nothing is imported
+        spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dots
     except (ImportError, ValueError):
         return []
     installed = [

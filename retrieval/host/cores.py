@@ -1,4 +1,4 @@
-"""How many cores this process may use, by its affinity and its cgroup's quota."""
+"""The number of cores this process may use, from its CPU affinity and its cgroup's quota."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from pathlib import Path
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use, at least 1; a quota of 1.5 cores counts as 2.
-
-    A quota of 1.5 cores counts as 2.
-    """
+    """Return how many cores this process may use, at least 1; a quota of 1.5 cores counts as 2."""
     return max(1, math.ceil(min(_affinity(), _quota(root))))
 
 
 def default_threads() -> int:
-    """Return `OMP_NUM_THREADS`, or one thread for each core."""
+    """Return `OMP_NUM_THREADS` if it is set, otherwise the number of cores."""
     setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(setting) if setting.isdecimal() and int(setting) > 0 else cores()
 
 
 def limit_threads(root: Path = Path("/")) -> None:
-    """Have torch, FAISS and BLAS, loaded after this, start no more threads than the quota.
+    """Limit the threads of torch, FAISS and BLAS to the cgroup's quota; call it before they load.
 
-    They follow the affinity by themselves, and know no quota. A user's own `OMP_NUM_THREADS` is
-    left alone.
+    These libraries respect the affinity but not the quota. A user's own `OMP_NUM_THREADS` stays.
     """
     allowed = cores(root)
     if allowed < _affinity():
@@ -33,7 +29,7 @@ def limit_threads(root: Path = Path("/")) -> None:
 
 
 def _affinity() -> int:
-    if hasattr(os, "process_cpu_count"):  # Python 3.13; the user's PYTHON_CPU_COUNT counts, too
+    if hasattr(os, "process_cpu_count"):  # Python 3.13; it also reads PYTHON_CPU_COUNT
         return os.process_cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -41,7 +37,7 @@ def _affinity() -> int:
 
 
 def _quota(root: Path) -> float:
-    """Return the cores' time that the cgroups of this process allow; infinity for no limit."""
+    """Return how many cores' time the cgroups of this process allow; infinity for no limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux, or no /proc
@@ -50,14 +46,14 @@ def _quota(root: Path) -> float:
     limits = [math.inf]
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2, which is a subfolder where both versions are mounted
+        if not controllers:  # version 2; it is in a subfolder if version 1 is mounted as well
             bases = [mounted, mounted / "unified"]
         elif "cpu" in controllers.split(","):
             bases = [mounted / controllers, mounted / "cpu"]
         else:
             continue
-        # A limit of a parent holds for its children. In a container the path may be the host's,
-        # which is not there.
+        # A parent's limit holds for its children. In a container, the path may be the host's and
+        # not exist.
         names = [name for name in path.split("/") if name]
         limits += [
             _limit(base.joinpath(*names[:depth]))
@@ -68,7 +64,7 @@ def _quota(root: Path) -> float:
 
 
 def _limit(folder: Path) -> float:
-    """Return the cores' time that one cgroup allows, by version 2 or version 1."""
+    """Return how many cores' time one cgroup (version 2 or 1) allows."""
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()[:2]
     except (OSError, ValueError):
@@ -77,7 +73,7 @@ def _limit(folder: Path) -> float:
             period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return math.inf
-    # "max" in version 2 and -1 in version 1 are no limit
+    # "max" in version 2 and -1 in version 1 mean no limit.
     return (
         int(quota) / int(period)
         if quota.isdecimal() and period.isdecimal() and int(period)

@@ -1,4 +1,4 @@
-"""What plugins offer, as text: `plugins list`, `plugins show`, and the same for the docs."""
+"""Descriptions of plugins' factories as text, for `plugins list`, `plugins show` and the docs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from retrieval.host.values import toml_value
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
-    """Return every plugin, its factories by kind, and what is disabled and why."""
+    """Return a list of all plugins, their factories (of one kind or all), and disabled ones."""
     if kind is not None and kind not in KINDS:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
@@ -44,7 +44,7 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
 
 
 def show_text(plugins: Plugins, name: str) -> str:
-    """Return documentation, parameters and recipe snippet of every factory called `name`."""
+    """Return description, parameters and a recipe snippet of every factory called `name`."""
     matches = [
         factories[full]
         for kind in KINDS
@@ -91,7 +91,7 @@ def _default(p: Parameter) -> str:
 
 
 def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
-    """Return the lines that put a factory into a recipe, with its defaults."""
+    """Return the recipe lines or the command that uses a factory, with its defaults."""
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.by_host]
     if factory.kind == "metrics":
@@ -132,14 +132,14 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
 
 
 def _inline(factory: Factory) -> str:
-    """Return a factory with its defaults as a table on one line."""
+    """Return a factory with its defaults as a TOML table on one line."""
     settable = [p for p in factory.parameters if not p.by_host and p.default_text]
     inner = [f"{p.name} = {'…' if p.required else p.default_text}" for p in settable]
     return f"{{ {', '.join([f'name = {toml_value(factory.name)}', *inner])} }}"
 
 
 def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
-    """Return table, name and parameter of a factory that takes a part of this kind alone."""
+    """Return table, name and parameter of a factory that takes one part of this kind."""
     for table in ("loss", "miner") if plugins else ():
         for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
             place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)
@@ -151,7 +151,7 @@ def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
 def _wrap(text: str) -> list[str]:
     lines: list[str] = []
     for paragraph in text.split("\n\n"):
-        # formulas, code and lists keep their lines
+        # Formulas, code and lists keep their line breaks.
         if any(line.startswith((" ", "- ", "* ")) for line in paragraph.splitlines()):
             lines += [*paragraph.splitlines(), ""]
         else:
@@ -160,7 +160,7 @@ def _wrap(text: str) -> list[str]:
 
 
 def _filled(text: str, indent: str = "") -> list[str]:
-    # names with hyphens, and long ones, stay whole so that they can be copied
+    # Names stay on one line so that they can be copied.
     return textwrap.wrap(
         text,
         100,

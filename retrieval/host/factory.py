@@ -1,14 +1,11 @@
-"""Signature and docstring → parameters → validation → build.
+"""Read factories' signatures and docstrings, check a recipe's values against them, build the parts.
 
-One reading serves errors, `plugins show` and the docs.
-
-A factory is a class or a function. Its signature says what a recipe may set, `**kwargs` included as
-far as a base class spells it out; its docstring (Google style, `Args:`) says what each parameter
-means. Values of a parameter with a type are checked by pydantic, strictly: a number in quotes is
-not a number. A parameter without one takes what a recipe can write, and the factory itself says
-whether it fits. What only the host knows (`GIVEN`) is passed to a factory that names it and cannot
-be set. A parameter annotated `Annotated[T, Part("reducers")]` is itself something that a plugin
-makes.
+A factory is a class or a function. A recipe may set the parameters in its signature, including
+those that `**kwargs` passes on to a base class. Its docstring (Google style, `Args:`) describes
+them. pydantic checks the values of annotated parameters strictly: a number in quotes is not a
+number. A parameter without an annotation accepts any TOML value, and the factory itself must check
+it. Parameters named in `GIVEN` get their value from the host; a recipe cannot set them. A parameter
+annotated `Annotated[T, Part("reducers")]` is a part made by another factory.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ KINDS = {
     "regularizers": "regularizer",
     "trackers": "tracker",
 }
-"""Every kind of thing that plugins make: the hook's ending, and the word for one."""
+"""Kinds of parts that plugins offer: the ending of the hook's name, and the singular."""
 
 COMPONENTS = {
     "data": "datasets",
@@ -71,13 +68,13 @@ COMPONENTS = {
     "generator": "generators",
     "learner": "learners",
 }
-"""The recipe's tables that plugins make, and the kind that each holds."""
+"""The recipe's tables that name a plugin's part, and the kind of that part."""
 
 TRAITS = {
     "ref_emb": "takes a reference set (`ref_emb`, `ref_labels`)",
     "miner": "uses a miner's indices (`indices_tuple`)",
 }
-"""What `traits` may state of a loss or miner."""
+"""The traits of a loss or miner that `traits` can state."""
 
 GIVEN = {
     "features": "width of the features (for a backbone of vectors: of the dataset's vectors)",
@@ -87,7 +84,7 @@ GIVEN = {
     "address": "where an index is, for a store",
     "plugins": "files and modules that were named as plugins, for a store",
 }
-"""What the host gives to a factory that names it."""
+"""Values that the host passes to a factory with a parameter of that name."""
 
 UPSTREAM = {
     "distance": ("distances", "how two embeddings are compared"),
@@ -98,22 +95,20 @@ UPSTREAM = {
     "weight_reg_weight": (None, "multiplies what `weight_regularizer` adds"),
     "collect_stats": (None, "whether the module keeps metrics of each batch as attributes"),
 }
-"""What pytorch-metric-learning's base classes call their parameters, which have no types: the kind
-of part, and the meaning.
-"""
+"""Kind of part and description for the untyped parameters of pytorch-metric-learning's bases."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Marks a parameter that another factory makes: `Annotated[T, Part("reducers")]`.
+    """Marks a parameter as a part made by another factory: `Annotated[T, Part("reducers")]`.
 
     Attributes:
         kind: one of `KINDS`.
-        per_width: name of a parameter that lists widths of the embedding: the part is made once for
-            each, with that as its `embedding_size`, and once for the whole embedding; the factory
-            gets a list of them.
+        per_width: name of a parameter that lists embedding widths. The factory then gets a list of
+            parts: one per width, with that width as its `embedding_size`, and one for the whole
+            embedding.
     """
 
     kind: str
@@ -121,14 +116,14 @@ class Part:
 
 
 def traits(**values: bool) -> Callable[[T], T]:
-    """State what a factory's product can do where its signature does not show it.
+    """Decorator that states what a loss or miner can do where its signature does not show it.
 
     Args:
         values: `ref_emb=False` marks a loss or miner that refuses a reference set, `miner=False` a
-            loss that has no use for a miner's indices.
+            loss that does not use a miner's indices.
 
     Raises:
-        PluginError: there is no such trait.
+        PluginError: a trait is unknown.
     """
     for name in values:
         if name not in TRAITS:
@@ -159,12 +154,12 @@ class Parameter:
 
     @property
     def from_host(self) -> bool:
-        """Whether it is what the host gives, when it knows it."""
+        """True if the host passes the value whenever it knows one."""
         return self.by_host or (self.part is not None and self.name in GIVEN)
 
     @property
     def required(self) -> bool:
-        """Whether a recipe must set it."""
+        """True if a recipe must set it."""
         return self.default is inspect.Parameter.empty and not self.by_host
 
     @property
@@ -176,7 +171,7 @@ class Parameter:
 
     @property
     def default_text(self) -> str:
-        """The default as TOML, or "required", or "" for none, and for what TOML cannot say."""
+        """The default as TOML, "given by the host", "required", or "" if TOML cannot express it."""
         if self.by_host:
             return "given by the host"
         if self.required:
@@ -186,13 +181,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Factory:
-    """A plugin's factory, read.
+    """A plugin's factory with its parameters and documentation.
 
     Attributes:
         kind: one of `KINDS`.
-        name: `PLUGIN.name`.
+        name: `PLUGIN.NAME`.
         make: the class or function itself.
-        hints: what would make it easier to use, such as a missing docstring.
+        hints: advice for the plugin's author, such as to add a docstring.
     """
 
     kind: str
@@ -214,7 +209,7 @@ class Factory:
         what = f"The {KINDS[kind]} '{name}' ({make.__module__}.{make.__qualname__})"
         try:
             reading = read_signature(make)
-        except Exception as error:  # resolving a type runs the plugin's own text
+        except Exception as error:  # resolving annotations runs the plugin's code
             raise PluginError(
                 f"{what} has a signature that cannot be read when it is loaded:"
                 f" {type(error).__name__}: {error}."
@@ -237,8 +232,8 @@ class Factory:
             upstream, meaning = (None, "") if typed else UPSTREAM.get(p.name, (None, ""))
             if kind in ("losses", "miners") and (p.default is None or p.default is p.empty):
                 part = part or upstream
-            # one that is a word or a number by default is the author's own affair, whatever its
-            # name
+            # A `distance` whose default is text or a number is the author's own setting, not the
+            # recipe's combiner.
             own = p.name == "distance" and isinstance(p.default, str | int | float)
             from_host = p.name in GIVEN and not part and not own
             doc = docs.get(p.name) or (GIVEN[p.name] if from_host else meaning)
@@ -258,21 +253,21 @@ class Factory:
         return cls(kind, name, make, tuple(parameters), summary, description, tuple(hints))
 
     def takes(self, name: str) -> bool:
-        """Whether the factory takes this from the host."""
+        """Return whether the host passes this value to the factory."""
         return any(p.name == name and p.from_host for p in self.parameters)
 
     @cached_property
     def supports_ref_emb(self) -> bool:
-        """Whether the loss or miner accepts a reference set, as for synthetic negatives."""
+        """True if the loss or miner accepts a reference set, as synthetic negatives need."""
         return self._supports("ref_emb", "ref_emb")
 
     @cached_property
     def supports_miner(self) -> bool:
-        """Whether the loss uses the indices that a miner gives."""
+        """True if the loss uses a miner's indices."""
         return self._supports("miner", "indices_tuple")
 
     def _supports(self, trait: str, argument: str) -> bool:
-        """Whether `traits`, or else the call of the class or returned type, names the argument."""
+        """Return the stated trait, or else whether the product's call takes the argument."""
         stated = getattr(self.make, "__retrieval_traits__", {}).get(trait)
         if stated is not None:
             return bool(stated)
@@ -289,11 +284,11 @@ class Factory:
             names = inspect.signature(next(calls)).parameters
         except (StopIteration, TypeError, ValueError):
             return True
-        # what says nothing about its call, such as a bare nn.Module, is taken at its word
+        # A product with an unknown call, such as a bare nn.Module, is assumed to take it.
         return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
 
     def check(self, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-        """Check a recipe's values against the signature, without building."""
+        """Return the checked values of a recipe, and all problems as sentences."""
         settable = {p.name: p for p in self.parameters if not p.by_host}
         problems = []
         for key in values:
@@ -329,7 +324,7 @@ class Factory:
 
     @cached_property
     def _types(self) -> tuple[type[BaseModel], set[str]]:
-        """Return pydantic's model of the values, and the parameters that no recipe can write."""
+        """Return a pydantic model of the values, and the parameters that no recipe can set."""
         from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
         fields: dict[str, Any] = {}
@@ -339,7 +334,7 @@ class Factory:
                 continue
             try:
                 TypeAdapter(p.annotation)
-            except Exception:  # whatever reading a plugin's annotation raises
+            except Exception:  # a plugin's annotation may raise anything
                 if p.required:
                     raise PluginError(
                         f"The {KINDS[self.kind]} '{self.name}' has a parameter '{p.name}' of type"
@@ -348,20 +343,19 @@ class Factory:
                     ) from None
                 unwritable.add(p.name)
                 continue
-            # An alias, because pydantic has names of its own (copy, json, model_fields, _x) that a
-            # factory may use too. Defaults stay with the factory: only what a recipe sets is handed
-            # on.
+            # The alias avoids names that pydantic reserves (copy, json, model_fields, _x). Defaults
+            # stay with the factory, which gets only the values that the recipe sets.
             annotation: Any = Annotated[p.annotation, Field(alias=p.name)]
             fields[f"p{len(fields)}"] = (annotation, ... if p.required else None)
         config = ConfigDict(extra="forbid", strict=True)
         return create_model(self.name, __config__=config, **fields), unwritable
 
     def build(self, values: Mapping[str, Any]) -> Any:
-        """Make the thing from checked values."""
+        """Call the factory with checked values and return the part."""
         try:
             return self.make(**values)
         except (RetrievalError, OSError, ImportError):
-            raise  # sentences already, and what the command line has a sentence for
+            raise  # the command line has a message for these
         except Exception as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             if isinstance(error, ValueError | AssertionError | TypeError):
@@ -375,12 +369,12 @@ class Factory:
 
 
 def _classes(product: Any) -> tuple[type, ...]:
-    """The classes of a product's type, nearest first; nothing for a type that is not a class."""
+    """Return the method resolution order of a product's type; empty if it is not a class."""
     return product.__mro__ if inspect.isclass(product) else ()
 
 
 def _writable(value: Any) -> bool:
-    """Whether a default is something that TOML can say."""
+    """Return whether TOML can express a default."""
     if isinstance(value, list | tuple):
         return all(map(_writable, value))
     if isinstance(value, Mapping):
@@ -389,7 +383,7 @@ def _writable(value: Any) -> bool:
 
 
 def _part(annotation: Any) -> tuple[Part | None, bool]:
-    """Return the `Part` that marks a parameter's type, and whether it takes several."""
+    """Return the `Part` in a parameter's annotation, and whether the parameter takes a list."""
     origin, args = get_origin(annotation), get_args(annotation)
     branches = args if origin in (Union, types.UnionType) else (annotation,)
     if origin is Annotated:
@@ -411,24 +405,23 @@ def _part(annotation: Any) -> tuple[Part | None, bool]:
     return None, False
 
 
-# --- what the package itself offers, found without loading any plugin
+# --- built-in parts, found without loading any plugin
 
 BUILT_IN = "core"
-"""The plugin that passes on what the package itself offers."""
+"""The plugin that offers the package's built-in parts."""
 SHORT = ("augmentations", "indexes", "metrics", "stores")
-"""The kinds whose parts in that plugin need no more than their short names: `flat` is `core.flat`.
-"""
+"""Kinds whose built-in parts also go by their short names: `flat` means `core.flat`."""
 
 
 def new_manager() -> pluggy.PluginManager:
-    """Return a plugin manager that knows every hook and no plugin."""
+    """Return a plugin manager with all hooks and no plugins."""
     manager = pluggy.PluginManager("retrieval")
     manager.add_hookspecs(hookspecs)
     return manager
 
 
 def own_factories(kind: str, module: types.ModuleType) -> dict[str, Factory]:
-    """Return what a module of the package itself offers through its hook, by short name."""
+    """Return the built-in factories that a module's hook offers, by short name."""
     manager = new_manager()
     manager.register(module, BUILT_IN)
     return {
@@ -440,11 +433,11 @@ def own_factories(kind: str, module: types.ModuleType) -> dict[str, Factory]:
 
 # --- reading a signature
 #
-# Nothing is called. Which arguments a class gives its base itself, and whether it passes `**kwargs`
-# on at all, is read in the source of its `__init__`.
+# Nothing is called. The source of a class's `__init__` shows which arguments it passes to its base
+# class itself, and whether it passes on `**kwargs`.
 
 _MODULES_THAT_TAKE_NOTHING = ("torch.nn.modules.module", "typing")
-"""Whose `__init__` is inherited by classes that have none of their own."""
+"""Modules with an `__init__` that classes without their own inherit and that takes no settings."""
 
 
 @dataclass
@@ -452,10 +445,11 @@ class Reading:
     """A factory's parameters.
 
     Attributes:
-        parameters: by name, in order: the factory's own, then those that its `**kwargs` passes on.
-        hints: their types, as far as they have any.
-        homes: the functions that spell them out, the factory's own first.
-        loose: the name of a `**kwargs` that no base class spells out, or None.
+        parameters: the parameters by name: the factory's own, then those of base classes that get
+            its `**kwargs`.
+        hints: annotations of the parameters that have one.
+        homes: the functions that define the parameters, the factory's own first.
+        loose: the name of a `**kwargs` whose keys no base class defines, or None.
     """
 
     parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
@@ -465,7 +459,7 @@ class Reading:
 
 
 def read_signature(make: Callable[..., Any]) -> Reading:
-    """Return what a class or function takes."""
+    """Return the parameters that a class or function takes."""
     reading = Reading()
     for function, signature, supplied in _chain(make):
         hints = get_type_hints(function, include_extras=True)
@@ -488,10 +482,10 @@ def read_signature(make: Callable[..., Any]) -> Reading:
 def documentation(
     make: Callable[..., Any], homes: list[Callable[..., Any]]
 ) -> tuple[str, str, dict[str, str]]:
-    """Return summary, whole description, and each parameter's meaning.
+    """Return summary, full description, and the description of each parameter.
 
-    A class's parameters may be documented in its docstring, in its `__init__`'s, or in those of the
-    classes that it has its `__init__` or some of its parameters from.
+    A class may document its parameters in its own docstring, in that of `__init__`, or in those of
+    the base classes that define them.
     """
     import docstring_parser
 
@@ -526,13 +520,13 @@ def _spells(owner: type, homes: list[Callable[..., Any]]) -> bool:
 def _chain(
     make: Callable[..., Any],
 ) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
-    """Yield each function that spells parameters out, its signature, and what is supplied."""
+    """Yield each function that defines parameters, its signature, and the arguments it gets."""
     if not inspect.isclass(make):
         yield make, inspect.signature(make), set()
         return
     home = getattr(make.__init__, "__module__", "")
     if home in _MODULES_THAT_TAKE_NOTHING and "__new__" not in vars(make):
-        # a class without an __init__ of its own takes nothing, whatever these say
+        # A class without its own __init__ takes no parameters, whatever the inherited one accepts.
         yield make.__init__, inspect.Signature(), set()
         return
     yield make.__init__, inspect.signature(make), set()
@@ -549,8 +543,7 @@ def _chain(
         names = list(signature.parameters)[1:]
         passed = _passed_on(function)
         if passed is None:
-            # without source: what has no default there is given here, or the class could not be
-            # made without a recipe's help
+            # Without its source, assume that the class passes every argument that has no default.
             supplied |= {
                 n for n in names if signature.parameters[n].default is inspect.Parameter.empty
             }
@@ -571,9 +564,10 @@ def _takes_more(function: Callable[..., Any]) -> bool:
 
 
 def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | None:
-    """Return what an `__init__` gives the next: keywords, positional ones, `**kwargs` or not.
+    """Return the arguments that an `__init__` passes on; None if its source is not available.
 
-    None where its source cannot be had.
+    Returns:
+        The keywords, the number of positional arguments, and whether `**kwargs` is passed on.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -589,10 +583,8 @@ def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | Non
         ):
             continue
         arguments = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
-        if not isinstance(
-            call.func.value, ast.Call
-        ):  # Base.__init__(self, …) instead of super().__init__(…)
-            arguments = arguments[1:]
+        if not isinstance(call.func.value, ast.Call):
+            arguments = arguments[1:]  # Base.__init__(self, …) instead of super().__init__(…)
         keywords |= {argument.arg for argument in call.keywords if argument.arg}
         positional = max(positional, len(arguments))
         whole |= any(argument.arg is None for argument in call.keywords)

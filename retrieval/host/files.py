@@ -1,7 +1,4 @@
-"""Files and folders that appear whole or not at all, and are still there after a power cut.
-
-Every floor writes what must survive through here, which is why it lies on the lowest one.
-"""
+"""Atomic, durable writing of files and folders: complete or absent, even after a power cut."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _MARK = b"retrieval: the folder beside this file may be deleted when nobody hold
 
 
 def cache_folder() -> Path:
-    """Return where is kept what can be had again: `RETRIEVAL_CACHE`, or the user's cache folder."""
+    """Return the cache folder: `RETRIEVAL_CACHE` if set, otherwise the platform's user cache."""
     import platformdirs
 
     chosen = os.environ.get("RETRIEVAL_CACHE")
@@ -43,27 +40,26 @@ def whole_file(
     private: bool = False,
     shared: bool = False,
 ) -> Iterator[Path]:
-    """Give an empty file beside `path`, which is synced and renamed to `path` at the end.
+    """Context manager that yields an empty temporary file and renames it to `path` at the end.
 
-    A process that is killed leaves `NAME.tmp`, which the next writer removes.
+    The file is synced before the rename, and removed if the block raises. A killed process leaves
+    `NAME.tmp` behind; the next writer removes it.
 
     Args:
-        path: the file; one that is there gives way.
-        error: raised in place of an OSError, with a sentence.
-        private: only the owner may read it.
-        shared: other processes may write the same file at the same moment, and no lock keeps them
-            apart.
+        path: the file to write; an existing one is replaced.
+        error: error class to raise instead of OSError.
+        private: whether only the owner may read the file.
+        shared: whether other processes may write the same file at the same time. Each then uses
+            its own temporary file.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written; of the class `error` if that is
-            given.
+        OSError: the disk is full, or the folder cannot be written. `error` replaces it if given.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        flags = (
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        )  # never through a link that somebody has put there
+        # O_EXCL: do not write through a link that somebody else has placed there.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         os.close(os.open(temporary, flags, 0o600 if private else 0o666))
         try:
             yield temporary
@@ -73,9 +69,8 @@ def whole_file(
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-        with contextlib.suppress(
-            OSError
-        ):  # a folder that cannot be opened for syncing does not undo the rename
+        # The rename holds even if the folder cannot be opened for syncing.
+        with contextlib.suppress(OSError):
             sync(path.parent)
     except OSError as fault:
         if error is None:
@@ -91,32 +86,32 @@ def write_bytes(
     private: bool = False,
     shared: bool = False,
 ) -> None:
-    """Write a file whole or not at all; see `whole_file`."""
+    """Write bytes to a file atomically; see `whole_file`."""
     with whole_file(path, error, private=private, shared=shared) as temporary:
         temporary.write_bytes(content)
 
 
 def write_text(path: Path, text: str, error: type[RetrievalError] | None = None) -> None:
-    """Write a text as UTF-8, whole or not at all; see `whole_file`."""
+    """Write text to a file as UTF-8, atomically; see `whole_file`."""
     write_bytes(path, text.encode(), error)
 
 
 def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None) -> None:
-    """Write a value as JSON for people to read, whole or not at all; see `whole_file`."""
+    """Write a value to a file as indented JSON, atomically; see `whole_file`."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", error)
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> Iterator[Path]:
-    """Give a hidden folder beside `path`, which is synced and renamed to `path` at the end.
+    """Context manager that yields a hidden folder and renames it to `path` at the end.
 
-    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, which the next such
-    folder beside it clears.
+    The hidden folder `.NAME.XXXXXXXX.part` lies beside `path`; its content is synced before the
+    rename. A killed process leaves it behind, and the next call with the same parent removes it.
 
     Args:
-        path: the folder; its parents are made, and an empty one that is there gives way.
-        replace: whether a full one that is there gives way, in the same instant.
-        exists_error: raised where there is one, and `replace` was not asked for.
+        path: the folder to write. Its parents are created; an existing empty folder is replaced.
+        replace: whether an existing folder with content is replaced, atomically.
+        exists_error: raised if such a folder exists and `replace` is false.
 
     Raises:
         OSError: the disk is full, or the parent folder cannot be written.
@@ -127,14 +122,14 @@ def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> 
         yield temporary
         sync_below(temporary)
         with contextlib.suppress(OSError):
-            path.rmdir()  # an empty folder gives way
+            path.rmdir()  # succeeds only if the folder is empty
         rename_whole(temporary, path, replace=replace, exists_error=exists_error)
 
 
 def rename_whole(
     finished: Path, output: Path, *, replace: bool, exists_error: RetrievalError
 ) -> None:
-    """Rename a synced folder to its place; an older folder gives way in the same instant."""
+    """Rename a synced folder to its final path, replacing an older folder atomically."""
     if not output.exists():
         try:
             finished.rename(output)
@@ -145,11 +140,11 @@ def rename_whole(
     elif not replace:
         raise exists_error
     elif _exchanged(finished, output):
-        shutil.rmtree(
-            finished, ignore_errors=True
-        )  # the new one stands, whatever is left of the old
+        # The new folder is in place, even if parts of the old one cannot be removed.
+        shutil.rmtree(finished, ignore_errors=True)
     else:
-        # No such system call: for a moment there is no folder, and a crash leaves the old one.
+        # Without that system call, no folder has the name for a moment. A crash then leaves the old
+        # folder under its hidden name.
         aside = output.with_name(f".{output.name}.old")
         output.rename(aside)
         try:
@@ -158,14 +153,13 @@ def rename_whole(
             aside.rename(output)
             raise
         shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(
-        OSError
-    ):  # a folder that cannot be opened for syncing does not undo the rename
+    # The rename holds even if the folder cannot be opened for syncing.
+    with contextlib.suppress(OSError):
         sync(output.parent)
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or a folder's list of names, to the disk."""
+    """Sync a file, or a folder's directory entries, to the disk."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -176,20 +170,20 @@ def sync(path: Path) -> None:
 
 
 def sync_below(folder: Path) -> None:
-    """Have a folder and everything below it on the disk."""
+    """Sync a folder and everything below it to the disk."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def _umask() -> int:
-    """Return the process's umask, which can only be read by setting it."""
+    """Return the process's umask, which only setting it can read."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 def _exchanged(first: Path, second: Path) -> bool:
-    """Exchange two folders' names by Linux's renameat2; False where that is not possible."""
+    """Exchange two folders' names by Linux's renameat2; return False if that is not possible."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -202,14 +196,15 @@ def _exchanged(first: Path, second: Path) -> bool:
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
-    """Give an empty private folder `PREFIXxxxxxxxxSUFFIX`, which is removed at the end.
+    """Context manager that yields an empty private folder `PREFIXxxxxxxxxSUFFIX`, then removes it.
 
-    Beside it lies `PREFIXxxxxxxxxSUFFIX.lock`, which the system lets go when all processes that
-    hold it have ended, however they end. What such processes left in `parent`, with the same first
-    letter and the same suffix, is removed first: folders of this user whose lock nobody holds.
+    A lock file `PREFIXxxxxxxxxSUFFIX.lock` lies beside it. The operating system releases the lock
+    when the last process that holds it ends, even by a crash. Each call first removes this user's
+    leftover folders in `parent` whose lock nobody holds and whose name has the same first
+    character and suffix.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the folder or its lock cannot be created.
     """
     _clear(parent, f"{prefix[:1]}*{suffix}{_LOCK}")
     handle, name = tempfile.mkstemp(prefix=prefix, suffix=f"{suffix}{_LOCK}", dir=parent)
@@ -218,7 +213,7 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
     locked = _locked(handle)
     try:
         if locked:
-            os.write(handle, _MARK)  # from now on others may ask whether it is held
+            os.write(handle, _MARK)  # from now on other processes may test the lock
         else:
             lock.unlink()
         path.mkdir(0o700)
@@ -237,7 +232,7 @@ def _remove(path: Path) -> None:
 
 
 def _clear(parent: Path, pattern: str) -> None:
-    """Remove what is left of ended processes."""
+    """Remove the scratch folders that ended processes have left."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = fnmatch.filter([entry.name for entry in parent.iterdir()], pattern)
@@ -255,14 +250,14 @@ def _clear(parent: Path, pattern: str) -> None:
 
 
 def _ours(handle: int) -> bool:
-    """Whether a file is a lock that this user has made here."""
+    """Return whether a file is a scratch folder's lock that belongs to this user."""
     status = os.fstat(handle)
     mine = sys.platform == "win32" or status.st_uid == os.geteuid()
     return mine and stat.S_ISREG(status.st_mode) and os.read(handle, len(_MARK) + 1) == _MARK
 
 
 def _locked(handle: int) -> bool:
-    """Take a file's lock; False where another has it, or the file system has no locks."""
+    """Lock a file; return False if another process holds the lock or locks are not supported."""
     if sys.platform == "win32":
         return False
     try:

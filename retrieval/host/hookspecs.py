@@ -1,10 +1,14 @@
-"""Every extension point, and nothing else.
+"""The plugin hooks.
 
-A plugin is a module (or a package) whose functions carry `retrieval.hookimpl` and one of these
-names. A hook that returns factories takes nothing and gives `{name: factory}`; the host calls the
-thing `PLUGIN.name`. A factory is a class or function: its signature is what a recipe may set, and
-its docstring says what each parameter means. A factory with a fault disables itself, and nothing
-else: `retrieval plugins list` says why.
+A plugin is a module or package whose functions have one of these names and the decorator
+`retrieval.hookimpl`. A hook for factories takes no arguments and returns `{name: factory}`. Recipes
+refer to each factory as `PLUGIN.NAME`. A factory is a class or function: a recipe may set the
+parameters in its signature, and its docstring describes them. A faulty factory disables only
+itself; `retrieval plugins list` shows the reason.
+
+A new kind of part needs, besides its hook here, an entry in `KINDS` of `retrieval.host.factory`,
+and, if it gets a recipe table of its own, one in `COMPONENTS` there and a field of
+`retrieval.recipe.tables.Tables`.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ hookspec = pluggy.HookspecMarker("retrieval")
 hookimpl = pluggy.HookimplMarker("retrieval")
 
 Factories = Mapping[str, Callable[..., Any] | str]
-"""What a factory hook returns: each a class, a function, or the text `MODULE:NAME` of one, whose
-module is imported when something names the factory.
+"""What a factory hook returns: a class or function by name, or its location as `MODULE:NAME` text.
+
+A module given as text is imported when the factory is first needed.
 """
 
 
@@ -29,7 +34,7 @@ module is imported when something names the factory.
 def retrieval_backbones() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[backbone]` is looked up.
 
-    Each factory gives a `retrieval.plugin.Backbone`.
+    Each factory returns a `retrieval.plugin.Backbone`.
     """
 
 
@@ -37,7 +42,7 @@ def retrieval_backbones() -> Factories:  # type: ignore[empty-body]
 def retrieval_datasets() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[data]` is looked up.
 
-    Each factory gives a `retrieval.plugin.Dataset`.
+    Each factory returns a `retrieval.plugin.Dataset`.
     """
 
 
@@ -45,7 +50,7 @@ def retrieval_datasets() -> Factories:  # type: ignore[empty-body]
 def retrieval_losses() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[loss]` is looked up.
 
-    Each factory gives a module with the call of `retrieval.plugin.Loss`.
+    Each factory returns a module with the call of `retrieval.plugin.Loss`.
     """
 
 
@@ -53,7 +58,7 @@ def retrieval_losses() -> Factories:  # type: ignore[empty-body]
 def retrieval_miners() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[miner]` is looked up.
 
-    Each factory gives a module with the call of `retrieval.plugin.Miner`.
+    Each factory returns a module with the call of `retrieval.plugin.Miner`.
     """
 
 
@@ -61,8 +66,8 @@ def retrieval_miners() -> Factories:  # type: ignore[empty-body]
 def retrieval_generators() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[generator]` is looked up.
 
-    Each factory gives a `retrieval.plugin.Generator`, whose `bind` is called with the model's head
-    before training.
+    Each factory returns a `retrieval.plugin.Generator`. The host calls its `bind` with the model's
+    head before training.
     """
 
 
@@ -70,7 +75,7 @@ def retrieval_generators() -> Factories:  # type: ignore[empty-body]
 def retrieval_combiners() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[combiner]` is looked up.
 
-    Each factory gives a `retrieval.plugin.Combiner`.
+    Each factory returns a `retrieval.plugin.Combiner`.
     """
 
 
@@ -78,7 +83,7 @@ def retrieval_combiners() -> Factories:  # type: ignore[empty-body]
 def retrieval_learners() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[learner]` is looked up.
 
-    Each factory gives a `retrieval.plugin.Learner`.
+    Each factory returns a `retrieval.plugin.Learner`.
     """
 
 
@@ -86,7 +91,7 @@ def retrieval_learners() -> Factories:  # type: ignore[empty-body]
 def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[augmentation] transforms` are looked up.
 
-    Each factory gives a `retrieval.plugin.Transform`.
+    Each factory returns a `retrieval.plugin.Transform`.
     """
 
 
@@ -94,22 +99,25 @@ def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
 def retrieval_metrics() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[evaluate] metrics` are looked up.
 
-    Each factory gives a `retrieval.plugin.Metric`.
+    Each factory returns a `retrieval.plugin.Metric`.
     """
 
 
 @hookspec
 def retrieval_indexes() -> Factories:  # type: ignore[empty-body]
-    """Called when an index back end is named; for a built-in one no plugin but the package's own is
-    asked. Each factory gives a `retrieval.plugin.IndexBackend`.
+    """Called when an index back end is looked up by name.
+
+    For a built-in back end, only the package's own plugin is called. Each factory returns a
+    `retrieval.plugin.IndexBackend`.
     """
 
 
 @hookspec
 def retrieval_stores() -> Factories:  # type: ignore[empty-body]
-    """Called when an index is named by an address, such as `milvus://host:19530/photos`; for a
-    folder no plugin but the package's own is asked. Each factory's name is a scheme, and it gives a
-    `retrieval.stores.StorePlace`.
+    """Called for an index at an address, such as `milvus://host:19530/photos`.
+
+    For an index in a folder, only the package's own plugin is called. Each factory's name is the
+    scheme of its addresses. Each factory returns a `retrieval.stores.StorePlace`.
     """
 
 
@@ -117,7 +125,7 @@ def retrieval_stores() -> Factories:  # type: ignore[empty-body]
 def retrieval_distances() -> Factories:  # type: ignore[empty-body]
     """Called when a loss's or miner's `distance` is looked up.
 
-    Each factory gives a pytorch-metric-learning `BaseDistance`.
+    Each factory returns a pytorch-metric-learning `BaseDistance`.
     """
 
 
@@ -125,7 +133,7 @@ def retrieval_distances() -> Factories:  # type: ignore[empty-body]
 def retrieval_reducers() -> Factories:  # type: ignore[empty-body]
     """Called when a loss's `reducer` is looked up.
 
-    Each factory gives a pytorch-metric-learning `BaseReducer`.
+    Each factory returns a pytorch-metric-learning `BaseReducer`.
     """
 
 
@@ -133,7 +141,7 @@ def retrieval_reducers() -> Factories:  # type: ignore[empty-body]
 def retrieval_regularizers() -> Factories:  # type: ignore[empty-body]
     """Called when a loss's regulariser is looked up.
 
-    Each factory gives a pytorch-metric-learning `BaseRegularizer`.
+    Each factory returns a pytorch-metric-learning `BaseRegularizer`.
     """
 
 
@@ -144,33 +152,33 @@ def retrieval_run_start(run: Any) -> None:
 
 @hookspec
 def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-    """Called after each epoch and its validation, with its number from 0 and its metrics."""
+    """Called after each epoch's validation, with the epoch's number (from 0) and metrics."""
 
 
 @hookspec
 def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
-    """Called once training is complete, with the best validation metrics.
+    """Called when training is complete, with the best validation metrics.
 
-    Not called when it is interrupted.
+    An interrupted run does not call it.
     """
 
 
 @hookspec
 def retrieval_trackers() -> Factories:  # type: ignore[empty-body]
-    """Called when `--track` names one: off unless asked.
+    """Called when `--track` names a tracker; by default no tracker runs.
 
-    Each factory gives a `retrieval.plugin.Tracker`, which is told of one run.
+    Each factory returns a `retrieval.plugin.Tracker`, which logs one run.
     """
 
 
 @hookspec
 def retrieval_report_panels(run: Any) -> Mapping[str, bytes]:  # type: ignore[empty-body]
-    """Called when `retrieval report` is written, for each run.
+    """Called for each run when `retrieval report` writes a report.
 
-    Gives drawings by title, SVG or PNG of at most 4 MB; none where there is nothing to draw.
+    Returns drawings by title, each an SVG or PNG of at most 4 MB; the mapping may be empty.
     """
 
 
 @hookspec
 def retrieval_commands(app: click.Group) -> None:
-    """Called when the command line starts: a plugin may add commands of its own to `app`."""
+    """Called when the command line starts; a plugin may add its own commands to `app`."""

@@ -1,7 +1,7 @@
-"""Import what is a plugin: an entry point's module, a file or folder, or a module by its name.
+"""Import plugins: entry points, files, folders, and modules by name.
 
-`my_loss.py` is a plugin, and so is the folder `my_plugin/` with an `__init__.py`. A folder is a
-package like any other: its modules import one another by relative imports (`from . import layers`).
+A plugin can be a file, `my_loss.py`, or a folder with an `__init__.py`, `my_plugin/`. A folder is
+an ordinary package: its modules use relative imports (`from . import layers`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from retrieval.errors import PluginError, did_you_mean
 from retrieval.host import hookspecs
 
 PREFIX = "retrieval_file_plugin_"
-"""Start of the name of such a plugin's module, so that it hides no other module."""
+"""Prefix of the module name of a file or folder plugin, so that it hides no other module."""
 
 MAX_FILES, MAX_BYTES = 1_000, 64 << 20
-"""A folder with more is refused."""
+"""Largest number of files and bytes of a plugin folder."""
 
 
 def is_file_plugin(item: str) -> bool:
-    """Whether a word names a file (`x.py`) or a folder (`x/`), and not a module."""
+    """Return whether a plugin is named as a file (`x.py`) or folder (`x/`), not as a module."""
     return item.endswith((".py", "/", os.sep))
 
 
@@ -50,7 +50,7 @@ class FilePlugin:
 
     @classmethod
     def from_name(cls, item: str) -> FilePlugin:
-        """Return the plugin that a word names."""
+        """Return the plugin at a path, `x.py` or `x/`."""
         path = Path(item).resolve()
         kind = "file" if item.endswith(".py") else "folder"
         if not (path.is_file() if kind == "file" else path.is_dir()):
@@ -73,12 +73,12 @@ class FilePlugin:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder."""
+        """True for a folder."""
         return self.path.suffix != ".py"
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The plugin's files by relative path: the file, or all of the folder but hidden ones."""
+        """The plugin's file, or all files of its folder except hidden ones, by relative path."""
         if not self.is_folder:
             return {self.path.name: self.path}
         files: dict[str, Path] = {}
@@ -115,7 +115,7 @@ class FilePlugin:
             ) from error
 
     def load(self) -> ModuleType:
-        """Import it, anew each time, and return its module."""
+        """Import the plugin, again on each call, and return its module."""
         root = PREFIX + self.name
         _forget(root)
         entry = self.path / "__init__.py" if self.is_folder else self.path
@@ -131,7 +131,7 @@ class FilePlugin:
         )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[root] = module  # dataclasses and pickling of the plugin's classes look it up
+        sys.modules[root] = module  # needed by dataclasses and for pickling the plugin's classes
         try:
             spec.loader.exec_module(module)
         except ModuleNotFoundError as error:
@@ -144,7 +144,7 @@ class FilePlugin:
         return module
 
     def _explain(self, error: ModuleNotFoundError) -> None:
-        """Raise a sentence where a module that was not found lies in or beside the plugin."""
+        """Raise a `PluginError` if the missing module lies in or beside the plugin."""
         top = (error.name or "").partition(".")[0]
         home = self.path if self.is_folder else self.path.parent
         beside = [home / f"{top}.py", home / top / "__init__.py"]
@@ -163,11 +163,11 @@ class FilePlugin:
         ) from error
 
     def copy(self, folder: Path) -> Path:
-        """Copy all that belongs to it into a folder, whole or not at all, and return the copy.
+        """Copy the plugin's files into a folder atomically and return the copy's path.
 
-        A file becomes `folder/NAME.py`, a folder `folder/NAME`. An earlier copy gives way.
+        A file becomes `folder/NAME.py`, a folder `folder/NAME`. An earlier copy is replaced.
         """
-        # `--help` loads plugins, and writes nothing
+        # Imported here because `--help` loads plugins but writes no files.
         from retrieval.host.files import whole_file, whole_folder
 
         target = folder / self.path.name
@@ -186,7 +186,7 @@ class FilePlugin:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time: bytecode beside it may be anybody's."""
+    """Compiles the source each time, because cached bytecode may come from somebody else."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -208,7 +208,7 @@ class PluginSource:
 
 
 def name_of(item: str) -> PluginSource:
-    """Return the name of a file's, folder's or module's plugin, and its origin in words."""
+    """Return the plugin name of a file, folder or module, and a description of its origin."""
     if is_file_plugin(item):
         path = Path(item).resolve()
         return PluginSource(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")
@@ -216,7 +216,7 @@ def name_of(item: str) -> PluginSource:
 
 
 def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
-    """Return a plugin's module."""
+    """Return a plugin's module; any error while importing it becomes a `PluginError`."""
     try:
         module = load()
     except PluginError:
@@ -224,7 +224,7 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
     except (Exception, SystemExit) as error:
         place = ""
         for frame in traceback.extract_tb(error.__traceback__):
-            # the machinery of importing itself is no place to look at
+            # Skip frames of the import machinery itself.
             if not frame.filename.startswith("<") and frame.filename != importlib.__file__:
                 place = f" ({frame.filename}, line {frame.lineno})"
         if isinstance(error, SyntaxError):
@@ -243,7 +243,7 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
 
 
 def import_extra(item: str) -> ModuleType:
-    """Return the module of a plugin's file or folder, or of that name."""
+    """Import and return the module of a plugin that is named as a file, folder or module."""
     if is_file_plugin(item):
         return FilePlugin.from_name(item).load()
     try:
@@ -253,7 +253,7 @@ def import_extra(item: str) -> ModuleType:
             item,
             item.partition(".")[0],
         ):
-            raise  # the module is there; what it imports is not
+            raise  # the module exists, but one of its imports is missing
         raise PluginError(
             f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a"
             " folder's in /."
@@ -261,7 +261,7 @@ def import_extra(item: str) -> ModuleType:
 
 
 def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
-    """Refuse a hook that does not exist, and a function named like a hook that lacks its mark."""
+    """Raise a `PluginError` for an unknown hook, or a function named like a hook but not marked."""
     hooks = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
     for name, value in list(vars(module).items()):
         marked = getattr(value, "retrieval_impl", None)
@@ -281,7 +281,7 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
 
 
 def misfit(error: Exception) -> str:
-    """What pluggy says of a hook with other parameters than its specification, in one sentence."""
+    """Return one sentence for pluggy's error about a hook with the wrong parameters."""
     definition = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
     if not definition:
         return " ".join(str(error).split()).rstrip(".")
@@ -291,6 +291,6 @@ def misfit(error: Exception) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An exception's kind and text, on one line, without the full stop."""
+    """Return an exception's class and message on one line, without the final period."""
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     return f"{type(error).__name__}: {' '.join(text.split())}".rstrip(": .")

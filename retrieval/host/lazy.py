@@ -1,8 +1,7 @@
-"""Modules that are loaded late or not at all: names of a package, and what other libraries import
-and then do not use, such as torch's compiler.
+"""Lazy imports: names of a package, and modules that other libraries import but do not use.
 
-torch's optimisers load the compiler only to say that they are not compiled, which takes as long as
-torch itself.
+torch's optimisers load torch's compiler only to state that they are not compiled, which takes as
+long as loading torch itself.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 def lazy(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`."""
+    """Return a package's `__getattr__` and `__dir__`; they import names in `homes` on first use."""
     home = {name: module for module, names in homes.items() for name in names}
 
     def getter(name: str) -> Any:
@@ -27,7 +26,7 @@ def lazy(
                 f"module '{package}' has no attribute '{name}'", name=name, obj=sys.modules[package]
             )
         value = getattr(importlib.import_module(home[name]), name)
-        setattr(sys.modules[package], name, value)  # the next time it is found at once
+        setattr(sys.modules[package], name, value)  # later look-ups skip this function
         return value
 
     return getter, lambda: sorted({*home, *vars(sys.modules[package])})
@@ -35,10 +34,10 @@ def lazy(
 
 @contextmanager
 def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
-    """Give importers of a module an empty one with these names, for as long as it lasts.
+    """Context manager that replaces a module not yet loaded by an empty one with these names.
 
-    A command that trains starts in less than half the time. It holds for all threads: nothing may
-    run inside that needs the real one.
+    This more than halves the start-up time of training commands. It affects all threads: no code
+    that needs the real module may run meanwhile.
     """
     if module in sys.modules:
         yield
@@ -57,25 +56,26 @@ _kept_out = False
 
 
 def keep_compiler_out() -> None:
-    """From now on keep it out wherever `optimizing`, until somebody loads it.
+    """Make `optimizing` keep torch's compiler from loading, in this process from now on.
 
-    For a process of our own: a user's may compile in another thread.
+    Call it only in the command line's own processes: a user's process may compile in another
+    thread.
     """
     global _kept_out
     _kept_out = True
 
 
 def load_compiler() -> None:
-    """Load torch's compiler before the first optimiser: a loaded module is not kept out."""
+    """Load torch's compiler now; once it is loaded, `optimizing` has no effect."""
     import torch._dynamo  # noqa: F401
 
 
 @contextmanager
 def optimizing() -> Iterator[None]:
-    """Make optimisers and have them step inside, and nothing else.
+    """Context manager for creating optimisers and their steps, without loading torch's compiler.
 
-    Where nothing is compiled there is no graph to break, and a function that is not to be compiled
-    is that function.
+    Nothing else may run in it. Without compilation, torch's `graph_break` does nothing and
+    `disable` returns its function.
     """
     if not _kept_out:
         yield

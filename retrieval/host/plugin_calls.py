@@ -1,6 +1,6 @@
-"""Whatever a plugin's part raises becomes one sentence, which names the part and the place.
+"""Turn any error that a plugin's part raises into one sentence with the part and the place.
 
-Needs no torch: serving uses it too.
+This module does not import torch, because serving uses it too.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from pathlib import Path
 from retrieval.errors import DataError, PluginError, RetrievalError
 
 LONGEST_REASON = 300
-"""Characters of a foreign error's text that a sentence repeats."""
+"""Largest number of characters quoted from a plugin's error."""
 SMALLER_BATCH = "Make it smaller, or the batch: [sampler] classes × items, [evaluate] batch."
-"""What helps training where memory runs out."""
+"""Advice for a training that runs out of memory."""
 
 
 @contextlib.contextmanager
 def calling(what: str, smaller: str = SMALLER_BATCH) -> Iterator[None]:
-    """Turn whatever a plugin raises inside into one sentence.
+    """Context manager that turns any error of a plugin's part into one sentence.
 
     Args:
-        what: who is called, as a sentence begins: "The loss acme.margin".
-        smaller: what to do where it runs out of memory.
+        what: the part, as the beginning of a sentence: "The loss acme.margin".
+        smaller: advice for when it runs out of memory.
 
     Raises:
-        PluginError: the plugin raised anything but an error of this package.
+        PluginError: the plugin raised an error. `RetrievalError`, `OSError` and `ImportError` pass
+            unchanged.
         DataError: the plugin ran out of memory.
     """
     try:
         yield
     except (RetrievalError, OSError, ImportError):
-        raise  # sentences already, and what the command line has a sentence for
+        raise  # the command line has a message for these
     except Exception as error:
         if _is_out_of_memory(error):
             raise DataError(f"{what} ran out of memory. {smaller}") from error
@@ -43,7 +44,7 @@ def calling(what: str, smaller: str = SMALLER_BATCH) -> Iterator[None]:
 
 
 def failure(what: str, error: Exception) -> str:
-    """Return who failed, how and where in the plugin: "The loss acme.margin failed: …"."""
+    """Return which part failed, how and where: "The loss acme.margin failed: …"."""
     reason = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
     if isinstance(error, NotImplementedError) and "forward" in reason:
         reason = "it defines no forward"
@@ -52,15 +53,14 @@ def failure(what: str, error: Exception) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    if (
-        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    ):  # torch's, on a GPU
+    # torch raises OutOfMemoryError on a GPU, and a RuntimeError on a CPU.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)  # torch's, on a CPU
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def _place(error: BaseException) -> str:
-    """Where in the plugin it happened: the last frame that is neither ours nor a library's."""
+    """Return file and line of the last frame outside this package and installed libraries."""
     package = str(Path(__file__).parents[1])
     frames = [
         frame

@@ -1,7 +1,7 @@
-"""Load plugins, refuse clashes, find factories and build what a recipe names.
+"""Load plugins, reject name clashes, find factories, and build the parts that recipes name.
 
 Plugins come from the entry-point group `retrieval` (bundled and third-party alike), and from files
-or modules that a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` leaves plugins out.
+or modules that a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` excludes plugins.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUP = "retrieval"
 
 
 class Plugins:
-    """The loaded plugins. Make one with `load_plugins`; there is no global one."""
+    """The loaded plugins. `load_plugins` returns one; there is no global instance."""
 
     def __init__(self, manager: pluggy.PluginManager, sources: list[PluginSource]) -> None:
         self.manager = manager
@@ -53,9 +53,9 @@ class Plugins:
         self._read: dict[tuple[str, str], Factory | PluginError] = {}
 
     def give(self, objects: Mapping[str, Any]) -> None:
-        """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`.
+        """Offer Python objects as parts, by recipe table: `{"loss": my_loss}`.
 
-        Their names are `object_name`'s.
+        `object_name` returns the name of each.
         """
         if not objects:
             return
@@ -71,15 +71,15 @@ class Plugins:
 
     @property
     def hook(self) -> Any:
-        """The hooks to call, as pluggy gives them."""
+        """pluggy's hook relay, which calls a hook in all plugins."""
         return self.manager.hook
 
     def notify(self, hook: str, **arguments: Any) -> None:
-        """Call a hook that gives nothing."""
+        """Call a hook that returns nothing."""
         try:
             getattr(self.hook, hook)(**arguments)
         except (RetrievalError, OSError, ImportError):
-            raise  # sentences already, and what the command line has a sentence for
+            raise  # the command line has a message for these
         except Exception as error:
             files = {
                 getattr(m, "__file__", None): name for name, m in self.manager.list_name_plugin()
@@ -90,16 +90,13 @@ class Plugins:
             raise PluginError(f"{who} failed in {hook}: {reason(error)}{where}.") from error
 
     def factories(self, kind: str) -> dict[str, Factory]:
-        """Return every factory of a kind by its full name, sorted.
-
-        One with a fault is not among them: see `disabled`.
-        """
+        """Return all sound factories of a kind by full name, sorted; see also `disabled`."""
         every = [self._factory(kind, name) for name in self._offered(kind)]
         sound = {factory.name: factory for factory in every if isinstance(factory, Factory)}
         return dict(sorted(sound.items()))
 
     def disabled(self, kind: str) -> dict[str, str]:
-        """Return the factories (or plugins whose hook failed) that cannot be used, and why."""
+        """Return why factories cannot be used, by full name (or plugin, if its hook failed)."""
         read = {name: self._factory(kind, name) for name in self._offered(kind)}
         return {
             name: str(fault)
@@ -108,18 +105,18 @@ class Plugins:
         }
 
     def named(self, kind: str, name: str) -> Factory | None:
-        """Return a sound factory by its full name; None if there is none.
+        """Return a sound factory by its full name, or None.
 
-        Only its own plugin is asked, and only this factory is loaded: the others may take long.
+        This calls the hook of that plugin only and loads only this factory, as others may be slow.
         """
         plugin = name.partition(".")[0]
         factory = self._factory(kind, name) if name in self._offered(kind, plugin) else None
         return factory if isinstance(factory, Factory) else None
 
     def _offered(self, kind: str, plugin: str | None = None) -> dict[str, Any]:
-        """Return what plugins (or one of them) offer of a kind by full name, unread.
+        """Return the unread offers of all plugins, or of one, for a kind, by full name.
 
-        Each is asked once. A hook that failed is its plugin's name with the error.
+        Each hook is called once. If it fails, the result holds the error under the plugin's name.
         """
         offered: dict[str, Any] = {}
         for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
@@ -138,7 +135,7 @@ class Plugins:
         return offered
 
     def _factory(self, kind: str, name: str) -> Factory | PluginError:
-        """Return a factory that is offered under a name, read once; or what is wrong with it."""
+        """Return the factory offered under a name, or the error that disables it; cached."""
         if (kind, name) not in self._read:
             plugin = name.partition(".")[0]
             offer = self._offered(kind, plugin)[name]
@@ -155,7 +152,7 @@ class Plugins:
         return self._read[kind, name]
 
     def _load(self, plugin: str, kind: str, place: str) -> Any:
-        """Return the class or function that a text `MODULE:NAME` of a hook names."""
+        """Import and return the class or function at `MODULE:NAME`."""
         module, _, attribute = place.partition(":")
         if not (module and attribute):
             raise PluginError(
@@ -178,7 +175,7 @@ class Plugins:
         return offers
 
     def _guarded(self, plugin: str, kind: str, function: Callable[[], Any]) -> Any:
-        """Return what a plugin's function gives; its errors become one sentence."""
+        """Call a plugin's function and return its result; any error becomes one sentence."""
         try:
             return function()
         except (PluginError, MissingDependency):
@@ -204,12 +201,16 @@ class Plugins:
             ) from error
 
     def full_name(self, kind: str, name: str) -> str:
-        """Return the full name of a built-in part, as `core.flat` for `flat`; others unchanged."""
+        """Return a built-in part's full name, such as `core.flat` for `flat`; others unchanged."""
         whole = f"{BUILT_IN}.{name}"
         return whole if kind in SHORT and whole in self.factories(kind) else name
 
     def find(self, kind: str, name: str) -> Factory:
-        """Return a factory by its full name, or a built-in index or metric by its short one."""
+        """Return a factory by its full name; for kinds in `SHORT` also by a built-in's short name.
+
+        Raises:
+            PluginError: no factory has the name, or it is disabled.
+        """
         if (factory := self.named(kind, name)) is not None:
             return factory
         known, wrong = self.factories(kind), self.disabled(kind)
@@ -250,9 +251,9 @@ class Plugins:
         return list(self._check(kind, values, where))
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
-        """Return whether a factory passes a test and all those of its kind nested in it do too.
+        """Return whether a factory and all parts of its kind nested in it pass a test.
 
-        What is unknown or wrong passes: it is reported by `check`.
+        Unknown and invalid parts pass, because `check` reports them.
         """
         table = _table(values) or {}
         factory = self.named(kind, str(table.get("name")))
@@ -286,13 +287,13 @@ class Plugins:
                     yield from self._check(p.part, part, place)
 
     def build(self, kind: str, values: Any, known: Mapping[str, Any] | None = None) -> Any:
-        """Build what a table `{name = …, parameters}` describes, its parts first.
+        """Build the part that a table `{name = …, parameters}` describes, nested parts first.
 
         Args:
             kind: one of `KINDS`.
-            values: the recipe's table. A part in it may be an object that is made already
-                (`is_made`).
-            known: what the host knows (`factory.GIVEN`); passed on to every factory that names it.
+            values: the recipe's table. A nested part may be a Python object (`is_made`).
+            known: values that the host knows (`factory.GIVEN`). Each factory gets those that it has
+                parameters for.
 
         Raises:
             PluginError: the name is unknown.
@@ -334,7 +335,7 @@ class Plugins:
 
 
 def _refuse_offer(plugin: str, kind: str, short: Any, make: Any) -> None:
-    """Refuse what a hook offers under a name that is none, or that cannot be called."""
+    """Raise a `PluginError` for an offer with an invalid name or a factory that is not callable."""
     if not (isinstance(short, str) and short.isidentifier()):
         raise PluginError(
             f"The plugin '{plugin}' offers {short!r} in retrieval_{kind}; a name must be a Python"
@@ -354,7 +355,7 @@ def _table(values: Any) -> dict[str, Any] | None:
 
 
 def is_made(value: Any) -> bool:
-    """Return whether a value is the part itself, not its name, its table or plain TOML."""
+    """Return whether a value is a part itself, not its name, its table or another TOML value."""
     return not isinstance(
         value, str | bytes | int | float | Mapping | list | tuple | date | time | None
     )
@@ -363,7 +364,7 @@ def is_made(value: Any) -> bool:
 def _widths(
     p: Parameter, checked: Mapping[str, Any], known: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """Return what the host gives to each of the parts that one parameter asks for."""
+    """Return the host's values for each part of a parameter: one per width, then the whole."""
     widths = checked.get(p.per_width, []) if p.per_width else []
     return [*({**known, "embedding_size": width} for width in widths), known]
 
@@ -378,12 +379,12 @@ def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = None) -> Plugins:
-    """Load every installed plugin, then the given files and modules.
+    """Load all installed plugins, then the given files, folders and modules.
 
     Args:
-        extra: paths of `.py` files, or names of modules.
-        block: plugin names to leave out; by default those in `RETRIEVAL_BLOCK`, separated by
-            commas.
+        extra: paths of `.py` files or folders (`x/`), or names of modules.
+        block: names of plugins to leave out. The default is the environment variable
+            `RETRIEVAL_BLOCK`, a comma-separated list.
 
     Raises:
         PluginError: two distributions claim one name, a plugin cannot be imported, or it misspells
@@ -430,12 +431,12 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
 
 
 def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
-    """Return each plugin's entry point and distribution; two claims of one name are refused."""
+    """Return each plugin's entry point and distribution; raise `PluginError` on duplicate names."""
     entries: dict[str, tuple[EntryPoint, str]] = {}
     seen: set[str] = set()
     for distribution in distributions():
-        # most have no entry point of ours: reading their names too would double the time that
-        # `--help` takes
+        # Most distributions have no such entry point; reading their names too would double the
+        # start-up time of `--help`.
         if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
             continue
         project = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
@@ -457,39 +458,39 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
 
 
 def installed_plugins() -> dict[str, str]:
-    """Return the distribution of each installed plugin, without loading any."""
+    """Return the distribution of each installed plugin by name, without loading plugins."""
     return {name: origin for name, (_, origin) in _entry_points(set()).items()}
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of all parts of a kind that the installed plugins make, sorted.
+    """Return the sorted names of all parts of a kind that the installed plugins offer.
 
     Args:
-        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "metric",
-            "index", "store", "distance", "reducer" or "regularizer"; the plural will do.
+        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner",
+            "augmentation", "metric", "index", "store", "distance", "reducer", "regularizer" or
+            "tracker", or the plural.
 
     Raises:
-        PluginError: there is no such kind; the sentence suggests the closest.
+        PluginError: the kind is unknown; the message suggests the closest.
     """
     return list(load_plugins().factories(_plural(kind)))
 
 
 def create(kind: str, name: str, /, **parameters: Any) -> Any:
-    """Return a part that a plugin makes, as in `create("loss", "pml.triplet_margin", margin=0.1)`.
+    """Build a plugin's part, as in `create("loss", "pml.triplet_margin", margin=0.1)`.
 
-    Parameters are checked as in a recipe; one that there is not is refused with the list of those
-    there are (on the command line `retrieval plugins show NAME` explains them). A part of the part
-    is a name, a table `{"name": …, parameters}` or an object. What training knows and gives
-    (`features`, `embedding_size`, `classes`) is a parameter here.
+    Parameters are checked as in a recipe; `retrieval plugins show NAME` lists them. A nested part
+    is a name, a dictionary `{"name": …, parameters}` or an object. Pass the values that training
+    would provide (`features`, `embedding_size`, `classes`) as parameters too.
 
     Args:
-        kind: see `names`.
-        name: the part's, as `PLUGIN.NAME`.
-        parameters: the part's own.
+        kind: the kind of part; see `names`.
+        name: the part's name, `PLUGIN.NAME`.
+        parameters: the part's parameters.
 
     Raises:
-        PluginError: there is no such kind or name; the sentence suggests the closest.
-        RecipeError: with every problem of the parameters.
+        PluginError: the kind or name is unknown; the message suggests the closest.
+        RecipeError: the parameters are invalid; the message lists every problem.
     """
     plural = _plural(kind)
     plugins = load_plugins()
@@ -506,12 +507,12 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
         if p.default is inspect.Parameter.empty and key not in from_host
     ]
     if problems:
-        raise RecipeError(problems, f"{name}, as create() was asked for it,")
+        raise RecipeError(problems, f"create({kind!r}, {name!r}, …)")
     return plugins.build(plural, table, from_host)
 
 
 def _plural(kind: str) -> str:
-    """Return a kind as `KINDS` has it, of its singular or plural."""
+    """Return the plural of a kind, as in `KINDS`, from its singular or plural."""
     for plural, singular in KINDS.items():
         if kind in (plural, singular):
             return plural

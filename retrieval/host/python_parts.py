@@ -1,9 +1,7 @@
-"""Objects made in Python that take the place of named parts.
+"""Python objects in place of named parts, offered by a plugin called `object`.
 
-To the host they are one more plugin, called `object`.
-
-A part is built as often as it is asked for, and trained: so each time it is a copy, and the user's
-object stays as it is.
+The host may build a part several times, and training changes it. Each build therefore returns a
+copy, and the user's object stays unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from retrieval.host.hookspecs import hookimpl
 
 OBJECT = "object"
 WORDS = {table: KINDS[kind] for table, kind in COMPONENTS.items()}
-"""What a recipe's table is called as an argument: `[data]` is `dataset`."""
+"""The name of a recipe's table as an argument: `[data]` is `dataset`."""
 
 
 _PLAIN = (
@@ -43,18 +41,18 @@ _PLAIN = (
 
 
 def object_name(value: Any) -> str:
-    """Return the name that an object has in a recipe: `object.` and its class."""
+    """Return an object's name in a recipe: `object.` and its class."""
     short = re.sub(r"\W", "", _maker(value).__name__)
     return f"{OBJECT}.{short if short.isidentifier() else 'made'}"
 
 
 def is_object(name: str) -> bool:
-    """Return whether a part's name stands for an object."""
+    """Return whether a part's name stands for a Python object."""
     return name.startswith(f"{OBJECT}.")
 
 
 def missing(kind: str, name: str) -> str:
-    """Return a sentence for a recipe that names an object which nobody gave."""
+    """Return the error message for a recipe that names an object that was not passed."""
     word = KINDS[kind]
     return (
         f"The {word} '{name}' was made in Python and is kept by no plugin. Give the same object"
@@ -64,7 +62,7 @@ def missing(kind: str, name: str) -> str:
 
 
 def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects that stand in the places of a recipe's parts, by table."""
+    """Return the Python objects among a recipe's parts, by table."""
     return {
         name: tables[name]
         for name in COMPONENTS
@@ -73,7 +71,7 @@ def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_no_objects(objects: Mapping[str, Any]) -> None:
-    """Refuse a class, a name or a table in the place of an object."""
+    """Raise a `PluginError` for a class, a name or a table in place of an object."""
     for table, value in objects.items():
         word = KINDS[COMPONENTS[table]]
         if isinstance(value, type):
@@ -90,7 +88,7 @@ def refuse_no_objects(objects: Mapping[str, Any]) -> None:
 
 
 def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
-    """Return a plugin whose factories give objects."""
+    """Return a plugin whose factories return these objects, or copies of them."""
     module = ModuleType(OBJECT)
     for table, value in objects.items():
         shared = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
@@ -100,7 +98,7 @@ def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
 
 
 def described(value: Any) -> dict[str, Any]:
-    """Return an object's class and the settings that it keeps, for a run's folder."""
+    """Return an object's class and constructor arguments, to be saved in a run's folder."""
     maker = _maker(value)
     return {"class": f"{maker.__module__}.{maker.__qualname__}", "settings": _settings(value)}
 
@@ -117,7 +115,7 @@ def _offer(offered: dict[str, Callable[..., Any]]) -> Callable[[], dict[str, Cal
 
 
 def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
-    """Return a factory that gives the dataset itself, or a copy of any other object."""
+    """Return a factory that returns the dataset itself, or a copy of any other object."""
 
     def give() -> Any:
         return value if table == "data" else _copied(value)
@@ -132,9 +130,8 @@ def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
     call = getattr(value, "forward", value)
     stated = dict(getattr(value, "__retrieval_traits__", {}))
     if callable(call):
-        with contextlib.suppress(
-            TypeError, ValueError
-        ):  # what has no signature is taken at its word
+        # An object without a signature is assumed to support both traits.
+        with contextlib.suppress(TypeError, ValueError):
             parameters = inspect.signature(call).parameters
             if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
                 stated = {
@@ -148,7 +145,7 @@ def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
 def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except Exception as error:  # whatever copying someone's object raises
+    except Exception as error:  # copying a user's object may raise anything
         raise PluginError(
             f"{object_name(value)} cannot be copied, and training works on a copy:"
             f" {type(error).__name__}: {error}"
@@ -156,7 +153,7 @@ def _copied(value: Any) -> Any:
 
 
 def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
-    """Return the constructor's arguments that an object keeps, by name, as plain values."""
+    """Return the constructor's arguments that an object keeps as attributes, as plain values."""
     if inspect.isroutine(value):
         return {}
     settings: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`retrieval plugins new`: a plugin's repository with one part, its test and a CI file."""
+"""`retrieval plugins new` creates a plugin's repository with one part, its test and a CI file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAIN = "retrieval train recipe.toml"
 
 @dataclass(frozen=True)
 class Example:
-    """The class that a kind's package offers, its name in the hook, a command that uses it."""
+    """An example part: its class, its name in the hook, and a command that uses it."""
 
     make: str
     part: str
@@ -45,11 +45,11 @@ EXAMPLES = {
         "retrieval index create journal:///tmp/items.journal IMAGES --bundle BUNDLE",
     ),
 }
-"""By kind. The templates lie in `scaffolds/`, with `acme` for the plugin's name."""
+"""Examples by kind. Their templates are in `scaffolds/`, with `acme` as the plugin's name."""
 
 
 def package_files(name: str, kind: str = "loss") -> dict[str, str]:
-    """Return what a package is made of: texts by path."""
+    """Return the files of a plugin's package: their text by path."""
     templates = {
         "pyproject.toml": "pyproject.toml",
         "retrieval_acme/__init__.py": "init.py",
@@ -87,7 +87,16 @@ def _filled(template: str, name: str, kind: str) -> str:
 
 
 def write_package(name: str, output: Path | None = None, kind: str = "loss") -> Path:
-    """Write the package, whole or not at all."""
+    """Write a plugin's package atomically and return its folder.
+
+    Args:
+        name: the plugin's name.
+        output: the folder to create; the default is `retrieval-NAME`.
+        kind: the kind of part, one of `EXAMPLES`.
+
+    Raises:
+        PluginError: the name is invalid or taken, or the folder exists or cannot be written.
+    """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise PluginError(
             f"'{name}' cannot be a plugin's name: use a Python identifier in lower case, such as"

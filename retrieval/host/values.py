@@ -1,7 +1,7 @@
-"""Values against types, strictly, with sentences for recipes and for factories.
+"""Strict checks of a recipe's values against types.
 
-pydantic decides whether a value fits; the sentences are ours, written from the type that was asked
-for.
+pydantic decides whether a value fits. The error messages are this module's own and describe the
+expected type in a recipe author's words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Place = tuple[str | int, ...]
-"""The steps to a value: keys, and numbers of list entries."""
+"""Path to a value: keys and list positions."""
 
 _BASIC = {
     int: "integer",
@@ -47,7 +47,7 @@ _LIMITS = {
 
 
 def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check values strictly against a pydantic model; arrays serve as tuples, text as paths."""
+    """Return values checked strictly against a model; lists serve as tuples, text as paths."""
     checked, faults = check_values(model, values)
     if faults:
         raise RecipeError(faults.values())
@@ -57,12 +57,12 @@ def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, 
 def check_values(
     model: type[BaseModel], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Check values as `check_model` does, without raising."""
+    """Check values as `check_model` does; return the values and the problems by place."""
     from pydantic import ValidationError
 
     faults: dict[Place, str] = {}
-    # JSON, because its strictness is TOML's: a list serves as a tuple and text as a path, but no
-    # text as a number
+    # pydantic's strict mode for JSON fits TOML: lists serve as tuples and text as paths, but text
+    # does not serve as a number.
     text = json.dumps(_plain(values, (), faults))
     try:
         instance = model.model_validate_json(text, strict=True)
@@ -70,7 +70,7 @@ def check_values(
         for error_entry in error.errors(include_url=False):
             place, sentence = _fault(error_entry, model, values)
             if any(place[: len(known)] == known for known in faults):
-                continue  # the whole of it is wrong already
+                continue  # a fault of the enclosing value is already reported
             for inner in [known for known in faults if known[: len(place)] == place]:
                 del faults[inner]
             faults[place] = sentence
@@ -82,15 +82,14 @@ def check_values(
         fields[name].alias or name: getattr(instance, name) for name in instance.model_fields_set
     }
     for name, value in checked.items():
-        if (
-            isinstance(value, PurePath) and values.get(name) == ""
-        ):  # Path("") would be the working folder
+        # Path("") would be the working folder.
+        if isinstance(value, PurePath) and values.get(name) == "":
             faults[name,] = f"{name}: is empty; name a file or folder."
     return ({}, faults) if faults else (checked, faults)
 
 
 def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
-    """Return a value as JSON has it; what no recipe can hold is reported and left out."""
+    """Return a value as plain JSON; report and leave out what a recipe cannot hold."""
     where = dotted(place)
     if isinstance(value, Mapping):
         return {str(k): _plain(v, (*place, str(k)), faults) for k, v in value.items()}
@@ -111,7 +110,7 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
         return None
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's, from Python code
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # a NumPy scalar
         return _plain(value.item(), place, faults)
     dated = isinstance(value, datetime.date | datetime.time)
     kind = "a date or time" if dated else f"of type {type(value).__name__}"
@@ -122,7 +121,7 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
 
 
 def dotted(place: Place) -> str:
-    """Return a place as `--set` names it: `phase.0.epochs`."""
+    """Return a place in the notation of `--set`: `phase.0.epochs`."""
     return ".".join(map(str, place)) or "the recipe"
 
 
@@ -163,7 +162,7 @@ def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
 
 
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
-    """Follow an error's path as far as the user wrote it; pydantic adds branches of unions."""
+    """Follow an error's path through the user's values; pydantic adds steps for union branches."""
     place: Place = ()
     annotation, value, container = model, values, model
     for step in loc:
@@ -178,7 +177,7 @@ def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, 
         elif origin is dict:
             inner = args[1]
         elif origin in (list, tuple) and isinstance(value, list | tuple):
-            if step >= len(value):  # a tuple that is too short
+            if step >= len(value):  # the tuple is too short
                 break
             inner = args[step] if origin is tuple and args[-1] is not ... else args[0]
         else:
@@ -228,7 +227,7 @@ def _number_like(text: str) -> bool:
 
 
 def _phrase(annotation: Any) -> str:
-    """A type after "should be"."""
+    """Return a type as it reads after "should be"."""
     text = type_text(annotation)
     if text.startswith("["):
         return f"a list {text}"
@@ -238,7 +237,7 @@ def _phrase(annotation: Any) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """Return a type as a recipe's author reads it: `integer`, `"a" or "b"`, `list of number`."""
+    """Return a type in a recipe author's words: `integer`, `"a" or "b"`, `list of number`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is None and isinstance(annotation, Hashable) and annotation in _BASIC:
         return _BASIC[annotation]
@@ -279,13 +278,13 @@ def _limits(constraints: tuple[Any, ...]) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML, cut to what a sentence can hold."""
+    """Return a value as TOML, cut to 80 characters."""
     text = toml_value(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML writes it, on one line; "none" for None, which TOML lacks."""
+    """Return a value as TOML on one line; None, which TOML lacks, becomes "none"."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, enum.Enum):

@@ -1,4 +1,4 @@
-"""The one walk through a folder of data: links are followed, circles end, hidden skipped."""
+"""Walk a folder of data: follow links, stop at cycles, skip hidden files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ IMAGE_EXTENSIONS = frozenset(
         *(".avif", ".heic", ".heif", ".hif"),
     }
 )
-"""Of files that are taken for images, in small letters."""
+"""Lower-case file name extensions of images."""
 MAX_VISITS = 100
-"""How often links may lead to one folder: folders that all link to one another make factorially
-many paths.
-"""
+"""How often links may lead to one folder. Folders that all link to each other have n! paths."""
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder in a fixed order, those of a folder before its own folders'.
+    """Yield the files below a folder in a fixed order, each folder's own files first.
 
-    Symbolic links to files and folders are followed, as torchvision and timm follow them. A link
-    back to a folder that leads to it is not entered again. Two links to one folder are two folders.
-    A link that leads nowhere is yielded like a file: see `leads_nowhere`.
+    Symbolic links to files and folders are followed, as in torchvision and timm. A link to one of
+    its own parent folders is skipped. Two links to one folder count as two folders. A broken link
+    is yielded like a file; see `leads_nowhere`.
 
     Raises:
-        DataError: it is not a folder, a folder below it cannot be read, or links lead to one folder
-            more than a hundred times.
+        DataError: the path is not a folder, a folder below it cannot be read, or links lead to one
+            folder more than a hundred times.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder.")
@@ -66,17 +64,17 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def leads_nowhere(path: Path) -> bool:
-    """Return whether a path is a symbolic link without a target, or in a circle."""
+    """Return whether a path is a broken symbolic link, or part of a cycle of links."""
     return path.is_symlink() and not path.exists()
 
 
 def own_name(folder: Path) -> str:
-    """Return a folder's name as the user sees it: a link's own name, and that of "."."""
+    """Return a folder's own name: a link's, not its target's; "." is resolved."""
     return Path(os.path.abspath(folder)).name  # noqa: PTH100 - resolve() would name the link's target
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a circle of links, or a folder that may not be entered: what opens it says so
+    except OSError:  # a cycle of links, or no permission: whoever opens it gets the error
         return False

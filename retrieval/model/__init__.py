@@ -1,1 +1,1 @@
-"""A model and its parts: the contract of each, and base classes for new ones."""
+"""The model and its parts: their contracts, and base classes for new parts."""

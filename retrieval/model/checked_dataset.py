@@ -1,4 +1,4 @@
-"""A plugin's dataset, checked: its columns once, each item when it is read."""
+"""Checks of a plugin's dataset: its columns once, each item when it is read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from retrieval.serving.images import check_range, from_array
 _COLUMNS = ("labels", "keys", "splits", "roles", "metadata", "arrays", "files")
 _IMAGE = "a Pillow image, or uint8 pixels (H, W) or (H, W, 3)"
 _ROWS = 65_536
-"""Vectors that are looked through at a time."""
+"""Number of vectors checked at a time."""
 
 
 def check_dataset(dataset: Any, name: str) -> Dataset:
-    """Return a dataset whose columns are checked now, and its items whenever one is asked for."""
+    """Check a dataset's columns and return a dataset that checks each item when it is read."""
     if not isinstance(dataset, Dataset):
         raise PluginError(
             f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset."
@@ -36,18 +36,17 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
 
 
 class CheckedDataset(Dataset):
-    """A plugin's dataset: labels and keys are text, columns are lists, items are images or vectors.
+    """A plugin's dataset with text labels and keys, list columns, and checked items.
 
-    A label or key is text; a whole number is its digits, and True and False are these words, also
-    where they come from NumPy or in a tensor. Anything else is refused: the text of 1.0 or of a
-    tensor is no name.
+    Whole numbers and booleans as labels or keys, also from NumPy or in a tensor, become text: "7",
+    "True". Other types raise an error, because the text of a float or an array makes no good name.
 
     Args:
-        dataset: what the plugin gave; its other attributes are this dataset's too.
-        name: its name.
+        dataset: the plugin's dataset. This dataset has its other attributes too.
+        name: the dataset's name, for error messages.
 
     Raises:
-        PluginError: its columns break the contract; the sentence lists every fault.
+        PluginError: the columns break the contract; the message lists every fault.
     """
 
     def __init__(self, dataset: Dataset, name: str) -> None:
@@ -83,18 +82,23 @@ class CheckedDataset(Dataset):
             raise PluginError(f"The dataset {name} breaks its contract: {'; '.join(wrong)}.")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while it is being unpickled, when there is no dataset yet
+        if name.startswith("_"):  # also while unpickling, before `_dataset` exists
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
     def __getitem__(self, index: int) -> Image.Image | NDArray[Any]:
-        """Return an item: a Pillow image, or a vector (F,)."""
+        """Return an item: a Pillow image, or a vector (F,).
+
+        Raises:
+            DataError: the item cannot be read, or a vector is not finite.
+            PluginError: the dataset fails, or returns something else.
+        """
         what = f"The dataset {self._name}, asked for item {index} ({self.keys[index]}),"
         try:
             with calling(what):
                 item: Any = self._dataset[index]
                 if isinstance(item, Image.Image):
-                    item.load()  # an image that was opened and not read yet fails here
+                    item.load()  # a damaged image that is open but not read yet fails here
         except OSError as error:
             raise DataError(f"{what} cannot read it: {error.strerror or error}.") from error
         return self._vector(item, what) if self.kind == "features" else _image(item, what)
@@ -117,7 +121,7 @@ class CheckedDataset(Dataset):
 
 
 def _image(item: Any, what: str) -> Image.Image:
-    """Return an item as an image."""
+    """Return an item as a Pillow image."""
     if isinstance(item, Image.Image) and min(item.size) > 0:
         check_range(item, f"{what} gave an image that")
         return item
@@ -139,7 +143,7 @@ def _image(item: Any, what: str) -> Image.Image:
 
 
 def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> dict[str, int]:
-    """Return how many entries each column has, without those that are none."""
+    """Return the length of each column that is not None; add faults to `wrong`."""
     lengths: dict[str, int] = {}
     for part, column in columns.items():
         if column is None:
@@ -160,12 +164,12 @@ def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> 
 
 
 def _listed(column: Any) -> list[Any]:
-    """Return a column as a list: pandas columns and tensors are indexed differently."""
+    """Return a column as a list, as pandas columns and tensors index differently."""
     return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
 
 
 def _texts(column: Sequence[Any], part: str, what: str, wrong: list[str]) -> list[str]:
-    """Return a column as text, and say what is none."""
+    """Return a column as text; add entries that cannot be text to `wrong`."""
     texts, rows = [], []
     for number, value in enumerate(column):
         text = _text(value)
@@ -183,7 +187,7 @@ def _texts(column: Sequence[Any], part: str, what: str, wrong: list[str]) -> lis
 
 
 def _text(value: Any) -> str | None:
-    """Return a label or key as text; "" of None, which is none; None of what is no name."""
+    """Return a label or key as text: "" for None, and None for a value of another type."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
         value = value.item()
     if isinstance(value, str):
@@ -196,19 +200,19 @@ def _text(value: Any) -> str | None:
 
 
 def _check_keys(keys: Sequence[str], wrong: list[str]) -> None:
-    """Say which keys are missing or there twice."""
+    """Add missing and duplicate keys to `wrong`."""
     counts = Counter(keys)
     if empty := counts.pop("", 0):
         wrong.append(f"{empty:,} item{'s have' if empty > 1 else ' has'} no key")
     if twice := [key for key, number in counts.items() if number > 1]:
-        more = f", and {len(twice) - 1:,} more keys are there twice" if len(twice) > 1 else ""
-        wrong.append(f"the key {twice[0]!r} is that of {counts[twice[0]]:,} items{more}")
+        more = f", and {len(twice) - 1:,} more keys are not unique" if len(twice) > 1 else ""
+        wrong.append(f"{counts[twice[0]]:,} items have the key {twice[0]!r}{more}")
 
 
 def _check_each(
     column: Sequence[Any] | None, part: str, kind: type, must: str, wrong: list[str]
 ) -> None:
-    """Say where an entry of a column is of another kind."""
+    """Add the first entry of a column that is not of type `kind` to `wrong`."""
     rows = [number for number, entry in enumerate(column or ()) if not isinstance(entry, kind)]
     if rows and column is not None:
         wrong.append(
@@ -217,7 +221,7 @@ def _check_each(
 
 
 def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
-    """Say what an array of all items must be."""
+    """Add faults of the array of all items to `wrong`."""
     if arrays is None:
         return
     if not isinstance(arrays, np.ndarray):

@@ -1,8 +1,8 @@
-"""What the host asks of a loss, miner, generator, combiner, learner, backbone, dataset and metric.
+"""The contracts of plugins' parts: dataset, backbone, loss, miner, generator, combiner and others.
 
-Shapes: B items in a batch, F feature width, C code width, P vector width, T triplets, Q queries, R
-references. Losses and miners follow pytorch-metric-learning's calls exactly, so that whatever was
-written for it works here.
+Shapes: B items in a batch, F features, C numbers in a code, P numbers in a vector, T triplets,
+Q queries, R references. Losses and miners have the same call as in pytorch-metric-learning, so its
+own losses and miners work here.
 """
 
 from __future__ import annotations
@@ -25,41 +25,36 @@ if TYPE_CHECKING:
 
     from retrieval.serving.images import Preprocessing
 
-# SciPy loads these when it is asked for them, which pytorch-metric-learning seldom does
+# SciPy loads these on first use, and pytorch-metric-learning seldom uses them.
 with kept_out("scipy.stats"), kept_out("scipy.special"):
     import pytorch_metric_learning.losses  # noqa: F401 (whoever imports it first, it is without them)
     from pytorch_metric_learning.distances import BaseDistance
 
 
 TripletIndices = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
-"""What a miner gives: `(anchor, positive, negative)` or `(anchor1, positive, anchor2, negative)`,
-each (T,) int64.
+"""A miner's `(anchor, positive, negative)` or `(anchor1, positive, anchor2, negative)`: (T,) int64.
 """
 
 
 class Dataset(ABC):
-    """Items with a label each: images, or vectors that are already there.
+    """Labelled items: images, or precomputed feature vectors.
 
-    A dataset knows all labels and keys, and gives one item at a time: nothing obliges it to hold
-    all pixels in memory.
+    A dataset holds all labels and keys, and returns one item at a time, so it need not hold all
+    images in memory. With `arrays` or `files`, a frozen backbone's features are cached across runs.
 
     Attributes:
         kind: "image" or "features".
-        labels: one label per item, as text. A whole number, also of NumPy or in a tensor, is taken
-            as its digits; anything else is refused.
-        keys: one stable name an item (a path, or "digits/17"), each given once.
-        splits: "train", "validation" or "test" for each item, where the data come with a split;
-            else None.
-        roles: "query", "gallery" or "" for each item, where the data come with a protocol; else
-            None.
-        metadata: further columns of each item, or None.
-        arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F),
-            when they are in memory (or mapped) anyway: batches are then sliced from it. Otherwise
-            None.
-        files: one path per item, where items are files: with `arrays` or `files` a frozen
-            backbone's features are cached from run to run.
-        notes: what the user should know of how the data were read, such as what was left out; kept
-            in `run.json`.
+        labels: one label per item, as text. Whole numbers and booleans, also from NumPy or in a
+            tensor, become text; other types raise an error.
+        keys: one unique, stable name per item (a path, or "digits/17").
+        splits: "train", "validation" or "test" per item, or `None` if the data have no split.
+        roles: "query", "gallery" or "" per item, or `None` if the data have no retrieval protocol.
+        metadata: additional columns, one mapping per item, or `None`.
+        arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), if
+            they are in memory or memory-mapped anyway; batches are slices of it. Otherwise `None`.
+        files: one path per item if items are files, otherwise `None`.
+        notes: sentences for the user on how the data were read, such as which items were left out.
+            `run.json` keeps them.
     """
 
     kind: Literal["image", "features"] = "image"
@@ -77,37 +72,39 @@ class Dataset(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Image | NDArray[Any]:
-        """Return item `index`: a Pillow image, or an array as in `arrays` without the first axis;
-        from any thread.
+        """Return item `index` without its label; may be called from any thread.
 
-        The item alone, without its label; what is neither is refused in a sentence that names the
-        item.
+        Returns:
+            A Pillow image, or an array like a row of `arrays`. The host raises a `PluginError` that
+            names the item for anything else.
 
         Raises:
-            DataError: it cannot be read; the sentence names the item.
+            DataError: the item cannot be read; the message names it.
         """
 
 
 class Transform(Protocol):
     """A random change to one training image, such as torchvision's.
 
-    What it draws from torch, with no generator named, follows from the run's seed and from the
-    image's epoch, batch and place: it is the same in a run that is resumed, and with any number of
-    processes. What it draws from elsewhere (`random`, NumPy) would not be.
+    Random numbers from torch's default generator depend only on the run's seed and the image's
+    epoch, batch and place in it. They are the same in a resumed run and with any number of
+    processes. Random numbers from elsewhere (`random`, NumPy) are not.
     """
 
     def __call__(self, pixels: Tensor, /) -> Tensor:
-        """Return pixels, uint8 (channels, H, W), of the size of those that are given; from several
-        threads, or in another process.
+        """Return changed pixels, uint8 (channels, H, W), of the same size.
+
+        May be called from several threads, or in another process.
         """
 
 
 class Backbone(nn.Module):
-    """Images (B, channels, H, W), normalised, or vectors (B, F), to features (B, F).
+    """Maps normalised images (B, channels, H, W), or vectors (B, F'), to features (B, F).
 
     Attributes:
-        features: F.
-        preprocessing: what an image goes through before; None for a backbone of vectors.
+        features: number of features F.
+        preprocessing: how images are resized, cropped and normalised; `None` for a backbone of
+            vectors.
     """
 
     features: int
@@ -126,8 +123,9 @@ class Loss(Protocol):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return a scalar, differentiable in `embeddings` (B, C) and `ref_emb` (R, C); 0 for a
-        batch without pairs.
+        """Return a scalar, differentiable in `embeddings` (B, C) and `ref_emb` (R, C).
+
+        The loss of a batch without pairs is 0.
         """
 
 
@@ -142,38 +140,43 @@ class Miner(Protocol):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
-        """Return indices into `embeddings` (B, C) for anchors and into `ref_emb` (or `embeddings`)
-        for the others.
+        """Return indices of anchors in `embeddings` (B, C) and of the others in `ref_emb`.
+
+        Without `ref_emb`, all indices refer to `embeddings`.
         """
 
 
 class Generator(nn.Module):
-    """Makes synthetic features from triplets' features, which extend the reference set.
+    """Makes synthetic features from triplets; they extend the loss's reference set.
 
-    With parameters, the host gives it an optimiser of its own, stepped on `objective` alone.
-    Without (a closed form), `objective` is never called. The loss's gradient passes through
-    `forward` to the backbone, where that trains.
+    A generator with parameters gets its own optimiser, which minimises `objective` alone. For a
+    generator without parameters (a closed form), `objective` is never called. If the backbone
+    trains, the loss's gradient reaches it through `forward`.
 
     Attributes:
-        replaces: whose place in its triplet a synthetic sample takes, and whose label.
+        replaces: "positive" or "negative", the member of the triplet whose place and label a
+            synthetic sample takes.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "negative"
 
     def bind(self, head: nn.Module) -> None:
-        """Take note of the model's head, for a generator that uses the current metric.
+        """Store the model's head, for a generator that uses the current metric.
 
-        Called once, when the model is built and before it trains. The head stays the model's: kept
-        as an attribute it would be a sub-module, saved and trained twice, which is refused. Keep it
-        in a tuple.
+        The host calls this once, before training. Keep the head in a tuple: as a plain attribute it
+        would become a submodule that is saved and trained twice, which raises an error.
 
         Args:
-            head: features (B, F) to codes (B, C).
+            head: maps features (B, F) to codes (B, C).
         """
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return synthetic features (T, F) in place of the negatives (or positives) of triplets'
-        features, each (T, F).
+        """Return synthetic features (T, F) to replace the triplets' negatives (or positives).
+
+        Args:
+            anchor: features (T, F).
+            positive: features (T, F).
+            negative: features (T, F).
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define forward(anchor, positive, negative)"
@@ -190,12 +193,12 @@ class Generator(nn.Module):
         """Return the scalar that the generator minimises.
 
         Args:
-            anchor: (T, F) features, as are `positive`, `negative`.
-            positive: see `anchor`.
-            negative: see `anchor`.
-            synthetic: (T, F), what `forward` gave.
-            distance: the metric being learned, head and combiner: two (T, F) feature tensors to
-                (T,) distances.
+            anchor: features (T, F).
+            positive: features (T, F).
+            negative: features (T, F).
+            synthetic: the features (T, F) that `forward` returned.
+            distance: the distance being learned, through head and combiner. It maps two feature
+                tensors (T, F) to distances (T,).
         """
         raise NotImplementedError(
             f"{type(self).__name__} has parameters, so it must define objective(…)"
@@ -204,9 +207,9 @@ class Generator(nn.Module):
 
 @dataclass(frozen=True)
 class Subspace:
-    """Columns `start` to `stop` of the index vector, searched for candidates of their own.
+    """Columns `start` to `stop` of the index vector, searched separately for candidates.
 
-    Merge "score" multiplies the sub-space's scores with `weight`, which is above 0.
+    With merge "score", the sub-space's scores are multiplied by `weight`, which must be above 0.
     """
 
     name: str
@@ -216,28 +219,27 @@ class Subspace:
 
 
 class Combiner(BaseDistance):
-    """A distance over codes, so that any loss that takes a `distance` trains it; smaller is closer.
+    """A distance over codes, smaller for closer items; any loss with a `distance` can train it.
 
     Attributes:
-        exact: True when the order of `index_vectors` under the Euclidean distance to
-            `query_vectors` *is* the distance's order. Otherwise export adds a rescorer, which
-            orders the candidates by `compute_mat`.
-        subspaces: several ranges of columns with candidates of their own; empty: the whole vector
-            is one.
-        merge: how candidates of several sub-spaces become one list when there is no rescorer: "min"
-            keeps an item's smallest Euclidean distance; "score" is
-            `retrieval.serving.merging.best_score`: each sub-space scores its own k nearest, and an
-            item keeps its best. Those answers are not the order of any distance of two codes, so
-            `compute_mat` then serves training and exact evaluation only.
-        candidates: how many candidates a rescorer is given by default, unless `choose_candidates`
-            says otherwise.
-        measure: how the distance of an answer is measured where vectors alone decide: "euclidean",
-            between query vector and stored vector; "inner", as
-            `retrieval.serving.merging.of_products`: needed where that, and not the Euclidean
-            distance of the two, is `compute_mat`. Both have one order where stored vectors are of
-            one length.
-        plain: True when there is nothing to combine, as with one part: the model keeps the head and
-            goes without the combiner, bit for bit as if the recipe named none.
+        exact: True if the Euclidean distances between `query_vectors` and `index_vectors` order the
+            items as this distance does. Otherwise export adds a rescorer, which orders the
+            candidates by `compute_mat`.
+        subspaces: column ranges that are searched separately for candidates. If empty, the whole
+            vector is searched.
+        merge: how the candidates of several sub-spaces become one list if there is no rescorer.
+            "min" keeps each item's smallest Euclidean distance. "score" lets each sub-space score
+            its own k nearest items and keeps each item's best score
+            (`retrieval.serving.merging.best_score`). That order matches no distance between two
+            codes, so `compute_mat` is then used for training and exact evaluation only.
+        candidates: default number of candidates that a rescorer gets; `choose_candidates` may
+            return another.
+        measure: the distance in the answers if there is no rescorer. "euclidean" is the one between
+            query vector and stored vector, "inner" is `retrieval.serving.merging.of_products` of
+            their inner product. Use "inner" if it equals `compute_mat` and the Euclidean distance
+            does not. Both give the same order if all stored vectors have the same length.
+        plain: True if there is nothing to combine, as with one part. The model then keeps only the
+            head, bit for bit as if the recipe had no combiner.
     """
 
     exact: bool = True
@@ -248,11 +250,11 @@ class Combiner(BaseDistance):
     plain: bool = False
 
     def __init__(self) -> None:
-        # Codes arrive ready: a second normalisation would change what the combiner measures.
+        # Codes need no normalisation; it would change the distance.
         super().__init__(normalize_embeddings=False, p=2, power=1, is_inverted=False)
 
     def build_head(self, features: int) -> nn.Module:
-        """Return a module from features (B, F) to codes (B, C)."""
+        """Return a module that maps features (B, F) to codes (B, C)."""
         raise NotImplementedError(f"{type(self).__name__} must define build_head(features)")
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
@@ -272,58 +274,57 @@ class Combiner(BaseDistance):
         return codes
 
     def query_vectors(self, codes: Tensor) -> Tensor:
-        """Return the vectors (N, P) that FAISS is asked with; may differ from `index_vectors`."""
+        """Return the vectors (N, P) that queries search with; they may differ from stored ones."""
         return self.index_vectors(codes)
 
     def objective(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Return what the combiner minimises besides the loss, and metrics for the log; of each
-        training batch.
+        """Return the combiner's own objective for a training batch, and metrics for the log.
 
         Args:
-            codes: (B, C).
-            labels: (B,).
-            indices: what the miner picked, if there is one.
+            codes: codes (B, C).
+            labels: class ids (B,).
+            indices: the miner's pairs or triplets, or `None` without a miner.
 
         Returns:
-            A scalar that is added to the loss in the phases that train the combiner, or None; and
-            scalars by name, whose means are in each epoch's log.
+            A scalar or `None`, added to the loss in the phases that train the combiner, and scalars
+            by name, whose means are logged for each epoch.
         """
         return None, {}
 
     def warnings(self, metrics: Mapping[str, float]) -> Sequence[str]:
-        """Return sentences for whoever trains, from an epoch's mean `metrics`; none by default."""
+        """Return warnings for the user, from an epoch's mean `metrics`; by default none."""
         return ()
 
     def choose_candidates(self, codes: Tensor) -> int:
-        """Return the rescorer's default number of candidates, by codes (N, C) of real items."""
+        """Return the rescorer's default number of candidates, given codes (N, C) of real items."""
         return self.candidates
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """A scikit-learn estimator on feature vectors, also in `Pipeline` and `GridSearchCV`."""
+    """A scikit-learn estimator on feature vectors, for use in `Pipeline` and `GridSearchCV` too."""
 
     def fit(self, X: NDArray[np.floating[Any]], y: NDArray[Any]) -> Any:
         """Learn from features (N, F) and labels (N,)."""
 
     def transform(self, X: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
-        """Return codes (N, C)."""
+        """Return embeddings (N, C) of features (N, F)."""
 
     def to_model_parts(self) -> tuple[nn.Module, Combiner | None]:
-        """Return the head, with the numbers of `transform`, and the combiner or None."""
+        """Return a head that computes the same as `transform`, and the combiner or `None`."""
 
 
 class Metric(Protocol):
-    """A retrieval figure, query by query, so that any number of queries fits in memory.
+    """A retrieval metric with one value per query, so that any number of queries fits in memory.
 
-    A metric that knows grades of relevance has a method `graded(gains, ideal)` besides, which is
-    called in its place where `[evaluate]` sets `levels` or `tags`: with the grades (Q, k) of the
-    items at each rank and the gallery's largest grades, largest first.
+    A metric for graded relevance has an additional method `graded(gains, ideal)`. The host calls it
+    instead if `[evaluate]` sets `levels` or `tags`. `gains` (Q, k) are the grades of the items at
+    each rank, `ideal` (Q, k) the gallery's largest grades, largest first.
 
     Attributes:
-        depth: how many neighbours it looks at: a number, "relevant" (as many as the query has
+        depth: how many neighbours the metric needs: a number, "relevant" (as many as the query has
             relevant items), or "all".
     """
 
@@ -335,26 +336,26 @@ class Metric(Protocol):
         """Return one value per query (Q,); the host takes the mean.
 
         Args:
-            matches: (Q, k) whether the neighbour at each rank, nearest first and the query itself
-                left out, has the query's label; k is at least `depth`.
-            relevant: (Q,) how many items of the gallery have the query's label, at least 1.
+            matches: (Q, k), true where the neighbour at a rank has the query's label. Neighbours
+                are sorted nearest first, without the query itself; k is at least `depth`.
+            relevant: (Q,), how many items of the gallery have the query's label, at least 1.
         """
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Return a tensor that shares the array's memory where it can."""
+    """Return a tensor that shares the array's memory if possible."""
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told at the beginning.
+    """Description of a run that a tracker gets at its beginning.
 
     Attributes:
-        name: what to call it: the recipe's name, or the comparison's.
-        group: the comparison that a training belongs to; None where it belongs to none.
-        configuration: the recipe, or the comparison's settings: tables of what JSON can say.
-        key: what `begin` gave when this run began, where it goes on; else None.
+        name: name of the recipe or the comparison.
+        group: the comparison that this training belongs to, or `None`.
+        configuration: the recipe, or the comparison's settings, as JSON values.
+        key: for a resumed run, the key that `begin` returned at first; otherwise `None`.
     """
 
     name: str
@@ -364,32 +365,32 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Is told how one run goes.
+    """Logs the progress of one run to a service or a file.
 
-    All calls come from one thread, which is not the one that trains; what makes it is called by
-    that one, before anything else, and is the place to import what it needs.
+    All methods are called from one thread, which is not the training thread. The factory is called
+    in the training thread, before anything else; import the tracker's packages there.
 
-    Whatever a tracker raises is told in a sentence, and the run goes on without it.
+    If a tracker raises an error, the user gets a message and the run continues without the tracker.
     """
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or go on with the one that `run.key` names; called first, and once.
+        """Begin a run, or resume the one with the key `run.key`; called once, before all others.
 
         Returns:
-            The run's key, and where a person finds it.
+            The run's key, and the address where the user finds it.
         """
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Take metrics, by name.
+        """Log metrics by name.
 
         Args:
-            metrics: an epoch's, or the final ones. An epoch that was cut off is done, and told,
-                again.
-            epoch: its number from 0; None: they are final.
+            metrics: metrics of an epoch, or the final ones. An interrupted epoch is repeated and
+                logged again.
+            epoch: the epoch's number from 0, or `None` for final metrics.
         """
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Take a table, its head first."""
+        """Log a table; the first row is its header."""
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
-        """End the run; called last. One that was stopped may go on later."""
+        """End the run; called last. A stopped run may be resumed later."""

@@ -1,4 +1,4 @@
-"""torch → ONNX: what is exported, by which exporter, and how the graph is cleaned."""
+"""Export from torch to ONNX: the exported modules, the exporters, and cleaning of the graph."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from retrieval.model.model import Model
 Exporter = Literal["dynamo", "torchscript"]
 
 OPSET = 18
-"""What torch's exporter writes without a conversion, and what ONNX Runtime 1.20 and later run."""
+"""The opset that torch's exporter writes without conversion; needs ONNX Runtime 1.20 or later."""
 
 LIMIT = 2**31 - 1
-"""Bytes that a protobuf file can hold."""
+"""Largest size of a protobuf file, in bytes."""
 
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime, on vectors of length 1."""
 
 
 class Encoder(nn.Module):
-    """A model as the encoder of a bundle: raw inputs to a tuple of `names`, all float32.
+    """A model as the encoder of a bundle: maps raw inputs to the float32 outputs in `names`.
 
     Attributes:
-        names: "vector" (N, P), what FAISS stores; "query" (N, P) when the combiner's differ; "code"
-            (N, C) when a rescorer takes it.
+        names: "vector" (N, P), which FAISS stores; "query" (N, P) if the combiner searches with
+            other vectors; "code" (N, C) if a rescorer needs it.
     """
 
     def __init__(self, model: Model) -> None:
@@ -52,8 +52,10 @@ class Encoder(nn.Module):
                 self.names.append("code")
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that `names` says, of raw pixels (N, C, H, W) uint8 or vectors (N, F)
-        float32.
+        """Return the tensors in `names` for raw inputs.
+
+        Args:
+            inputs: pixels (N, channels, H, W) uint8 or vectors (N, F) float32.
         """
         _, codes = self.model(inputs)
         combiner = self.model.combiner
@@ -66,7 +68,7 @@ class Encoder(nn.Module):
 
 
 class FeatureEncoder(Encoder):
-    """A model's backbone as a graph of its own: raw inputs to "features" (N, F)."""
+    """A model's backbone alone: maps raw inputs to "features" (N, F)."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(Model(model.backbone, nn.Identity()))
@@ -74,7 +76,7 @@ class FeatureEncoder(Encoder):
 
 
 class _Given(Backbone):
-    """Features that are there already."""
+    """A backbone for precomputed features, which it returns unchanged."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -86,25 +88,25 @@ class _Given(Backbone):
 
 
 def head_encoder(model: Model) -> Encoder:
-    """Return what a model does with features: the encoder of a model that takes them."""
+    """Return an encoder of a model's head and combiner, which takes features as its input."""
     return Encoder(Model(_Given(model.backbone.features), model.head, model.combiner))
 
 
 class Rescorer(nn.Module):
-    """A combiner's distance as a graph: codes (Q, C) and (N, C) to distances (Q, N)."""
+    """A combiner's distance as a module: maps codes (Q, C) and (N, C) to distances (Q, N)."""
 
     def __init__(self, combiner: Combiner) -> None:
         super().__init__()
         self.combiner = combiner
 
     def forward(self, query: Tensor, items: Tensor) -> Tensor:
-        """Return `compute_mat`."""
+        """Return the combiner's distances (Q, N)."""
         return self.combiner.compute_mat(query, items).float()
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Names and shapes of a graph's inputs and outputs; a dimension that is text is dynamic."""
+    """Names and shapes of a graph's inputs and outputs; dimensions given as text are dynamic."""
 
     inputs: Mapping[str, tuple[str | int, ...]]
     outputs: Mapping[str, tuple[str | int, ...]]
@@ -112,7 +114,7 @@ class Signature:
 
 @contextlib.contextmanager
 def ready(model: Model) -> Iterator[None]:
-    """Hold the model in evaluation mode on the CPU, and restore mode, device and layout."""
+    """Context manager with the model in evaluation mode on the CPU; restores its state after."""
     modes = [(module, module.training) for module in model.modules()]
     device = next(
         (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
@@ -133,7 +135,7 @@ def ready(model: Model) -> Iterator[None]:
 
 
 def check_size(model: Model) -> None:
-    """Refuse a model that one ONNX file cannot hold, before the work is done."""
+    """Raise a `BundleError` if the model is too large for one ONNX file."""
     size = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
     if size >= LIMIT:
         raise BundleError(
@@ -152,17 +154,17 @@ def to_onnx(
 ) -> onnx.ModelProto:
     """Return the graph of a module in evaluation mode.
 
-    torch's present exporter ("dynamo") is the default: it isn't deprecated, and its graphs are as
-    fast or faster (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes against 609, 10.6 ms
-    against 14.2), though it takes seconds where the older one ("torchscript") takes tenths. Both
-    trace, so what depends on the *values* of the example is fixed.
+    torch's current exporter "dynamo" is the default. Its graphs are as fast as those of the
+    deprecated "torchscript" or faster (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes
+    against 609, 10.6 ms against 14.2), but it takes seconds instead of tenths of a second.
+    Both trace, so control flow that depends on input values is fixed by the example.
 
     Args:
-        module: gives one tensor or a tuple of tensors.
-        example: inputs with at least two rows: a batch of one would be taken for a constant.
-        signature: what the inputs and outputs are called, in order.
+        module: a module that returns one tensor or a tuple of tensors.
+        example: inputs with at least two rows, because a batch of one would become a constant.
+        signature: names and shapes of inputs and outputs, in order.
         opset: version of ONNX's operators.
-        exporter: which of torch's exporters.
+        exporter: "dynamo" or "torchscript".
 
     Raises:
         BundleError: torch cannot export it.
@@ -193,15 +195,13 @@ def to_onnx(
                     raise RuntimeError("torch.onnx.export gave nothing")
                 proto = program.model_proto
             else:
-                file: Any = io.BytesIO()  # its types know only paths
+                file: Any = io.BytesIO()  # torch's annotation allows only paths
                 with _silent_stdout():
                     torch.onnx.export(
                         module, example, file, dynamo=False, dynamic_axes=axes, **options
                     )
                 proto = onnx.load_from_string(file.getvalue())
-    except (
-        Exception
-    ) as fault:  # the exporters raise whatever the traced code and the operators' translations do
+    except Exception as fault:  # exporters raise any error of the traced code or of an operator
         raise BundleError(f"torch cannot export it ({exporter}): {first_line(fault)}") from fault
     if (written := opset_of(proto)) != opset:
         raise BundleError(f"torch wrote opset {written}, not {opset}. Take opset={OPSET}.")
@@ -209,10 +209,10 @@ def to_onnx(
 
 
 def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.ModelProto:
-    """Return the graph with the signature's shapes and without the exporter's notes.
+    """Return the graph with the signature's shapes, and without metadata and intermediate shapes.
 
-    The notes hold source paths of the exporting machine; the intermediate shapes of the "dynamo"
-    exporter make ONNX Runtime's quantisation fail; neither is needed to run.
+    The exporter's metadata contain source paths of this machine. The intermediate shapes of the
+    "dynamo" exporter make ONNX Runtime's quantisation fail.
     """
     del proto.graph.value_info[:]
     del proto.metadata_props[:]
@@ -255,7 +255,7 @@ def opset_of(proto: onnx.ModelProto) -> int:
 
 
 def session(graph: bytes, threads: int | None = None) -> Any:
-    """Return an ONNX Runtime session on the CPU, as bundles run it."""
+    """Return an ONNX Runtime session on the CPU with the settings that bundles use."""
     from retrieval.serving.runtime import load_onnxruntime
 
     runtime = load_onnxruntime()
@@ -272,9 +272,9 @@ def session(graph: bytes, threads: int | None = None) -> Any:
 
 
 def first_line(fault: BaseException) -> str:
-    """Return an error's type and first line: exporters' messages go on for pages."""
+    """Return an error's type and first line, as exporters' messages are pages long."""
     lines: Sequence[str] = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    # torch.onnx wraps the fault that it met, and lists its own stages before it
+    # torch.onnx wraps the actual error in one that lists its own stages first.
     if fault.__cause__ is not None and type(fault).__module__.startswith("torch.onnx"):
         return first_line(fault.__cause__)
     return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__
@@ -282,7 +282,7 @@ def first_line(fault: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings and log lines below ERROR while exporters and converters run."""
+    """Context manager that suppresses warnings and log records below ERROR."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -295,12 +295,12 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """Suppress file descriptor 1: a failing exporter prints its whole graph there."""
+    """Context manager that silences stdout, where a failing exporter prints its whole graph."""
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
         kept = os.dup(1)
-    except OSError:  # the process has none
+    except OSError:  # the process has no stdout
         yield
         return
     try:

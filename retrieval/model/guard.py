@@ -1,7 +1,7 @@
-"""What a plugin's part returns is checked on every call, with one sentence per fault.
+"""Checks of the values that a plugin's part returns, on every call, with one sentence per fault.
 
-Shapes, types and devices cost nothing; where a miner's indices point is read in one transfer per
-batch.
+Checking shapes, types and devices costs nothing. Checking the range of a miner's indices costs one
+transfer from the GPU per batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from retrieval.model.contracts import Combiner, TripletIndices
 
 
 def shown(value: Any) -> str:
-    """Return what something is, for a sentence: a tensor's shape and type, else its type."""
+    """Describe a value for an error message: a tensor by shape and type, others by type."""
     if isinstance(value, Tensor):
         return (
             f"a tensor of shape {tuple(value.shape)} and type"
@@ -35,9 +35,16 @@ def shown(value: Any) -> str:
 
 
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
-    """Return what a loss or objective gave as a scalar.
+    """Return the result of a loss or objective if it is a valid scalar.
 
-    It must be differentiable in `inputs`, or in the parameters of `owner`.
+    Args:
+        value: the result.
+        what: the part, as the beginning of a sentence.
+        inputs: the embeddings; the scalar must be differentiable in them or in `owner`.
+        owner: module whose parameters may carry the gradient instead.
+
+    Raises:
+        PluginError: the result is not a scalar, is on another device, or has no gradient.
     """
     should = (
         "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient"
@@ -66,7 +73,7 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
     trains = inputs.requires_grad or (
         owner is not None and any(p.requires_grad for p in owner.parameters())
     )
-    # a zero of its own, for a batch without pairs, trains nothing and is not a fault
+    # A constant zero, for a batch without pairs, is allowed.
     if trains and not value.requires_grad and torch.is_grad_enabled() and float(value) != 0:
         raise PluginError(
             f"{what} gave {float(value):.4g} without a gradient; {should}. Was it detached, taken"
@@ -78,7 +85,17 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
 def checked_indices(
     picked: Any, what: str, sizes: tuple[int, int], device: torch.device
 ) -> TripletIndices:
-    """Return what a miner gave as int64 tensors, which point at `sizes` (anchors, others) items."""
+    """Return a miner's result as int64 tensors.
+
+    Args:
+        picked: the result.
+        what: the miner, as the beginning of a sentence.
+        sizes: number of anchors and of other items that the indices may refer to.
+        device: where the indices must be.
+
+    Raises:
+        PluginError: the types, lengths, device or range of the indices are wrong.
+    """
     should = (
         "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64"
         " tensors, one number a triplet or pair, where the codes are"
@@ -121,7 +138,7 @@ def checked_indices(
 
 
 def count_indices(indices: TripletIndices | None) -> int:
-    """Return how many triplets, or how many positive and negative pairs, a miner gave."""
+    """Return the number of a miner's triplets, or of its positive and negative pairs."""
     if indices is None:
         return 0
     if len(indices) == 3:
@@ -132,14 +149,14 @@ def count_indices(indices: TripletIndices | None) -> int:
 def checked_rows(
     value: Any, what: str, like: tuple[int, int], device: torch.device, of: str
 ) -> Tensor:
-    """Return features or codes (B, width).
+    """Return features or codes (B, width) if they are valid.
 
     Args:
-        value: what was given.
-        what: who gave it.
-        like: its shape, rows and width; a width of −1 is any.
-        device: where it must be.
-        of: what it must be, in words.
+        value: the result of a part.
+        what: the part, as the beginning of a sentence.
+        like: expected rows and width; −1 allows any width.
+        device: expected device.
+        of: the expected value in words: "features".
 
     Raises:
         PluginError: the value has another type, shape or device.
@@ -163,7 +180,7 @@ def checked_rows(
 
 
 def check_width(features: Any, what: str, width: int) -> None:
-    """Refuse features of all items that are not as wide as their backbone says."""
+    """Raise a `PluginError` if features do not have the width that their backbone states."""
     if features.ndim != 2 or features.shape[1] != width:
         raise PluginError(
             f"{what} gave {shown(features)}; it must give features as wide as it says, of shape"
@@ -174,7 +191,7 @@ def check_width(features: Any, what: str, width: int) -> None:
 def checked_objective(
     value: Any, what: str, codes: Tensor
 ) -> tuple[Tensor | None, Mapping[str, Any]]:
-    """Return what a combiner's `objective` gave: a scalar or None, and metrics by name."""
+    """Return the result of a combiner's `objective` if valid: a scalar or None, and metrics."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         raise PluginError(
             f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and"
@@ -196,7 +213,7 @@ def checked_objective(
 def combiner_warnings(
     combiner: Combiner | None, metrics: Mapping[str, float], what: str
 ) -> list[str]:
-    """Return a combiner's sentences for whoever trains."""
+    """Return a combiner's warnings for the user, as a checked list."""
     if combiner is None:
         return []
     with calling(what):

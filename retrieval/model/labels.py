@@ -1,4 +1,4 @@
-"""The one reading of labels: text or whole numbers, of one kind, none missing."""
+"""Reading of labels: text or whole numbers, all of one kind, none missing."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 
 EXACT = 2.0**53
-"""Above it, not every whole number has a float64 of its own."""
+"""float64 represents every whole number up to this one exactly."""
 
 ADVICE = "Leave those items out, or give them a label."
 
 
 class LabelsError(DataError, ValueError):
-    """Labels that cannot be used; a ValueError too, which scikit-learn's users expect of `fit`."""
+    """Labels cannot be used; also a ValueError, as scikit-learn's users expect of `fit`."""
 
 
 def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDArray[Any]:
-    """Return labels (N,) as text or whole numbers, equal exactly where the labels are.
+    """Return labels (N,) as an array of text or whole numbers.
 
-    Floats that are whole numbers, as pandas makes them of a column that had gaps, are read as whole
-    numbers.
+    Floats with whole values become whole numbers, because pandas turns an integer column with gaps
+    into floats.
 
     Args:
-        labels: a list, an array, a tensor, a pandas Series or Categorical, or whatever else NumPy
-            reads as an array.
-        what: what the labels are, in the plural, for the sentences: "gallery labels".
-        advice: what to do about missing ones.
+        labels: a list, an array, a tensor, a pandas Series or Categorical, or anything else that
+            NumPy reads as an array.
+        what: plural name of the labels for error messages: "gallery labels".
+        advice: what the user should do about missing labels.
 
     Raises:
         LabelsError: labels are missing, are of two kinds, are neither text nor whole numbers, or
@@ -53,12 +53,12 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
 
 
 def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
-    """Return values (N,) unchanged, none missing and text not beside other types.
+    """Return values (N,) as an unchanged array, after checking that they can be compared.
 
     Args:
-        values: as `read_labels` takes them.
-        what: what the values are, in the plural, for the sentences.
-        advice: what to do about missing ones.
+        values: as in `read_labels`.
+        what: plural name of the values for error messages.
+        advice: what the user should do about missing values.
 
     Raises:
         LabelsError: values are missing (None, NaN, NaT, NA or masked), are of two kinds, or are not
@@ -94,10 +94,10 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
 
 
 def learner_labels(y: Any) -> Any:
-    """Return the labels that a learner's `fit` is given, read as `read_labels` does.
+    """Return the labels passed to a learner's `fit`, read as by `read_labels`.
 
-    What scikit-learn's `validate_data` refuses by itself is returned as it came: None, other
-    shapes, and numbers that are infinite or not whole.
+    Labels that scikit-learn's `validate_data` rejects are returned unchanged: None, other shapes,
+    and numbers that are infinite or not whole.
 
     Raises:
         LabelsError: labels are missing, or of two kinds.
@@ -116,10 +116,9 @@ def learner_labels(y: Any) -> Any:
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value says that there is none: None, NaN of any type, pandas' NaT or NA."""
-    if (
-        value is None or type(value).__name__ == "NAType"
-    ):  # NA compares as NA, which is neither true nor false
+    """Return whether a value is None, NaN of any type, or pandas' NaT or NA."""
+    # Comparing NA yields NA, which is neither true nor false.
+    if value is None or type(value).__name__ == "NAType":
         return True
     try:
         return bool(value != value)
@@ -128,7 +127,7 @@ def is_missing(value: Any) -> bool:
 
 
 def _unchanged(labels: Any) -> NDArray[Any]:
-    """Return labels as an array of the same values; NumPy alone makes text of mixed ones."""
+    """Return labels as an array of the same values; NumPy would turn mixed ones into text."""
     if isinstance(labels, np.ma.MaskedArray):
         shown: NDArray[Any] = labels.data.astype(object)
         shown[np.ma.getmaskarray(labels)] = None
@@ -148,13 +147,13 @@ def _unchanged(labels: Any) -> NDArray[Any]:
     kinds = set(map(type, values))
     if kinds in ({str}, {int}, {bool}):
         array = np.asarray(values)
-        # of whole numbers beyond int64, NumPy may make floats, which are not exact
+        # NumPy may turn whole numbers beyond int64 into floats, which are not exact.
         return array if array.dtype.kind in "biuU" else _of_values(values)
     return _of_values([_plain(value) for value in values])
 
 
 def _of_values(values: Any) -> NDArray[Any]:
-    """Return an array of objects, (N,) whatever the values are."""
+    """Return an object array (N,), even if the values are sequences."""
     array = np.empty(len(values), object)
     for row, value in enumerate(values):
         array[row] = value
@@ -162,7 +161,7 @@ def _of_values(values: Any) -> NDArray[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy scalar, or a tensor of no dimension, as Python's value."""
+    """Return a NumPy scalar or zero-dimensional tensor as a Python value; others unchanged."""
     item: Callable[[], Any] | None = getattr(value, "item", None)
     return item() if item is not None and getattr(value, "ndim", None) == 0 else value
 

@@ -1,4 +1,4 @@
-"""The scikit-learn half of a linear learner. Imports torch only to make the model's head."""
+"""Base class of linear learners for scikit-learn; torch is imported only to make the head."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ Floats = NDArray[np.floating[Any]]
 
 
 class LinearMap(MetricLearner):
-    """A learner whose whole result is a mean and a linear map; subclasses define `fit`.
+    """A learner whose result is a mean and a linear map; subclasses define `fit`.
 
     Attributes:
-        components_: (C, F) rows that features are projected onto.
-        mean_: (F,) what is subtracted from features first.
-        n_features_in_: F.
+        components_: (C, F), the linear map; embeddings are `(x − mean_) @ components_.T`.
+        mean_: (F,), subtracted from the features first.
+        n_features_in_: number of features F.
     """
 
     components_: Floats
     mean_: Floats
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return embeddings (N, C) of features (N, F); their Euclidean distance is the metric."""
+        """Return embeddings (N, C) of features (N, F), to be compared by Euclidean distance."""
         check_is_fitted(self, "components_")
         x = validate_data(self, X, reset=False, dtype=(np.float64, np.float32))
         codes: Floats = (x - self.mean_.astype(x.dtype)) @ self.components_.T.astype(x.dtype)
         return codes
 
     def get_mahalanobis_matrix(self) -> Floats:
-        """Return M (F, F): the distance of two items x and y is √((x − y)ᵀ M (x − y)).
+        """Return M (F, F); the distance of two items x and y is √((x − y)ᵀ M (x − y)).
 
-        A change of it does not change the learner.
+        Changing the returned matrix does not change the learner.
 
         Raises:
-            NotFittedError: nothing has been fitted.
+            NotFittedError: the learner is not fitted.
         """
         check_is_fitted(self, "components_")
         return self.components_.T @ self.components_
 
     def get_metric(self) -> MetricFunction:
-        """Return a function that gives the learned distance of two feature vectors (F,)."""
+        """Return a function that returns the learned distance of two feature vectors (F,)."""
         check_is_fitted(self, "components_")
         rows = np.array(self.components_, dtype=np.float64)
 
@@ -61,7 +61,7 @@ class LinearMap(MetricLearner):
         return metric
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
-        """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""
+        """Return a float32 head that computes the same as `transform`, and no combiner."""
         from retrieval.model.model import linear_head
 
         check_is_fitted(self, "components_")
@@ -73,11 +73,11 @@ class LinearMap(MetricLearner):
 
 
 def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
-    """Return labels (N,) as numbers 0 to C − 1; refuse labels with nothing to learn from.
+    """Return labels (N,) as class ids 0 to C − 1.
 
     Args:
-        y: (N,) labels.
-        learner: the learner's name, for the sentences.
+        y: labels (N,).
+        learner: the learner's name, for error messages.
 
     Raises:
         ValueError: labels are missing or of two kinds, are continuous numbers, name one class only,

@@ -1,4 +1,4 @@
-"""Base of a loss: pytorch-metric-learning's call with checked input, and its pairs."""
+"""Base class of losses: pytorch-metric-learning's call with checked input, and its pairs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Distance = Annotated[nn.Module | None, Part("distances")]
 Reducer = Annotated[nn.Module | None, Part("reducers")]
 """Type of a loss's parameter `reducer`, as in `reducer: Reducer = None`: a recipe names one."""
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Anchors and their positives, anchors and their negatives, int64."""
+"""Anchors, their positives, anchors, their negatives: int64 indices."""
 
 
 class CheckedLoss(BaseMetricLossFunction):
-    """A loss that checks its input and computes in float32 or float64 under autocast too.
+    """A loss that checks its input and computes in at least float32, even under autocast.
 
     A subclass defines pytorch-metric-learning's `compute_loss(embeddings, labels, indices_tuple,
-    ref_emb, ref_labels)`; there `ref_emb is embeddings` where there is no reference set.
+    ref_emb, ref_labels)`. Without a reference set, `ref_emb is embeddings`.
 
     Args:
-        distance: how two embeddings are compared.
-        reducer: how the losses become one number; the mean by default.
+        distance: the distance between embeddings.
+        reducer: reduces the losses to one number; the default is the mean.
     """
 
     def __init__(self, distance: Distance = None, reducer: Reducer = None) -> None:
@@ -42,8 +42,9 @@ class CheckedLoss(BaseMetricLossFunction):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see
-        `retrieval.plugin.Loss`.
+        """Return the loss, a scalar; see `retrieval.plugin.Loss`.
+
+        Its type is that of the embeddings, or float32 under autocast.
 
         Raises:
             ValueError: shapes, labels or indices do not fit.
@@ -64,13 +65,13 @@ class CheckedLoss(BaseMetricLossFunction):
 
 
 def nothing(*embeddings: Tensor) -> dict[str, Any]:
-    """Return a sub-loss of 0 with a gradient of 0, in the form that reducers read."""
+    """Return a sub-loss of 0 with a gradient of 0, in the format of reducers."""
     zero = sum((rows.sum() * 0 for rows in embeddings), embeddings[0].new_zeros(()))
     return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
 
 
 def checked_embeddings(x: Any, name: str) -> Tensor:
-    """Return embeddings (B, C) in full precision."""
+    """Return embeddings (B, C) in full precision, after checking them."""
     if not isinstance(x, Tensor) or x.ndim != 2:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
@@ -85,7 +86,7 @@ def checked_embeddings(x: Any, name: str) -> Tensor:
 
 
 def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
-    """Return labels (B,) on the embeddings' device."""
+    """Return labels (B,) on the embeddings' device, after checking them."""
     if labels is None:
         raise ValueError(
             f"{name} are missing: without a miner's indices they say which pairs are positive"
@@ -108,12 +109,12 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
 
     Args:
         indices: (anchor, positive, negative) or (anchor, positive, anchor, negative).
-        shape: how many embeddings there are, and how many references.
-        device: where the embeddings are.
+        shape: number of embeddings and number of references.
+        device: device of the embeddings.
 
     Raises:
-        ValueError: they are not three or four index tensors of matching length, or an index is out
-            of range.
+        ValueError: the indices are not three or four tensors of matching length, or an index is
+            out of range.
     """
     if len(indices) not in (3, 4):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Base of a learner: distances of pairs, a metric function, one seed by two names."""
+"""Base class of learners: pair distances, a metric function, and a seed with two names."""
 
 from __future__ import annotations
 
@@ -14,36 +14,34 @@ from sklearn.utils.validation import check_array, check_is_fitted
 
 Floats = NDArray[np.floating[Any]]
 MetricFunction = Callable[..., float]
-"""`metric(u, v, squared=False)`: the distance of two feature vectors (F,), a float; squared on
-request.
-"""
+"""`metric(u, v, squared=False)` returns the (squared) distance of two feature vectors (F,)."""
 
 
 class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """A scikit-learn transformer with metric-learn's methods, for subclasses.
+    """Base class of learners: a scikit-learn transformer with metric-learn's methods.
 
-    The distance of two items is the Euclidean distance of their codes, in float64. A subclass whose
-    codes are compared in another way overrides `pair_distance`.
+    The distance of two items is the Euclidean distance of their embeddings, in float64. A subclass
+    that compares embeddings in another way overrides `pair_distance`.
 
-    A subclass that draws random numbers has the parameters `seed` and `random_state`, None by
-    default: two names of one thing. It asks `_chosen_seed` for the number.
+    A subclass that draws random numbers has two parameters for the same seed, `seed` and
+    `random_state`, both `None` by default. `_chosen_seed` returns the seed.
     """
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return codes (N, C) of features (N, F)."""
+        """Return embeddings (N, C) of features (N, F)."""
         raise NotImplementedError(f"{type(self).__name__} must define transform(X)")
 
     def pair_distance(self, pairs: ArrayLike) -> Floats:
         """Return the learned distance of each pair; smaller is closer.
 
         Args:
-            pairs: (P, 2, F) the features of the two items of each pair.
+            pairs: features (P, 2, F) of the two items of each pair.
 
         Returns:
-            (P,) float64.
+            Distances (P,), float64.
 
         Raises:
-            NotFittedError: nothing has been fitted.
+            NotFittedError: the learner is not fitted.
             ValueError: the array has another shape or width, or holds NaN or infinity.
         """
         first, second = self._sides(pairs)
@@ -52,23 +50,23 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         )
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
-        """Return how alike the items of each pair (P, 2, F) are, (P,); larger is more alike.
+        """Return the similarity (P,) of each pair (P, 2, F); larger is more alike.
 
-        It is the negative of `pair_distance`, unless the learner learns a similarity. See there for
-        the errors.
+        This is the negative of `pair_distance`, unless the learner learns a similarity. It raises
+        the same errors.
         """
         return -self.pair_distance(pairs)
 
     def get_metric(self) -> MetricFunction:
-        """Return a function of two feature vectors (F,) that gives their learned distance.
+        """Return a function of two feature vectors (F,) that returns their learned distance.
 
-        The function does not change when the learner is fitted again.
-        `KNeighborsClassifier(metric=learner.get_metric())` takes it, but is faster on the codes
-        that `transform` gives. Call it as `metric(u, v)`; `metric(u, v, squared=True)` gives the
-        square.
+        Call it as `metric(u, v)`, or `metric(u, v, squared=True)` for the square. Fitting the
+        learner again does not change the function. scikit-learn accepts it, as in
+        `KNeighborsClassifier(metric=learner.get_metric())`, but is faster on the embeddings of
+        `transform`.
 
         Raises:
-            NotFittedError: nothing has been fitted. The function itself raises ValueError for a
+            NotFittedError: the learner is not fitted. The function itself raises ValueError for a
                 vector of another shape or width, or with NaN or infinity.
         """
         check_is_fitted(self)
@@ -82,7 +80,7 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return metric
 
     def _sides(self, pairs: ArrayLike) -> tuple[Floats, Floats]:
-        """Return the first and the second items of pairs (P, 2, F), each (P, F) float64."""
+        """Return the first and second items of pairs (P, 2, F), each (P, F) float64."""
         check_is_fitted(self)
         array: Floats = check_array(
             pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs"
@@ -100,7 +98,7 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return array[:, 0], array[:, 1]
 
     def _chosen_seed(self) -> int:
-        """Return the number that `seed` or `random_state` gives, and 0 where neither does."""
+        """Return the seed from `seed` or `random_state`, or 0 if both are None."""
         both = {name: getattr(self, name, None) for name in ("seed", "random_state")}
         seeds = {name: value for name, value in both.items() if value is not None}
         for name, value in seeds.items():

@@ -1,8 +1,7 @@
-"""Retrieval metrics, query by query; each has the call of `retrieval.plugin.Metric`.
+"""Retrieval metrics with one value per query; each has the call of `retrieval.plugin.Metric`.
 
-Throughout, R is how many items of the gallery have the query's label, the query itself not counted,
-and rel(i) is 1 when the neighbour at rank i = 1, 2, … has it. Queries with R = 0 have no value: the
-host leaves them out.
+R is the number of gallery items with the query's label, not counting the query itself. rel(i) is 1
+if the neighbour at rank i = 1, 2, … has that label, else 0. The host leaves out queries with R = 0.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ Values = NDArray[np.float64]
 
 
 class RecallAt:
-    """Recall@K as metric learning defines it: 1 for a query with at least one match among its K
-    nearest, else 0.
+    """Recall@K of metric learning: 1 if a query's K nearest neighbours contain a match, else 0.
 
     Jégou et al., "Product quantization for nearest neighbor search" (2011); Song et al., "Deep
     metric learning via lifted structured feature embedding" (2016), section 6.
@@ -96,10 +94,7 @@ class MAPAtR:
 
 
 class MeanAveragePrecision:
-    """Average precision over the whole ranking: (1/R) Σ_{i=1}^{N} rel(i) · Precision@i.
-
-    Looks at the full gallery.
-    """
+    """Average precision over the whole gallery: (1/R) Σ_{i=1}^{N} rel(i) · Precision@i."""
 
     depth: int | Literal["relevant", "all"] = "all"
 
@@ -109,16 +104,15 @@ class MeanAveragePrecision:
 
 
 class NDCGAt:
-    """nDCG@K: the discounted gain of the K nearest over that of the best order, Σ_i g(i) / log2(i +
-    1).
+    """nDCG@K: Σ_i g(i) / log2(i + 1) over the K nearest, divided by the largest possible sum.
 
-    Järvelin & Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002. Gains are 1 for
-    a match and 0 otherwise, or grades, where `[evaluate] levels` or `tags` give them.
+    Järvelin & Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002. The gain g(i)
+    is 1 for a match and 0 otherwise. With `[evaluate] levels` or `tags` it follows from the grade.
 
     Args:
         k: how many neighbours to look at.
-        gain: of a grade r: "linear", r; "exponential", 2^r − 1 (Burges et al., "Learning to Rank
-            Using Gradient Descent", 2005).
+        gain: gain of a grade r: r for "linear", 2^r − 1 for "exponential" (Burges et al., "Learning
+            to Rank Using Gradient Descent", 2005).
     """
 
     depth: int | Literal["relevant", "all"]
@@ -138,8 +132,8 @@ class NDCGAt:
         """Return a number from 0 to 1 for each query (Q,).
 
         Args:
-            gains: (Q, k) grade of the item at each rank, nearest first; 0 for what is not relevant.
-            ideal: (Q, k) the largest grades of the gallery, largest first; the first of a query is
+            gains: (Q, k), grade of the item at each rank, nearest first; 0 if it is not relevant.
+            ideal: (Q, k), the largest grades in the gallery, largest first. Each query's first is
                 above 0.
         """
         return np.asarray(self._discounted(gains) / self._discounted(ideal))
@@ -151,7 +145,7 @@ class NDCGAt:
 
 
 def _first(matches: Matches, relevant: Relevant) -> Matches:
-    """Return the matches among each query's R nearest; later ones count as none."""
+    """Return the matches among each query's R nearest; all later ranks are False."""
     width = int(relevant.max(initial=0))
     matches = matches[:, :width]
     if len(relevant) and int(relevant.min()) == width:
@@ -164,13 +158,13 @@ def _summed_precision(matches: Matches) -> Values:
     rows, width = matches.shape
     inverse = 1 / np.arange(1, width + 1)
     sums = np.zeros(rows)
-    step = max(1, 2**15 // max(width, 1))  # what stays in a core's cache through the four passes
+    step = max(1, 2**15 // max(width, 1))  # a block stays in the CPU cache for all four passes
     for start in range(0, rows if width else 0, step):
         part = matches[start : start + step]
         terms = np.cumsum(part, axis=1, dtype=np.float64)
         terms *= part
         terms *= inverse
-        # Added one after another: the same sum whatever the block's width is.
+        # Adding in sequence makes the sum independent of the block's width.
         sums[start : start + step] = np.cumsum(terms, axis=1, out=terms)[:, -1]
     return sums
 
@@ -183,7 +177,7 @@ def _at_least_one(k: int, name: str) -> int:
 
 @hookimpl
 def retrieval_metrics() -> Factories:
-    """The metrics of retrieval, also under their short names."""
+    """Offer the retrieval metrics; their short names work too."""
     return {
         "map": MeanAveragePrecision,
         "map_at_r": MAPAtR,
@@ -195,10 +189,10 @@ def retrieval_metrics() -> Factories:
 
 
 def metric(name: str) -> Metric:
-    """Return the built-in metric of a name, such as "recall_at_K" for any K, or "map_at_r".
+    """Return the built-in metric with a name, such as "recall_at_5" or "map_at_r".
 
     Raises:
-        RetrievalError: no metric has that name; the sentence suggests the closest.
+        RetrievalError: no metric has that name; the message suggests the closest.
     """
     with_k = {short: factory for short, factory in _own().items() if factory.parameters}
     plain = {short: factory for short, factory in _own().items() if short not in with_k}

@@ -1,4 +1,4 @@
-"""`Model` = backbone, head, combiner: what every method ends as."""
+"""`Model`: backbone, head and combiner, the result of every training method."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Normalize(nn.Module):
 
 
 class Prefix(nn.Module):
-    """Keep the first numbers of each row."""
+    """Keep the first columns of each row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,16 +52,16 @@ def build_head(
 
 
 class Model(nn.Module):
-    """Images or vectors → features → codes.
+    """Maps images or vectors to features and codes.
 
-    Inputs are what an encoder in a bundle takes: raw uint8 pixels (B, channels, H, W), or float
-    vectors (B, F). Pixels are scaled to 0–1 and normalised with the backbone's mean and standard
-    deviation in here, so that torch and ONNX see the same input.
+    Inputs are raw uint8 pixels (B, channels, H, W) or float vectors (B, F), as for an encoder in a
+    bundle. The model itself scales pixels to 0–1 and normalises them with the backbone's mean and
+    standard deviation, so that torch and ONNX get the same input.
 
     Args:
-        backbone: input → features.
-        head: features → codes.
-        combiner: the distance over codes; None for the Euclidean distance of one embedding.
+        backbone: maps inputs to features.
+        head: maps features to codes.
+        combiner: the distance over codes; `None` for the Euclidean distance of one embedding.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Model(nn.Module):
 
     @property
     def preprocessing(self) -> Preprocessing | None:
-        """The backbone's preprocessing; None for vectors."""
+        """The backbone's preprocessing, or None for vectors."""
         return self.backbone.preprocessing
 
     def features(self, inputs: Tensor) -> Tensor:
@@ -96,8 +96,7 @@ class Model(nn.Module):
         """Return features (B, F) and codes (B, C).
 
         Args:
-            inputs: raw pixels or vectors; or features (B, F), when a frozen backbone's were
-                computed before.
+            inputs: raw pixels or vectors, or features (B, F) of a frozen backbone.
             from_features: whether `inputs` are features.
         """
         features = inputs.float() if from_features else self.features(inputs)
@@ -116,12 +115,12 @@ class Model(nn.Module):
         x, y = self.head(x), self.head(y)
         if self.combiner is not None:
             return self.combiner.pairwise_distance(x, y)
-        # the root of zero has no gradient
+        # The gradient of the root at zero is infinite.
         return ((x - y).square().sum(-1) + 1e-12).sqrt()
 
 
 def _channels_last(images: Tensor) -> Tensor:
-    """Return images (B, channels, H, W) in memory with the channels of a pixel together."""
+    """Return images (B, channels, H, W) in the channels-last memory format."""
     if images.shape[1] > 1:
         return images.contiguous(memory_format=torch.channels_last)
     images = images.contiguous()
@@ -131,7 +130,7 @@ def _channels_last(images: Tensor) -> Tensor:
 class Shift(nn.Module):
     """Subtract a vector.
 
-    Kept apart from the linear map: folded into its bias, large means would cost precision.
+    This is not part of the linear map's bias, because large means would then cost precision.
     """
 
     def __init__(self, offset: Tensor) -> None:
@@ -139,14 +138,14 @@ class Shift(nn.Module):
         self.register_buffer("offset", offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` (B, F) less the offset."""
+        """Return `x` (B, F) minus the offset."""
         return x - self.get_buffer("offset")
 
 
 def linear_head(
     components: NDArray[np.floating[Any]], mean: NDArray[np.floating[Any]]
 ) -> nn.Sequential:
-    """Return the float32 module x ↦ components · (x − mean), features (B, F) to codes (B, C)."""
+    """Return the float32 module x ↦ components · (x − mean), from features (B, F) to (B, C)."""
     width, features = components.shape
     linear = nn.Linear(features, width, bias=False)
     with torch.no_grad():

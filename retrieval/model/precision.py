@@ -1,4 +1,4 @@
-"""Numbers in half precision and what is computed from them."""
+"""Conversion between half and full precision."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """Return half-precision numbers in float32; others as they are."""
+    """Return half-precision tensors as float32, and others unchanged."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def as_given(loss: Tensor, embeddings: Tensor) -> Tensor:
-    """Return a loss in the embeddings' type; under autocast unchanged, as torch's own are.
+    """Return a loss in the embeddings' type, or unchanged under autocast, like torch's own losses.
 
-    A gradient scaler multiplies a loss by 65,536, which float16 cannot hold.
+    A gradient scaler multiplies the loss by 65,536, which overflows float16.
     """
     return loss if torch.is_autocast_enabled(embeddings.device.type) else loss.to(embeddings.dtype)

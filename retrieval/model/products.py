@@ -1,4 +1,4 @@
-"""What a plugin's factory made is checked once, before anything relies on it."""
+"""Checks of the parts that plugins' factories return, once, before their first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from retrieval.serving.images import Preprocessing
 
 @contextlib.contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
-    """Hold modules in evaluation mode without gradients; restore modes and random state."""
+    """Context manager: evaluation mode without gradients; restores modes and random state."""
     modes = {part: part.training for module in modules for part in module.modules()}
     for module in modules:
         module.eval()
@@ -35,7 +35,7 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
 
 
 def check_backbone(backbone: Any, name: str) -> Backbone:
-    """Return a backbone that has what the host reads of it."""
+    """Return a backbone if its type and attributes are valid, else raise a `PluginError`."""
     if not isinstance(backbone, Backbone):
         raise PluginError(
             f"{name} gave {shown(backbone)}; a backbone factory must give a"
@@ -57,7 +57,7 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
 
 
 def check_generator(generator: Any, name: str) -> Generator:
-    """Return a generator that says whose place it takes."""
+    """Return a generator if its type and `replaces` are valid, else raise a `PluginError`."""
     if not isinstance(generator, Generator):
         raise PluginError(
             f"{name} gave {shown(generator)}; a generator factory must give a"
@@ -72,7 +72,7 @@ def check_generator(generator: Any, name: str) -> Generator:
 
 
 def check_head(head: Any, what: str, features: int) -> nn.Module:
-    """Return a head that turns features (B, F) into codes."""
+    """Return a head if it maps features (B, F) to codes (B, C), else raise a `PluginError`."""
     if not isinstance(head, nn.Module):
         raise PluginError(
             f"{what} gave {shown(head)} as the head; it must give a module from features (B,"
@@ -86,7 +86,7 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
 
 
 def check_combiner(combiner: Any, name: str) -> Combiner:
-    """Return a combiner."""
+    """Return a combiner if its type is valid, else raise a `PluginError`."""
     if not isinstance(combiner, Combiner):
         raise PluginError(
             f"{name} gave {shown(combiner)}; a combiner factory must give a"
@@ -96,7 +96,7 @@ def check_combiner(combiner: Any, name: str) -> Combiner:
 
 
 def check_distances(combiner: Combiner, name: str, head: nn.Module, features: int) -> Combiner:
-    """Return a combiner whose distances have the right shapes."""
+    """Return a combiner if its distances have the right shapes, else raise a `PluginError`."""
     what = f"The combiner {name}"
     with calling(what), untouched(head, combiner):
         codes = head(torch.randn(3, features))
@@ -118,7 +118,7 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
 
 
 def check_learner(learner: Any, name: str) -> None:
-    """Refuse a learner that lacks a method."""
+    """Raise a `PluginError` if a learner lacks a method or is a class."""
     missing = [
         m for m in ("fit", "transform", "to_model_parts") if not callable(getattr(learner, m, None))
     ]
@@ -150,7 +150,7 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
 
 
 class CheckedMetric:
-    """A plugin's metric, whose values are one number per query."""
+    """A plugin's metric, checked to return one finite number per query."""
 
     def __init__(self, metric: Any, name: str) -> None:
         self.metric, self.what = metric, f"The metric {name}"
@@ -173,7 +173,7 @@ class CheckedMetric:
     def graded(
         self,
     ) -> Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] | None:
-        """What the metric makes of grades, where it does; see `retrieval.plugin.Metric`."""
+        """The metric's checked `graded` method, or None; see `retrieval.plugin.Metric`."""
         graded = getattr(self.metric, "graded", None)
         return (
             None
@@ -202,13 +202,18 @@ class CheckedMetric:
 
 
 IMAGENET = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256)
-"""What images go through where a module says nothing: as most networks that were trained on
-ImageNet expect them.
-"""
+"""Default preprocessing, as most networks trained on ImageNet expect it."""
 
 
 class ModuleBackbone(Backbone):
-    """A module that somebody wrote without this package in mind."""
+    """Adapter that makes a backbone of any torch module.
+
+    Args:
+        module: maps images or vectors (B, F') to features (B, F). Its attribute `preprocessing`,
+            if any, replaces `IMAGENET`.
+        name: the module's name, for error messages.
+        width: width F' of the dataset's vectors; `None` for images.
+    """
 
     def __init__(self, module: nn.Module, name: str, width: int | None) -> None:
         super().__init__()
@@ -216,9 +221,7 @@ class ModuleBackbone(Backbone):
         shape: tuple[int, ...] = () if width is None else (width,)
         if width is None:
             self.preprocessing = getattr(module, "preprocessing", None) or IMAGENET
-            if isinstance(
-                self.preprocessing, Preprocessing
-            ):  # else `check_backbone` says what it is
+            if isinstance(self.preprocessing, Preprocessing):  # else `check_backbone` raises
                 shape = (self.preprocessing.channels, *self.preprocessing.size)
         self.features = 0
         first = next(module.parameters(), torch.empty(0))
@@ -233,17 +236,17 @@ class ModuleBackbone(Backbone):
         ).hexdigest()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return features (B, F) of images or vectors."""
+        """Return features (B, F) of normalised images or vectors."""
         features: Tensor = self.module(inputs)
         return features
 
     def extra_repr(self) -> str:
-        """Return what tells apart modules of the same layers, for the cache of features."""
+        """Return a hash of the module's outputs, by which the feature cache tells modules apart."""
         return f"behaves={self._behaves}"
 
 
 def as_backbone(product: Any, name: str, width: int | None) -> Any:
-    """Return a module as a backbone; what is one already, or is not a module, as it is."""
+    """Return a torch module as a backbone; backbones and other objects are returned unchanged."""
     if isinstance(product, Backbone) or not isinstance(product, nn.Module):
         return product
     return ModuleBackbone(product, name, width)

@@ -1,8 +1,8 @@
-"""A loss by rows, so that several processes compute one loss together.
+"""Divide a loss over processes by rows of the batch.
 
-pytorch-metric-learning's losses give one number for each anchor, item, pair or triplet, and a
-reducer makes one of all. What a mean needs of each process is a sum and a count; so the loss of the
-whole batch follows from all rows' sums, exactly.
+pytorch-metric-learning's losses compute one number per anchor, item, pair or triplet, and a reducer
+combines them. If each process contributes the sum and count of its rows' numbers, the loss of the
+whole batch follows exactly.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from retrieval.errors import PluginError
 from retrieval.model.contracts import TripletIndices
 
 Rows = Literal["items", "anchors", "classes"]
-"""How a loss can be divided; its attribute `rows` says so.
+"""How a loss can be divided over processes; its attribute `rows` names the way.
 
-- "items": each number is of one item, and of the loss's own parameters. Called with some rows and
-  their labels.
-- "anchors": each number is of one anchor, with its pairs or triplets. Called with some rows as
-  anchors and the whole batch as `ref_emb`, and the indices of their pairs, none of an item with
-  itself. With `rows_by_labels = True` it is called without indices, and leaves out row i's pair
-  with item `first_row() + i` itself. With `rows_mined = False` that holds without a miner only.
-- "classes": the loss divides its own parameters over the processes. Called with the whole batch on
-  each; it gives the whole loss, and its gradient is the part that comes through this process's
-  parameters.
+- "items": each number depends on one item and the loss's own parameters. The loss is called with
+  some rows and their labels.
+- "anchors": each number depends on one anchor and its pairs or triplets. The loss is called with
+  some rows as anchors, the whole batch as `ref_emb`, and the indices of the rows' pairs, without
+  those of an item with itself. With `rows_by_labels = True` it is called without indices, and must
+  itself leave out the pair of row i with item `first_row() + i`. With `rows_mined = False` it is
+  divided only if there is no miner.
+- "classes": the loss divides its own parameters over the processes. It is called with the whole
+  batch on each process and returns the whole loss; the gradient is the part that passes through
+  this process's parameters.
 """
 
 _KINDS = ("items", "anchors", "classes")
@@ -46,12 +47,20 @@ _first: ContextVar[int | None] = ContextVar("first_row", default=None)
 
 
 def first_row() -> int | None:
-    """Return the place of a loss's first row in the reference set; None without division."""
+    """Return the position of a loss's first row in the batch, or None if it is not divided."""
     return _first.get()
 
 
 def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
-    """Return how a loss can be divided, or None: every process computes all of it."""
+    """Return how a loss can be divided, or None if every process must compute all of it.
+
+    Args:
+        loss: the loss.
+        mined: whether there is a miner.
+
+    Raises:
+        PluginError: the loss's attribute `rows` is invalid.
+    """
     kind = getattr(loss, "rows", None)
     if kind is None:
         return None
@@ -77,12 +86,12 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
 
 
 def compares_with_classes(loss: nn.Module) -> bool:
-    """Return whether a loss compares items with classes, as mixed labels need."""
+    """Return whether a loss compares items with classes, as MixUp and CutMix require."""
     return getattr(loss, "rows", None) in ("items", "classes")
 
 
 class Sums(nn.Module):
-    """Takes a reducer's place and keeps the sum and count of each sub-loss's numbers."""
+    """Replaces a reducer and keeps the sum and count of each sub-loss's numbers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -92,19 +101,19 @@ class Sums(nn.Module):
     def forward(
         self, losses: Mapping[str, Mapping[str, Any]], embeddings: Tensor, labels: Any
     ) -> Tensor:
-        """Return 0; the sums are in `sums`."""
+        """Return 0 and store sums and counts in `sums`."""
         for name, sub_loss in losses.items():
             self.sums[name] = _summed(name, sub_loss, _reducer(self.inner, name), embeddings)
         return embeddings.sum() * 0
 
 
 def summed(total: Tensor, count: Tensor) -> dict[str, Any]:
-    """Return what a loss gives by name, under `Sums`, where it has added up its numbers itself."""
+    """Return a sub-loss in `Sums`' format for a loss that adds up its numbers itself."""
     return {"losses": total, "indices": None, "reduction_type": "summed", "count": count}
 
 
 def is_mean(loss: Any, name: str) -> bool:
-    """Return whether a loss's numbers of a name become their mean; else their sum."""
+    """Return whether a loss's reducer takes the mean of a sub-loss, not the sum."""
     return not isinstance(_reducer(loss.reducer, name), reducers.SumReducer)
 
 
@@ -117,16 +126,16 @@ def row_sums(
     start: int,
     indices: TripletIndices | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return sums (K,) and counts (K,) of some rows' numbers, for each of K sub-losses.
+    """Return sums (K,) and counts (K,) of some rows' numbers for the loss's K sub-losses.
 
     Args:
-        loss: one that `rows_of` says is of items or anchors.
-        kind: which.
-        rows: codes (R, C).
-        labels: (R,).
-        whole: codes (B, C) and labels (B,) of the batch; of anchors only.
-        start: the place in the batch of the first of the rows.
-        indices: what a miner picked in the batch; None without a miner.
+        loss: a loss whose `rows_of` is "items" or "anchors".
+        kind: "items" or "anchors".
+        rows: embeddings (R, C) of the rows.
+        labels: labels (R,) of the rows.
+        whole: embeddings (B, C) and labels (B,) of the batch, for "anchors".
+        start: position of the first row in the batch.
+        indices: the miner's pairs or triplets in the batch, or `None` without a miner.
     """
     arguments: tuple[Any, ...] = ()
     by_labels = getattr(loss, "rows_by_labels", False)
@@ -145,7 +154,7 @@ def row_sums(
 
 @contextmanager
 def _collecting(loss: Any, start: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Put `Sums` in the place of a loss's reducer, and give what it finds."""
+    """Context manager that replaces a loss's reducer by `Sums` and yields the sums."""
     reducer, token = loss.reducer, _first.set(start)
     loss.reducer = sums = Sums(reducer)
     try:
@@ -170,7 +179,7 @@ def _reducer(reducer: Any, name: str) -> Any:
 def _summed(
     name: str, sub_loss: Mapping[str, Any], reducer: Any, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum and count of a loss's numbers that its reducer counts."""
+    """Return sum and count of those numbers of a sub-loss that its reducer counts."""
     losses = sub_loss["losses"]
     none = like.sum() * 0, torch.zeros((), dtype=torch.int64, device=like.device)
     if not isinstance(losses, Tensor):
@@ -180,8 +189,8 @@ def _summed(
     if sub_loss["reduction_type"] == "already_reduced":
         if float(losses.detach()):
             raise PluginError(
-                f"The loss says that it is one of rows, and gives its '{name}' as one number, of"
-                " which the rows' parts are not known. Take its attribute `rows` away."
+                f"The loss has an attribute `rows`, but returns its '{name}' as one number, which"
+                " cannot be divided by rows. Remove the attribute."
             )
         return none
     losses = losses.flatten()
@@ -195,7 +204,7 @@ def _summed(
 
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
-    """Return the pairs or triplets of some rows' anchors, counted from the first row."""
+    """Return the pairs or triplets of some rows' anchors, with anchors counted from `start`."""
     groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
     picked: list[Tensor] = []
     for anchors, *partners in groups:
@@ -205,7 +214,7 @@ def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
 
 
 def _pairs(labels: Tensor, every: Tensor, start: int) -> TripletIndices:
-    """Return all pairs of some rows with the batch, but those of an item with itself."""
+    """Return all pairs of some rows with the batch, except those of an item with itself."""
     same = labels.unsqueeze(1) == every.unsqueeze(0)
     a2, n = torch.where(~same)
     own = torch.arange(len(labels), device=labels.device)

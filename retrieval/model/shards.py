@@ -1,6 +1,6 @@
 """Parameters whose rows are divided over processes.
 
-A module says so by its attribute `shards`, a `Shard` for each such parameter by name.
+A module's attribute `shards` maps the name of each such parameter to its `Shard`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import distributed, nn
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows `start` to `stop` of a parameter that has `whole` rows on all processes together."""
+    """Rows `start` to `stop` of a parameter with `whole` rows over all processes."""
 
     start: int
     stop: int
@@ -26,7 +26,7 @@ class Shard:
 
 
 def world_of() -> tuple[int, int]:
-    """Return which process this is, and of how many."""
+    """Return this process's rank and the number of processes."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1

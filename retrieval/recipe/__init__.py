@@ -1,1 +1,1 @@
-"""What a recipe can say, and reading one."""
+"""The tables of a recipe, and reading and checking recipes."""

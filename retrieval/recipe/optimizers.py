@@ -1,4 +1,4 @@
-"""Optimisers and schedules by the names that torch gives them, checked."""
+"""Checks of the optimisers and schedules that a recipe names by their torch classes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _classes(module: Any, base: type) -> dict[str, Any]:
 
 
 def takes(kind: str, name: str, key: str) -> bool:
-    """Return whether a class takes an argument."""
+    """Return whether torch's optimiser or schedule class `name` takes the argument `key`."""
     known = (
         _classes(lr_scheduler, lr_scheduler.LRScheduler)
         if kind == "schedule"
@@ -94,7 +94,7 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
         "ChainedScheduler",
         "SequentialLR",
     ):
-        known.pop(needs_more, None)  # they need functions, other schedules or a metric
+        known.pop(needs_more, None)  # these need functions, other schedules or a metric
     if section.name not in known:
         names = [*SHAPES, *sorted(known)]
         return [

@@ -1,7 +1,7 @@
-"""TOML → a checked recipe. Every problem of the file in one error, with 'did you mean'.
+"""Read and check recipes in TOML or Python; one error lists every problem.
 
-The tables of the host are the classes of `retrieval.recipe.tables`; the tables of plugins
-(`Component`) are checked against the signature of the factory that they name.
+The classes in `retrieval.recipe.tables` define the host's own tables. Tables that name a plugin's
+part (`Component`) are checked against the signature of its factory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 
 class Recipe(Tables):
-    """A checked recipe, written in Python: the tables of a TOML file as arguments, each a
-    dictionary::
+    """A checked recipe, written in Python.
+
+    Its arguments are the tables of a TOML file, each a dictionary::
 
         retrieval.Recipe(
             data={"name": "core.image_folder", "folder": "photos"},
@@ -41,15 +42,15 @@ class Recipe(Tables):
             train={"epochs": 20},
         )
 
-    An object may stand in the place of a part: `backbone=MyModule()`, as in `retrieval.train`. The
-    checks and their sentences are the file's. `read_recipe` gives the same class.
+    A part may also be a Python object: `backbone=MyModule()`, as in `retrieval.train`. The checks
+    are the same as for a file. `read_recipe` returns this class too.
 
     Args:
-        tables: `name`, `seed`, `plugins`, `data`, `split`, `backbone`, `loss` and so on;
-            `[[phase]]` is `phase`, a list.
+        tables: `name`, `seed`, `plugins`, `data`, `split`, `backbone`, `loss` and so on. `phase`
+            is a list of the `[[phase]]` tables.
 
     Raises:
-        RecipeError: with every problem.
+        RecipeError: the recipe is invalid; the message lists every problem.
         PluginError: a plugin cannot be loaded.
     """
 
@@ -69,19 +70,19 @@ def read_recipe(
     """Read and check a recipe.
 
     Args:
-        recipe: the TOML file; or its tables as a dictionary (with objects in the places of parts,
-            if need be), or a recipe, to be read with these changes.
-        overrides: `key.path=value` texts, values as TOML (a bare word is text).
-        plugins: further plugin files or modules, as from `--plugin`.
-        objects: what takes the places of named parts, by table.
+        recipe: path of a TOML file, a dictionary of its tables (whose parts may be Python objects),
+            or a recipe to change.
+        overrides: changes as `key.path=value` text, with the value in TOML (a bare word is text).
+        plugins: additional plugin files, folders or modules, as from `--plugin`.
+        objects: Python objects that replace named parts, by table.
 
     Returns:
-        The recipe, which keeps the plugins that it was checked with. Paths of plugin files in it
-            are absolute.
+        The recipe. It keeps the plugins that it was checked with; its paths of plugin files are
+        absolute.
 
     Raises:
-        RecipeError: with every problem.
-        PluginError: a plugin cannot be loaded, or the recipe brings one that the user has not
+        RecipeError: the recipe is invalid; the message lists every problem.
+        PluginError: a plugin cannot be loaded, or the recipe comes with one that the user has not
             allowed (see `retrieval.host.allow`).
     """
     recipe, objects = apart(recipe, objects)
@@ -95,7 +96,7 @@ def read_recipe(
 def apart(
     recipe: StrPath | Mapping[str, Any] | Tables, objects: Mapping[str, Any] | None
 ) -> tuple[StrPath | Mapping[str, Any] | Tables, dict[str, Any]]:
-    """Return a recipe without the objects in it, and all objects; those beside it come first."""
+    """Return a recipe without its objects, and all objects; those in `objects` take precedence."""
     if isinstance(recipe, Mapping):
         inside = objects_in(recipe)
         recipe = {name: value for name, value in recipe.items() if name not in inside}
@@ -109,7 +110,11 @@ def read_table(
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read a recipe, unchecked; see `read_recipe`."""
+    """Read a recipe without checking it; see `read_recipe` for the arguments.
+
+    Returns:
+        The tables, and the plugins that the recipe itself names and the caller did not.
+    """
     path = Path(recipe) if isinstance(recipe, str | os.PathLike) else Path("recipe")
     if isinstance(recipe, Tables):
         table: dict[str, Any] = recipe.model_dump(exclude_unset=True)
@@ -136,31 +141,30 @@ def read_table(
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of tables written in Python, without the keys that are None."""
+    """Return a copy of tables written in Python, without keys that are None."""
     if isinstance(value, Mapping):
         return {k: _copied(v) for k, v in value.items() if v is not None}
     return [_copied(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Return what a TOML file says."""
+    """Return the content of a TOML file."""
     try:
-        text = path.read_text(
-            encoding="utf-8-sig"
-        )  # some editors begin a file with a byte-order mark
+        # "utf-8-sig", because some editors begin a file with a byte-order mark.
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise RecipeError([f"it cannot be read: {reason}."], str(path)) from None
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with many digits
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
 
 
 @contextmanager
 def naming(path: StrPath) -> Iterator[None]:
-    """Name the recipe's file in errors that show only when its parts are built."""
+    """Context manager that adds the recipe's path to errors raised while its parts are built."""
     try:
         yield
     except RecipeError as error:
@@ -179,7 +183,14 @@ def check_recipe(
     objects: Mapping[str, Any] | None = None,
     plugins: Plugins | None = None,
 ) -> Recipe:
-    """Check a recipe that is already a table; see `read_recipe`."""
+    """Return the checked recipe of a table; see `read_recipe`.
+
+    Args:
+        table: the recipe's tables.
+        where: the recipe's path, for error messages.
+        objects: Python objects that replace named parts, by table.
+        plugins: the loaded plugins; by default those that are installed or named in the recipe.
+    """
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
     objects = objects or {}
@@ -188,7 +199,8 @@ def check_recipe(
     problems = [
         _bracketed(fault) + option_hint(recipe, place)
         for place, fault in faults.items()
-        if not (place[0] in COMPONENTS and place[1:] == ("name",))  # the plugins' own check says it
+        # `plugins.check` reports a missing or wrong name.
+        if not (place[0] in COMPONENTS and place[1:] == ("name",))
     ]
     extra = table.get("plugins", [])
     try:
@@ -214,7 +226,7 @@ def check_recipe(
 
 
 def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's table with objects in the places of parts; the host's keys stay."""
+    """Return a recipe's table with objects in place of parts; keys that the host reads are kept."""
     changed = dict(table)
     for name, value in objects.items():
         before = table.get(name)
@@ -228,10 +240,9 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
 
 
 def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
-    """Return the recipe and what is wrong with its tables.
+    """Return the recipe and the problems of its tables by place.
 
-    When something is wrong, the recipe holds what is right, so that the checks that come after see
-    the rest.
+    If there are problems, the recipe holds only the valid entries, so that later checks can run.
     """
     values, faults = check_values(Tables, table)
     if not faults:
@@ -246,7 +257,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     for name in ("data", "backbone"):
         kept.setdefault(name, {})
     values, rest = check_values(Tables, kept)
-    if rest:  # what a wrong entry hid, such as a list that is too short without it
+    if rest:  # removing an entry caused another problem, such as a list that is too short
         values, _ = check_values(
             Tables, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
         )
@@ -254,7 +265,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
 
 
 def _entry(table: Mapping[str, Any], place: Place) -> Place:
-    """Return the place to leave out for a fault: of a list of plain values the whole list."""
+    """Return the place to leave out for a fault: for an item of a plain list, the whole list."""
     value: Any = table
     for i, step in enumerate(place):
         if isinstance(value, list) and not isinstance(value[int(step)], Mapping):
@@ -270,7 +281,7 @@ def _entry(table: Mapping[str, Any], place: Place) -> Place:
 
 
 def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
-    """Return a copy of a table without the entries at some places."""
+    """Return a copy of a table without the entries at the wrong places."""
     if isinstance(value, Mapping):
         return {
             k: _without(v, wrong, (*place, k)) for k, v in value.items() if (*place, k) not in wrong
@@ -283,7 +294,7 @@ def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
 
 
 def _bracketed(problem: str) -> str:
-    """`head.hidden: …` → `[head] hidden: …`, as the file is written."""
+    """Return `[head] hidden: …` for `head.hidden: …`, the notation of the file."""
     key, _, rest = problem.partition(": ")
     table, dot, inner = key.partition(".")
     name = f"[[{table}]]" if table == "phase" else f"[{table}]"
@@ -299,7 +310,7 @@ def _bracketed(problem: str) -> str:
 
 
 def _beside(recipe: Path, item: str) -> str:
-    """A plugin file or folder is looked for beside the recipe, then where the command runs."""
+    """Return the absolute path of a plugin beside the recipe, or else in the working folder."""
     if not is_file_plugin(item):
         return item
     beside = recipe.parent / item
@@ -308,7 +319,7 @@ def _beside(recipe: Path, item: str) -> str:
 
 
 def to_toml(recipe: Tables) -> str:
-    """Return the recipe as TOML without defaults; a comment names objects."""
+    """Return the recipe as TOML without defaults; a comment names each Python object."""
     parts = [(table, getattr(recipe, table)) for table in COMPONENTS]
     notes = [
         f"# [{table}] {part.name} was made in Python. Open this run with the same object:"
@@ -320,7 +331,7 @@ def to_toml(recipe: Tables) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: a key without a value is left out."""
+    """Return a value without the keys that are None, which TOML lacks."""
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
@@ -332,11 +343,18 @@ _SERVE_THE_LOSS = ("miner", "generator")
 def apply_overrides(
     table: dict[str, Any], overrides: Sequence[str], components: Collection[str] = ()
 ) -> None:
-    """Put `key.path=value` texts into a recipe's table, in place.
+    """Apply `key.path=value` texts to a recipe's table, in place.
 
-    `loss.name=…` with another name takes the other loss's parameters out before anything is set,
-    and `loss=none` the table (with the loss's also miner and generator, which serve it alone): so
-    for each of the components.
+    A new name for a component, such as `loss.name=…`, first removes the parameters of the old one.
+    `loss=none` removes the component's table; for the loss, miner and generator go with it.
+
+    Args:
+        table: the recipe's tables.
+        overrides: the texts.
+        components: the tables for which this holds.
+
+    Raises:
+        RecipeError: the message lists the texts that cannot be applied.
     """
     overrides = [text for text in overrides if not _removed(table, text, components)]
     for text in overrides:
@@ -347,7 +365,7 @@ def apply_overrides(
 
 
 def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> bool:
-    """Take a component out if that is what a text says."""
+    """Remove a component if the text is `COMPONENT=none`; return whether it is."""
     name, _, value = (part.strip() for part in text.partition("="))
     if name not in components or value.strip("'\"") != "none":
         return False
@@ -357,7 +375,7 @@ def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> b
 
 
 def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> None:
-    """Drop a component's parameters where a text names another; the host's keys stay."""
+    """Remove a component's parameters if the text names another part; the host's keys stay."""
     key, _, value = (part.strip() for part in text.partition("="))
     component, _, last = key.partition(".")
     now = table.get(component)
@@ -368,7 +386,7 @@ def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> No
 
 
 def _override(table: dict[str, Any], text: str) -> str | None:
-    """Apply one override; return what is wrong with it, if anything."""
+    """Apply one override; return its problem, or None."""
     key, sep, value = text.partition("=")
     steps = [step.strip() for step in key.split(".")]
     if not sep or not all(steps):

@@ -1,6 +1,6 @@
-"""What the tables of a recipe name besides plugins' parts, and what of it cannot go together.
+"""Checks of names outside plugins' tables, and of tables that cannot be used together.
 
-Each sentence names both sides and what to do.
+Each message names both sides of a conflict and says what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_names(recipe: Tables) -> list[str]:
-    """Return problems of names outside plugin tables: optimiser, schedule, transforms, metrics."""
+    """Return problems with the names of optimisers, schedule, transforms and metrics."""
     from retrieval.host.lazy import load_compiler
     from retrieval.recipe.optimizers import check_optimizer, check_schedule
 
@@ -37,7 +37,7 @@ def check_names(recipe: Tables) -> list[str]:
 
 
 def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) -> list[str]:
-    """Return the problems of one of `[evaluate] metrics`."""
+    """Return the problems of one entry of `[evaluate] metrics`."""
     from retrieval.model.metrics import metric
 
     if not isinstance(named, str):
@@ -52,7 +52,7 @@ def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) ->
 
 
 def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
-    """Return a hint where a key is an argument of the optimiser's or schedule's class."""
+    """Return a hint if an unknown key is an argument of the optimiser's or schedule's class."""
     from retrieval.recipe.optimizers import takes
 
     section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
@@ -66,7 +66,7 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
 
 
 def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
-    """Return what cannot go together."""
+    """Return conflicts between a recipe's tables; `present` are the component tables it has."""
     present = set(present)
     problems = []
     if ("loss" in present) == ("learner" in present):
@@ -90,7 +90,7 @@ def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
 
 
 def _loss(recipe: Tables) -> list[str]:
-    """The loss beside combiner, generator and miner."""
+    """Return conflicts of the loss with combiner, generator and miner."""
     problems: list[str] = []
     if recipe.loss is None:
         return problems
@@ -155,7 +155,7 @@ def _loss(recipe: Tables) -> list[str]:
 
 
 def _measures(plugins: Plugins, values: Any) -> bool:
-    """Whether a loss, or every loss that it wraps, takes the distance that is given."""
+    """Return whether a loss, or every loss that it wraps, takes a distance."""
     wrapped: list[Any] = []
     try:
         factory = plugins.find(
@@ -172,7 +172,7 @@ def _measures(plugins: Plugins, values: Any) -> bool:
 
 
 def _generator(recipe: Tables, present: set[str]) -> list[str]:
-    """What says something of a generator that is not there."""
+    """Return settings for a generator in a recipe without one."""
     if "generator" in present:
         return []
     problems = [
@@ -197,7 +197,7 @@ def _generator(recipe: Tables, present: set[str]) -> list[str]:
 
 
 def _rates(recipe: Tables, present: set[str]) -> list[str]:
-    """Learning rates that would reach nothing."""
+    """Return learning rates that would have no effect."""
     problems = []
     own = recipe.generator_optimizer
     if own is not None:
@@ -230,7 +230,7 @@ def _rates(recipe: Tables, present: set[str]) -> list[str]:
 
 
 def _training(recipe: Tables, present: set[str]) -> list[str]:
-    """Head, augmentation, phases and validation."""
+    """Return conflicts of head, augmentation, compilation, phases and validation."""
     problems = []
     if "combiner" in present:
         changed = {
@@ -273,7 +273,7 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
 
 
 def _compiled(recipe: Tables, present: set[str]) -> list[str]:
-    """A backbone whose kernels torch makes."""
+    """Return conflicts of `[train] compile`."""
     if not recipe.train.compile:
         return []
     problems = []
@@ -292,7 +292,7 @@ def _compiled(recipe: Tables, present: set[str]) -> list[str]:
 
 
 def _views(recipe: Tables) -> list[str]:
-    """Several views of an item."""
+    """Return conflicts of `[augmentation] views` and `positives`."""
     augmentation, problems = recipe.augmentation, []
     if augmentation.views > 1 and not augmentation.active:
         problems.append(

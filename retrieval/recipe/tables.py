@@ -1,4 +1,4 @@
-"""The tables of a recipe that are the host's, as they are written in TOML."""
+"""The tables of a recipe, as written in TOML, with their keys, types and defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """A table of the recipe."""
+    """Base class of a recipe's tables."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -44,7 +44,7 @@ class Range(Section):
 
 
 def flat(search: Any) -> Any:
-    """Return `[search]` by dotted keys: TOML reads `loss.margin` as a table in a table."""
+    """Return `[search]` by dotted keys, because TOML reads `loss.margin` as nested tables."""
     by_key: dict[str, Any] = {}
 
     def walk(place: str, value: Any) -> None:
@@ -76,7 +76,7 @@ class Rerank(Section):
 
 
 class Expansion(Section):
-    """`[evaluate] expand`, `augment`: items as means of themselves and their neighbours."""
+    """`[evaluate] expand`, `augment`: replace an item by the mean of itself and its neighbours."""
 
     k: Count = Field(5, description="Neighbours.")
     alpha: Annotated[float, Field(ge=0.0)] = Field(
@@ -184,7 +184,7 @@ class Component(Section):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The part's parameters, as they are written."""
+        """The part's parameters as in the file."""
         return dict(self.__pydantic_extra__ or {})
 
     @property
@@ -194,7 +194,7 @@ class Component(Section):
 
 
 class Backbone(Component):
-    """`[backbone]`: images or given features → features."""
+    """`[backbone]`: maps images or vectors to features."""
 
     frozen: bool = Field(
         False, description="Keep the weights: the features are then computed once and kept on disk."
@@ -202,7 +202,7 @@ class Backbone(Component):
 
 
 class Split(Section):
-    """`[split]`: which items train, which choose, which are held out."""
+    """`[split]`: which items are for training, validation and test."""
 
     by: Literal["given", "class", "item"] = Field(
         "given",
@@ -253,7 +253,7 @@ class Sampler(Section):
 
 
 class Augmentation(Section):
-    """`[augmentation]`: random changes to training images, in the order of the keys."""
+    """`[augmentation]`: random changes to training images, applied in the order of the keys."""
 
     crop_scale: tuple[float, float] | None = Field(
         None,
@@ -307,7 +307,7 @@ class Augmentation(Section):
 
     @property
     def active(self) -> bool:
-        """Whether anything is changed at all."""
+        """True if the table changes images at all."""
         return bool(
             self.crop_scale is not None
             or self.horizontal_flip > 0
@@ -325,7 +325,7 @@ class Augmentation(Section):
 
 
 class Head(Section):
-    """`[head]`: features → embedding, where no combiner or learner brings its own."""
+    """`[head]`: maps features to the embedding, unless a combiner or learner has its own head."""
 
     embedding_size: Count = Field(64, description="Width of the embedding.")
     hidden: list[Count] = Field(
@@ -338,7 +338,7 @@ class Head(Section):
 
 
 class Optimizer(Section):
-    """`[optimizer]`: any of `torch.optim` by its class name."""
+    """`[optimizer]`: an optimiser of `torch.optim` by its class name."""
 
     name: str = Field("AdamW", description="A class of `torch.optim`.")
     lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
@@ -369,7 +369,7 @@ class Schedule(Section):
 
 
 class Phase(Section):
-    """`[[phase]]`: what trains, and for how long."""
+    """`[[phase]]`: which parts train, and for how many epochs."""
 
     name: str = Field("train", description="What to call it in the log.")
     epochs: Count = Field(10, description="Epochs.")
@@ -496,7 +496,7 @@ class Train(Section):
 
 
 class _Loaded:
-    """Keeps a recipe's plugins, which are never compared, pickled or deeply copied."""
+    """Holds a recipe's plugins, which are not compared or pickled with the recipe."""
 
     def __init__(self, plugins: Plugins | None = None) -> None:
         self.plugins = plugins
@@ -511,9 +511,9 @@ class _Loaded:
 
 
 class Tables(Section):
-    """A recipe's tables, each checked alone; `retrieval.Recipe` is checked as a whole.
+    """A recipe's tables, each checked on its own; `retrieval.Recipe` is checked as a whole.
 
-    A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a
+    A recipe needs `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a
     `[learner]` (fitted).
     """
 
@@ -570,7 +570,7 @@ class Tables(Section):
     @field_validator("name")
     @classmethod
     def _one_folder(cls, name: str) -> str:
-        """A run's name is a folder's too."""
+        """Check that the run's name can be the name of a folder."""
         wrong = sorted({c for c in name if c in '/\\<>:"|?*' or not c.isprintable()})
         if (
             not name
@@ -587,24 +587,24 @@ class Tables(Section):
 
     @property
     def batch_size(self) -> int:
-        """Rows of a training batch, over all processes: classes × items × views."""
+        """Number of rows in a training batch over all processes: classes × items × views."""
         return self.sampler.classes * self.sampler.items * self.augmentation.views
 
     @property
     def phases(self) -> list[Phase]:
-        """The phases, the default one included."""
+        """The phases; without any in the recipe, one that trains for `[train] epochs`."""
         return list(self.phase) or [Phase(epochs=self.train.epochs)]
 
     @property
     def loaded(self) -> Plugins:
-        """The plugins that the recipe was checked with; an unchecked recipe loads its own."""
+        """The plugins that the recipe was checked with; an unchecked recipe loads them now."""
         if self._loaded.plugins is None:
             self._loaded.plugins = load_plugins(self.plugins)
         return self._loaded.plugins
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What takes the places of named parts, by table, as it was given."""
+        """The Python objects that replace named parts, by table."""
         return {} if self._loaded.plugins is None else self._loaded.plugins.objects
 
     def with_plugins(self, plugins: Plugins) -> Self:
@@ -614,14 +614,15 @@ class Tables(Section):
         return copied
 
     def build(self, table: str, **known: Any) -> Any:
-        """Build the part that a table names, its own parts first.
+        """Build the part that a table names, nested parts first.
 
         Args:
-            table: "data", "backbone", "loss" and so on; the recipe must have it.
-            known: what the host knows (`retrieval.host.factory.GIVEN`), for factories that name it.
+            table: "data", "backbone", "loss" and so on; the recipe must have the table.
+            known: values that the host knows (`retrieval.host.factory.GIVEN`). Each factory gets
+                those that it has parameters for.
 
         Raises:
-            PluginError: the plugins have no such part.
+            PluginError: no plugin offers the part.
             RecipeError: the parameters do not fit, or the factory refuses them.
         """
         part: Component = getattr(self, table)
@@ -629,5 +630,5 @@ class Tables(Section):
 
 
 def host_keys(table: str) -> set[str]:
-    """Return the keys of a part's table that the host reads itself: `[backbone] frozen`."""
+    """Return the keys of a part's table that the host itself reads, such as `[backbone] frozen`."""
     return set(Backbone.model_fields) - {"name"} if table == "backbone" else set()

@@ -152,7 +152,7 @@ def test_a_plugins_own_dataset_passes_it_too() -> None:
             "loss": {"name": "pml.triplet_margin"},
         }
     )
-    with pytest.raises(PluginError, match="the key 'x' is that of 2 items"):
+    with pytest.raises(PluginError, match="2 items have the key 'x'"):
         build_dataset(recipe)
 
 

@@ -94,7 +94,7 @@ def plant(photos: Path) -> None:
 def test_clean_photographs_are_clean(photos: Path, cli: Callable[..., Any]) -> None:
     done = cli("data", "check", "photos")
     assert (done.code, done.err) == (0, "")
-    assert done.out == "photos: 20 items of 10 labels; 10 test, 10 train\nNothing was found.\n"
+    assert done.out == "photos: 20 items of 10 labels; 10 test, 10 train\nNo problems found.\n"
 
 
 def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) -> None:

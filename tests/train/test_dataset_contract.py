@@ -161,7 +161,7 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
         ),
         (
             {"keys": [f"d/{i // 2}" for i in range(40)]},
-            r"the key 'd/0' is that of 2 items, and 19 more keys are there twice",
+            r"2 items have the key 'd/0', and 19 more keys are not unique",
         ),
         ({"keys": [None, *NAMES[1:]]}, "1 item has no key"),
         ({"keys": [0.5] * 40}, "keys has 0.5 for item 0 .*, and a key is text or a whole number"),

@@ -176,8 +176,6 @@ def test_a_loss_that_says_rows_and_is_not_of_them_is_refused() -> None:
 
     codes, labels = batch(0)
     loss = Reduced()
-    with pytest.raises(
-        PluginError, match=r"'pos_loss' as one number.*Take its attribute `rows` away"
-    ):
+    with pytest.raises(PluginError, match=r"'pos_loss' as one number.*Remove the attribute"):
         row_sums(loss, "anchors", codes[:3], labels[:3], (codes, labels), 0, None)
     assert isinstance(loss.reducer, nn.Module) and type(loss.reducer).__name__ == "MultipleReducers"
