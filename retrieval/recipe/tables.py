@@ -68,20 +68,20 @@ def flat(search: Any) -> Any:
 class Rerank(Section):
     """`[evaluate] rerank`: k-reciprocal re-ranking."""
 
-    k1: Count = Field(20, description="Neighbours that must be reciprocal.")
-    k2: Count = Field(6, description="Neighbours that an encoding is averaged over.")
+    k1: Count = Field(20, description="Number of neighbours that must be reciprocal.")
+    k2: Count = Field(6, description="Number of neighbours over which an encoding is averaged.")
     weight: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.3, description="λ, of the distance itself against the Jaccard distance."
+        0.3, description="Weight λ of the original distance against the Jaccard distance."
     )
 
 
 class Expansion(Section):
     """`[evaluate] expand`, `augment`: replace an item by the mean of itself and its neighbours."""
 
-    k: Count = Field(5, description="Neighbours.")
+    k: Count = Field(5, description="Number of neighbours.")
     alpha: Annotated[float, Field(ge=0.0)] = Field(
         0.0,
-        description="α: a neighbour's weight is its cosine to this power; 0: all weigh the same.",
+        description="A neighbour's weight is its cosine to this power α. With 0, all are equal.",
     )
 
 
@@ -91,85 +91,85 @@ class Evaluate(Section):
     metrics: list[str | dict[str, Any]] = Field(
         ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
         description=(
-            "Figures by name; a plugin's metric as `PLUGIN.NAME`, with parameters as `{ name ="
+            "Metrics by name; a plugin's metric as `PLUGIN.NAME`, with parameters as `{ name ="
             ' "core.recall_at", k = 5 }`.'
         ),
     )
     clusters: bool = Field(
-        False, description="Also NMI and F1 of k-means clusters, k = number of classes."
+        False, description="Adds NMI and F1 of k-means clusters, with k = number of classes."
     )
     exclude: str | None = Field(
         None,
         description=(
-            "A column of the data's metadata, such as `camera`: gallery items that share its value"
-            " with the query are left out for that query, as in cross-camera, cross-vendor or"
-            " cross-session search."
+            "A column of the metadata, such as `camera`. For each query, gallery items with the"
+            " same value are left out, as in cross-camera, cross-vendor or cross-session search."
         ),
     )
     exclude_label: Literal["any", "same"] = Field(
         "any",
         description=(
-            "Of those items, which: those of `any` label; or only those of the `same` label as the"
-            " query, the others staying as distractors, as Market-1501 and VeRi-776 are measured."
+            "Which of those items are left out: those of `any` label, or only those of the `same`"
+            " label as the query, so that the others stay as distractors (as in the protocols of"
+            " Market-1501 and VeRi-776)."
         ),
     )
     levels: list[str] = Field(
         [],
         description=(
-            "Columns of metadata with coarser classes, finest first, such as `genus`, `family`:"
+            "Columns of metadata with coarser classes, finest first, such as `genus`, `family`."
             " `ndcg_at_K` then grades an item by the finest level that it shares with the query;"
-            " the label itself is the finest of all."
+            " the label itself is the finest level."
         ),
     )
     tags: str | None = Field(
         None,
         description=(
-            "A column of metadata with several labels of an item, `;` between them: items match"
-            " when they share one, and `ndcg_at_K` goes by how many."
+            "A column of metadata with several labels per item, separated by `;`. Items match if"
+            " they share a label; `ndcg_at_K` grades by the number of shared labels."
         ),
     )
     by: str | None = Field(
         None,
         description=(
-            "A column of metadata, such as `vendor`: also the metrics of each value's queries."
+            "A column of metadata, such as `vendor`. Adds metrics for the queries of each value."
         ),
     )
     gallery_items: Count | None = Field(
         None,
         description=(
-            "So many random test items of each class are the gallery, the others are queries, and"
-            " metrics are means over `repetitions`, as VehicleID is measured with 1; none: the"
-            " data's own roles."
+            "Number of random test items of each class in the gallery; the others are queries."
+            " Metrics are means over `repetitions`. 1 is the protocol of VehicleID. The default is"
+            " the data's own roles."
         ),
     )
-    repetitions: Count = Field(10, description="Random galleries, with `gallery_items`.")
+    repetitions: Count = Field(10, description="Number of random galleries with `gallery_items`.")
     open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field(
         [],
         description=(
-            "False acceptance rates: also DIR@FAR, the share of known queries that are found, at"
-            " thresholds that accept so many of those whose class the gallery lacks."
+            "False acceptance rates. Adds DIR@FAR, the share of known queries that are found, at"
+            " thresholds that accept this share of queries whose class is not in the gallery."
         ),
     )
     rerank: Rerank | None = Field(
         None,
         description=(
-            "Also metrics after k-reciprocal re-ranking: `{ k1 = 20, k2 = 6, weight = 0.3 }`."
+            "Adds metrics after k-reciprocal re-ranking: `{ k1 = 20, k2 = 6, weight = 0.3 }`."
         ),
     )
     expand: Expansion | None = Field(
         None,
         description=(
-            "Also metrics with each query as a mean of itself and its neighbours: `{ k = 5, alpha ="
-            " 3.0 }`."
+            "Adds metrics with each query replaced by the mean of itself and its neighbours:"
+            " `{ k = 5, alpha = 3.0 }`."
         ),
     )
     augment: Expansion | None = Field(
-        None, description="The same of the gallery's items: `{ k = 5, alpha = 3.0 }`."
+        None, description="The same for the gallery's items: `{ k = 5, alpha = 3.0 }`."
     )
     latency: bool = Field(
-        False, description="Also milliseconds a query of each row's search, on this machine."
+        False, description="Adds the search time per query in milliseconds, on this machine."
     )
-    batch: Count = Field(256, description="Images encoded at a time.")
+    batch: Count = Field(256, description="Number of images encoded at a time.")
 
 
 Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
@@ -197,7 +197,7 @@ class Backbone(Component):
     """`[backbone]`: maps images or vectors to features."""
 
     frozen: bool = Field(
-        False, description="Keep the weights: the features are then computed once and kept on disk."
+        False, description="Keep the weights. Features are then computed once and cached on disk."
     )
 
 
@@ -214,27 +214,25 @@ class Split(Section):
     test: Fraction | list[str | int] = Field(
         0.5,
         description=(
-            'With `by = "class"`, the fraction of the classes, or the very classes, that are held'
-            " out; with `item`, the fraction of each class's items. Unused with `given`."
+            'With `by = "class"`, the fraction of classes to hold out, or a list of classes. With'
+            " `item`, the fraction of each class's items. Unused with `given`."
         ),
     )
     validation: Fraction = Field(
         0.2,
         description=(
-            "Part of the *training* side that is kept for early stopping and every choice; 0 for"
-            " none."
+            "Fraction of the *training* side that is held out for early stopping and model"
+            " selection; 0 for none."
         ),
     )
     validation_by: Literal["item", "class"] = Field(
         "item",
-        description=(
-            "Whether that part is taken from every class (`item`) or is whole classes (`class`)."
-        ),
+        description=("Hold out items of every class (`item`) or whole classes (`class`)."),
     )
     seed: int = Field(
         0,
         description=(
-            "Seed of the split; independent of the run's seed, so that several seeds share a split."
+            "Seed of the split, independent of the run's seed so that several runs share a split."
         ),
     )
 
@@ -242,12 +240,12 @@ class Split(Section):
 class Sampler(Section):
     """`[sampler]`: a batch is P classes × M items."""
 
-    classes: Annotated[int, Field(ge=2)] = Field(16, description="P, classes in a batch.")
-    items: Count = Field(4, description="M, items of each class in a batch.")
+    classes: Annotated[int, Field(ge=2)] = Field(16, description="Number of classes P in a batch.")
+    items: Count = Field(4, description="Number of items M of each class in a batch.")
     batches: Count | None = Field(
         None,
         description=(
-            "Batches in an epoch; by default as many as there are training items divided by P × M."
+            "Number of batches in an epoch. The default is the number of training items / (P × M)."
         ),
     )
 
@@ -258,7 +256,8 @@ class Augmentation(Section):
     crop_scale: tuple[float, float] | None = Field(
         None,
         description=(
-            "Random resized crop: smallest and largest part of the image's area; none: no crop."
+            "Smallest and largest share of the image's area for a random resized crop. The default"
+            " is no crop."
         ),
     )
     crop_ratio: tuple[float, float] = Field(
@@ -272,35 +271,34 @@ class Augmentation(Section):
         description=(
             'Further changes in order, by name: torchvision\'s (`"RandAugment"`, `{ name ='
             ' "RandomAffine", degrees = 15 }`; `retrieval plugins list --kind augmentations` shows'
-            " them), a plugin's as `PLUGIN.NAME`. They are given the image in the size that the"
-            " backbone takes, and keep it."
+            " them), a plugin's as `PLUGIN.NAME`. They get the image in the backbone's input size"
+            " and must not change the size."
         ),
     )
     views: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="How often each item is in its batch, each time changed anew."
+        1, description="Number of differently changed copies of each item in its batch."
     )
     positives: Literal["class", "item"] = Field(
         "class",
         description=(
-            "What is alike for loss and miner: items of one `class`, or only the views of one"
-            " `item`, whose label is then not used (self-supervised); `[sampler] classes` counts"
-            " items then."
+            "Which items are positives for loss and miner: those of one `class`, or only the views"
+            " of one `item` (self-supervised). With `item`, labels are not used and `[sampler]"
+            " classes` is the number of items."
         ),
     )
 
     mix: Literal["mixup", "cutmix"] | None = Field(
         None,
         description=(
-            "Each image together with another of its batch: a weighted mean of the two (`mixup`),"
-            " or a box of the other put into it (`cutmix`). The loss is the same mean of both"
-            " labels' losses; it must be one that compares items with classes, not with one"
-            " another."
+            "Mix each image with another of its batch, by a weighted mean (`mixup`) or by pasting a"
+            " box of the other image (`cutmix`). The loss is the weighted mean of both labels'"
+            " losses; it must compare items with classes, not with each other."
         ),
     )
     mix_alpha: Annotated[float, Field(gt=0.0, le=100.0)] = Field(
         1.0,
         description=(
-            "α of the Beta(α, α) that the weight of a batch is drawn from; small: mostly near 0"
+            "α of the Beta(α, α) distribution of a batch's weight. Small values give weights near 0"
             " or 1."
         ),
     )
@@ -329,12 +327,12 @@ class Head(Section):
 
     embedding_size: Count = Field(64, description="Width of the embedding.")
     hidden: list[Count] = Field(
-        [], description="Widths of hidden layers (ReLU between them); none: a linear map."
+        [], description="Widths of hidden layers with ReLU. The default is a linear map."
     )
     normalize: bool = Field(
-        True, description="Unit vectors: Euclidean and cosine order are then the same."
+        True, description="Scale embeddings to unit length, so Euclidean and cosine order agree."
     )
-    identity: bool = Field(False, description="No head at all: the features are the embedding.")
+    identity: bool = Field(False, description="Use the features as the embedding, without a head.")
 
 
 class Optimizer(Section):
@@ -343,7 +341,7 @@ class Optimizer(Section):
     name: str = Field("AdamW", description="A class of `torch.optim`.")
     lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
     lr_factor: dict[Trainable, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="Multiplies the rate of a part: `{ head = 10, loss = 100 }`."
+        {}, description="Factors of the learning rate by part: `{ head = 10, loss = 100 }`."
     )
     options: dict[str, Any] = Field(
         {}, description="Further arguments of that class, such as `weight_decay`."
@@ -361,7 +359,7 @@ class Schedule(Section):
         ),
     )
     warmup: Fraction = Field(
-        0.0, description="Part of the phase's steps in which the rate rises from 0."
+        0.0, description="Fraction of the phase's steps in which the rate rises from 0."
     )
     options: dict[str, Any] = Field(
         {}, description="Arguments of a `torch.optim.lr_scheduler` class."
@@ -371,27 +369,22 @@ class Schedule(Section):
 class Phase(Section):
     """`[[phase]]`: which parts train, and for how many epochs."""
 
-    name: str = Field("train", description="What to call it in the log.")
-    epochs: Count = Field(10, description="Epochs.")
+    name: str = Field("train", description="Name of the phase in the log.")
+    epochs: Count = Field(10, description="Number of epochs.")
     train: list[Trainable] = Field(
         ["backbone", "head", "combiner", "loss", "generator"],
-        description=(
-            "The parts that train; the others keep their weights (and batch statistics) as they"
-            " are."
-        ),
+        description=("The parts that train; the others keep their weights and batch statistics."),
     )
     lr: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description=(
-            "Learning rate of this phase, instead of `[optimizer] lr`: the generator's too, unless"
-            " it has a `[generator_optimizer]`."
+            "Learning rate of this phase, instead of `[optimizer] lr`. It also holds for the"
+            " generator, unless there is a `[generator_optimizer]`."
         ),
     )
     generator_lr: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description=(
-            "The generator's learning rate in this phase, instead of what its optimiser says."
-        ),
+        description=("The generator's learning rate in this phase, instead of its optimiser's."),
     )
     synthetic: bool = Field(
         True, description="Whether the generator's negatives enter the loss in this phase."
@@ -401,9 +394,9 @@ class Phase(Section):
 class Train(Section):
     """`[train]`: how to train."""
 
-    epochs: Count = Field(10, description="Epochs, where no `[[phase]]` is given.")
+    epochs: Count = Field(10, description="Number of epochs, if there is no `[[phase]]`.")
     precision: Literal["no", "bf16", "fp16"] = Field(
-        "no", description="Mixed precision; `bf16` gains on CPUs too."
+        "no", description="Mixed precision; `bf16` is faster on CPUs too."
     )
     channels_last: bool = Field(
         False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
@@ -411,86 +404,87 @@ class Train(Section):
     compile: bool = Field(
         False,
         description=(
-            "Let `torch.compile` make the backbone's kernels: minutes at the start, faster steps."
-            " It needs a C++ compiler on a CPU."
+            "Compile the backbone with `torch.compile`: it takes minutes at the start and makes"
+            " steps faster. On a CPU it needs a C++ compiler."
         ),
     )
     deterministic: bool = Field(
         False,
         description=(
-            "On a GPU: take only algorithms that give the same bits each time, so that a run"
-            " repeats and resumes exactly there too; slower, and a part without one is refused. On"
-            " a CPU runs do so anyway."
+            "Use only deterministic algorithms on a GPU, so that a run repeats and resumes exactly."
+            " This is slower, and a part without such an algorithm raises an error. On a CPU, runs"
+            " always repeat and resume exactly."
         ),
     )
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Largest norm of the gradient; none: no clipping."
+        None, description="Largest norm of the gradient. The default is no clipping."
     )
     patience: Count | None = Field(
         None,
         description=(
-            "Stop after this many epochs without a better validation MAP@R; none: never early."
+            "Stop after this many epochs without a better validation MAP@R. The default is never."
         ),
     )
-    validate_every: Count = Field(1, description="Epochs between validations.")
+    validate_every: Count = Field(1, description="Number of epochs between validations.")
     checkpoint_every: Count | None = Field(
-        None, description="Steps between checkpoints; by default one at each epoch's end."
+        None, description="Steps between checkpoints. The default is the end of each epoch."
     )
-    workers: Annotated[int, Field(ge=0)] = Field(0, description="Processes that load images.")
+    workers: Annotated[int, Field(ge=0)] = Field(
+        0, description="Number of processes that load images."
+    )
     start_from: str | None = Field(
         None,
         description=(
-            "A run whose weights training starts from, such as `runs/a`; none: those that the parts"
-            " come with."
+            "A run whose weights training starts from, such as `runs/a`. The default is the parts'"
+            " own initial weights."
         ),
     )
     start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = (
         Field(
             ["backbone", "head", "combiner"],
             description=(
-                "The parts that take their weights from that run; each must have the same names and"
-                " shapes there."
+                "The parts that take their weights from that run; names and shapes must match."
             ),
         )
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="`auto` takes a GPU when there is one."
+        "auto", description="`auto` uses a GPU if there is one."
     )
     sync_batch_norm: bool = Field(
         False,
         description=(
-            "With several processes: batch norm takes mean and variance from the whole batch, as"
-            " one process would, instead of from each process's share."
+            "With several processes, batch norm uses mean and variance of the whole batch, as one"
+            " process would, instead of each process's share."
         ),
     )
     real_weight: Annotated[float, Field(ge=0)] = Field(
         0.0,
         description=(
-            "With a generator: weight of the same loss on the real negatives, added to the one on"
+            "With a generator, weight of the loss on real negatives, which is added to the loss on"
             " synthetic ones."
         ),
     )
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
         description=(
-            "With a generator or a combiner: weight λ of the loss, on real and synthetic samples"
-            " alike, against the generator's and the combiner's own objectives, as in DAML's J_gen"
-            " + μ J_dis + λ J_m."
+            "With a generator or a combiner, weight λ of the loss on real and synthetic samples"
+            " against the objectives of generator and combiner, as in DAML's J_gen + μ J_dis"
+            " + λ J_m."
         ),
     )
     mine: Literal["before", "after"] = Field(
         "before",
         description=(
-            "With a generator and a miner: `before` generates from the triplets that the miner"
-            " picks; `after` generates from each positive pair and a random negative, and the miner"
-            " picks among real and synthetic samples."
+            "With a generator and a miner, `before` generates from the triplets that the miner"
+            " picks. `after` generates from each positive pair and a random negative; the miner"
+            " then picks among real and synthetic samples."
         ),
     )
     coupling: Literal["separate", "joint"] = Field(
         "separate",
         description=(
-            "With a generator: `separate` steps each side on its own objective; `joint` lets both"
-            " gradients flow everywhere."
+            "With a generator, `separate` updates each side by its own objective, and `joint` lets"
+            " both gradients flow everywhere."
         ),
     )
 
@@ -517,8 +511,8 @@ class Tables(Section):
     `[learner]` (fitted).
     """
 
-    name: str = Field("run", description="What to call the run, and later the bundle.")
-    seed: int = Field(0, description="Seed of everything random but the split.")
+    name: str = Field("run", description="Name of the run and of its bundle.")
+    seed: int = Field(0, description="Seed of everything random except the split.")
     plugins: list[str] = Field(
         [],
         description=(
@@ -531,12 +525,12 @@ class Tables(Section):
     augmentation: Augmentation = Field(default_factory=Augmentation)
     backbone: Backbone = Field(
         description=(
-            "The backbone; `frozen = true` computes its features once and keeps them on disk."
+            "The backbone; `frozen = true` computes its features once and caches them on disk."
         )
     )
     head: Head = Field(default_factory=Head)
     combiner: Component | None = Field(
-        None, description="The distance over codes; it brings its own head."
+        None, description="The distance over codes; it has its own head."
     )
     loss: Component | None = Field(None, description="The loss.")
     miner: Component | None = Field(None, description="The miner.")
@@ -544,20 +538,20 @@ class Tables(Section):
     learner: Component | None = Field(None, description="A learner, instead of a loss.")
     optimizer: Optimizer = Field(default_factory=Optimizer)
     generator_optimizer: Optimizer | None = Field(
-        None, description="The generator's own optimiser; by default like `[optimizer]`."
+        None, description="The generator's own optimiser. The default is `[optimizer]`'s settings."
     )
     schedule: Schedule = Field(default_factory=Schedule)
     phase: list[Phase] = Field(
-        [], description="Phases in order; none: one that trains everything for `[train] epochs`."
+        [], description="Phases in order. The default trains everything for `[train] epochs`."
     )
     train: Train = Field(default_factory=Train)
     evaluate: Evaluate = Field(default_factory=Evaluate)
     search: dict[str, Range] = Field(
         {},
         description=(
-            "What `retrieval compare --search N` may try, by key: `loss.margin = { low = 0.01, high"
-            ' = 1.0, log = true }`, `optimizer.name = { choices = ["SGD", "AdamW"] }`. Training'
-            " itself does not read it."
+            "Values that `retrieval compare --search N` may try, by key: `loss.margin = { low ="
+            ' 0.01, high = 1.0, log = true }`, `optimizer.name = { choices = ["SGD", "AdamW"] }`.'
+            " Training itself does not read it."
         ),
     )
     _loaded: _Loaded = PrivateAttr(default_factory=_Loaded)

@@ -90,7 +90,6 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
 
 SERVING = {
     "retrieval.serving",
-    "retrieval.serving.image_files",
     "retrieval.serving.images",
 }
 """What a recipe of arrays needs of the serving half: how an image is decoded and prepared."""

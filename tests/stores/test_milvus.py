@@ -248,7 +248,6 @@ def test_the_verbs_of_the_command_line(
     verb("snapshot", tmp_path / "s.index")
     assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
     for name, words, message in [
-        ("tune", (), "chooses by itself how it searches"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:
