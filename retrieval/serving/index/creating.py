@@ -29,7 +29,7 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import FILE as RECORD
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 
 @runtime_checkable
@@ -257,21 +257,23 @@ def _exists(output: Path) -> StoreError:
     )
 
 
-def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]) -> Wanted:
+def _structure(
+    backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]
+) -> StructureChoice:
     """Return which structure is meant; a misspelt name must not cost an hour first."""
     if backend != "auto":
         make_backend(backend, options or {}, plugins)
-        return Wanted(short_name(backend), dict(options or {}))
+        return StructureChoice(short_name(backend), dict(options or {}))
     if options:
         raise DataError("Parameters of a back end need its name: pass --backend with --set.")
-    return Wanted("auto", {})
+    return StructureChoice("auto", {})
 
 
 def _begun(
     partial: Path,
     bundle: Bundle,
     widths: Mapping[str, int],
-    structure: Wanted,
+    structure: StructureChoice,
     keep: Keep,
     plugins: Sequence[str],
 ) -> LocalStore:

@@ -15,7 +15,7 @@ from retrieval.errors import StoreError
 from retrieval.serving.files.places import StrPath
 
 LOCAL = "local"
-"""The scheme of folders: `local:///data/photos.index` is `/data/photos.index`."""
+"""Scheme of folders: `local:///data/photos.index` is the folder `/data/photos.index`."""
 _FORM = re.compile(r"([A-Za-z][A-Za-z0-9_.+-]+)://(.*)", re.DOTALL)
 _EATEN = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]+:/[^/]")
 _SECRET = re.compile(
@@ -27,15 +27,16 @@ _OPTIONS = 50
 
 @dataclass(frozen=True)
 class Address:
-    """An address that was parsed. Its text holds no secret: `parse` refuses those that do.
+    """The parsed address of an index. It never holds a secret: `parse` refuses those that do.
 
     Attributes:
-        text: the whole address; `str` gives it too.
-        scheme: name of the store, or `PLUGIN.name` in full.
-        host: None where there is none, as in `journal:///data/photos`.
-        port: None where there is none.
-        path: behind the host, with its first slash, decoded: `/photos`; empty where there is none.
-        options: values behind `?` by name: numbers, true, false and null as such, the rest as text.
+        text: the whole address, also `str(address)`.
+        scheme: short name of the store, or `PLUGIN.name` in full.
+        host: host name, or None if the address has none, as in `journal:///data/photos`.
+        port: port number, or None.
+        path: decoded path with its leading slash, such as `/photos`; may be empty.
+        options: query parameters by name. Numbers, true, false and null are parsed, the rest is
+            text.
     """
 
     text: str
@@ -50,7 +51,7 @@ class Address:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Last component of the path."""
         return self.path.rstrip("/").rpartition("/")[2]
 
     @classmethod
@@ -58,7 +59,8 @@ class Address:
         """Parse an address.
 
         Raises:
-            StoreError: it is none; or it holds a password or the like, which is not repeated.
+            StoreError: `text` is not an address, or it holds a name, password or token; the
+                message does not repeat those.
         """
         match = _FORM.fullmatch(text)
         if match is None:
@@ -83,17 +85,18 @@ class Address:
 
 
 IndexPlace: TypeAlias = "Path | Address"
-"""Where an index is."""
+"""Location of an index: a folder or an address."""
 
 
 def place_of(place: StrPath | Address) -> IndexPlace:
     """Return the folder or address that a user names, in Python or on the command line.
 
     Args:
-        place: the path of a folder, as text or `Path`; or an address, as text.
+        place: path of a folder, as text or `Path`, or an address as text.
 
     Raises:
-        StoreError: see `Address.parse`; or an address was made a `Path`, which loses a slash.
+        StoreError: the address is invalid (see `Address.parse`), or it was passed as a `Path`,
+            which drops one of its slashes.
     """
     if isinstance(place, Address):
         return place
@@ -118,7 +121,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
 
 
 def _refuse_secrets(scheme: str, rest: str) -> None:
-    """Refuse a name, password or token: an address is printed, logged and kept."""
+    """Refuse a user name, password or token, since addresses are printed, logged and stored."""
     where, _, query = rest.partition("?")
     names = [part.partition("=")[0] for part in query.split("&")]
     if "@" in where or any(_SECRET.search(unquote(name)) for name in names):
@@ -130,7 +133,7 @@ def _refuse_secrets(scheme: str, rest: str) -> None:
 
 
 def _options(text: str, query: str) -> dict[str, Any]:
-    """Return what stands behind `?`."""
+    """Parse the query string of an address."""
     if not query:
         return {}
     try:
@@ -150,7 +153,7 @@ def _options(text: str, query: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return a number, true, false or null as such, anything else as text."""
+    """Parse a number, true, false or null; return anything else as text."""
     try:
         value = json.loads(text, parse_constant=lambda word: text)
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ from retrieval.serving.files.plain import open_plain, read_plain
 from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.store.items import Generation, Keep, spans_of
 from retrieval.serving.store.record import FILE, Record, all_of, ask, backup, no_room, reason, value
-from retrieval.serving.store.structure import ARRAYS, Structure, Wanted
+from retrieval.serving.store.structure import ARRAYS, Structure, StructureChoice
 from retrieval.serving.store.upkeep import BUNDLES, new_stem
 from retrieval.serving.store.view import (
     BLOCK,
@@ -55,7 +55,7 @@ def create_local(
     bundle: Bundle,
     widths: Mapping[str, int],
     *,
-    structure: Wanted | None = None,
+    structure: StructureChoice | None = None,
     keep: Keep = "reference",
     replace: bool = False,
     identity: str | None = None,
@@ -87,7 +87,7 @@ def create_local(
     text = (json.dumps(description, indent=2) + "\n").encode()
     state = {
         "index": hashlib.sha256(text).hexdigest(),
-        "structure": (structure or Wanted()).text(),
+        "structure": (structure or StructureChoice()).text(),
         "keep": keep,
     }
     try:

@@ -71,7 +71,7 @@ from retrieval.serving.store.record import (
     upto_of,
     value,
 )
-from retrieval.serving.store.structure import Numbers, Wanted
+from retrieval.serving.store.structure import Numbers, StructureChoice
 from retrieval.serving.store.upkeep import BUNDLES, Upkeep, tidy
 from retrieval.serving.store.view import Distances, View, Views, gone, keep_rows
 
@@ -462,10 +462,10 @@ class LocalStore(Store):
         report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
         """Search with another structure; see `Store`."""
-        self.restructure(Wanted(backend, dict(options)))
+        self.restructure(StructureChoice(backend, dict(options)))
         self.compact(report)
 
-    def restructure(self, structure: Wanted) -> None:
+    def restructure(self, structure: StructureChoice) -> None:
         """Search with another structure as soon as the background, or `compact`, has built it."""
         if structure.backend != "auto":
             make_backend(structure.backend, structure.options, self.views.plugins)
@@ -482,11 +482,11 @@ class LocalStore(Store):
         with self.record.writing() as (connection, _):
             connection.execute("insert or replace into state values (?, ?)", (key, text))
 
-    def chosen_structure(self) -> Wanted:
+    def chosen_structure(self) -> StructureChoice:
         """Return which structure the index is to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
-            return Wanted.parse(value(connection, sql))
+            return StructureChoice.parse(value(connection, sql))
 
     def recall(self) -> tuple[str, float | None]:
         """Return the back end, and how often it finds the ten nearest; "flat" and None: exact."""

@@ -27,7 +27,14 @@ from retrieval.host.files import sync
 from retrieval.serving.store.contract import StoreUnavailable
 from retrieval.serving.store.items import VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, all_of, ask, seq_of, upto_of, value
-from retrieval.serving.store.structure import ARRAYS, Numbers, Structure, Wanted, build, load
+from retrieval.serving.store.structure import (
+    ARRAYS,
+    Numbers,
+    Structure,
+    StructureChoice,
+    build,
+    load,
+)
 from retrieval.serving.store.view import (
     Array,
     Rows,
@@ -279,7 +286,7 @@ class Upkeep:
         """Return the back end and options that so many rows of a generation are to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
-            choice = Wanted.parse(value(connection, sql))
+            choice = StructureChoice.parse(value(connection, sql))
         return choice.of(rows, generation.widths[VECTOR], len(generation.spans))
 
     # For who waits
