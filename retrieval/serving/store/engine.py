@@ -209,10 +209,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _point(self, number: int | None) -> None:
-        """Point the alias to a generation's collection atomically, or remove it (`None`).
-
-        Creating the alias fails if it exists.
-        """
+        """Point the alias to a generation's collection atomically, or remove it (`None`)."""
 
     @abstractmethod
     def _make(self, generation: Generation) -> None:

@@ -253,7 +253,7 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
     try:
         text = _text(item.metadata)
         if "\\u0000" in text or _unusable(text):
-            metadata_text(item.metadata)  # raises and says where, unless the text is `\\u0000`
+            metadata_text(item.metadata)  # raises and says where, unless it is an escaped backslash
     except (DataError, TypeError, ValueError, AttributeError) as fault:
         faults.append(f"has metadata that cannot be kept: {str(fault).rstrip('.')}")
     if (
