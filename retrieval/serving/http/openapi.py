@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of /v1: every route with its parameters, bodies and answers."""
+"""The OpenAPI 3.1 document of /v1: all routes with their parameters, bodies and responses."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def _form(*required: str, **fields: Any) -> dict[str, Any]:
 
 
 class Operation(NamedTuple):
-    """One route and method; the server's routes and the document are both made of these.
+    """One path and method, from which both the server's route and the document are made.
 
     Attributes:
-        method: lower case.
-        path: below `/v1`, and below `/v1/indexes/{index}` if it is an index's.
-        handler: name of the method of `Routes` that answers; its docstring is the summary.
-        answer: the type of the answer; None for a picture.
-        query: schemas of the parameters behind the question mark, by name; `id` must be there.
+        method: HTTP method in lower case.
+        path: path relative to `/v1` and, with `of_index`, also to `/v1/indexes/{index}`.
+        handler: name of the method of `Routes` that handles it; its docstring is the summary.
+        answer: type of the response; None for an image.
+        query: schemas of the query parameters by name; only `id` is required.
         bodies: schemas of the body by content type.
-        status: of success.
-        of_index: whether it is an index's.
+        status: HTTP status of success.
+        of_index: whether the operation is one on an index.
     """
 
     method: str
@@ -95,13 +95,13 @@ class Operation(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The `operationId`: the handler's name, and `ByQuery` where `?id=` names the item."""
+        """The `operationId`: the handler's name, with `ByQuery` if `?id=` names the item."""
         head, *rest = self.handler.split("_")
         return head + "".join(map(str.title, rest)) + ("ByQuery" if "id" in self.query else "")
 
 
 def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
-    """Return the operations on one item, named in the path or as `?id=`; longer paths first."""
+    """Return the operations on one item, named in the path or by `?id=`, longer paths first."""
     item = answers.ItemAnswer
     bodies = {_FORM: _NEW_ITEM, _JSON: _ref(models.ItemBody)}
     change = {_JSON: _ref(models.ItemChangeBody)}
@@ -148,12 +148,12 @@ OPERATIONS = (
     Operation("get", "/indexes", "list_indexes", answers.Indexes, of_index=False),
     Operation("get", "/openapi.json", "openapi", dict, of_index=False),
 )
-"""Every route of /v1, in the order in which an address is compared with them."""
+"""All operations of /v1, in the order in which routes are matched."""
 
 
 @cache
 def document(handlers: type) -> dict[str, Any]:
-    """Return the document, not to be changed, with summaries of `Routes`, the handlers."""
+    """Return the document, with the docstrings of `handlers` as summaries. Do not modify it."""
     types = [
         *(models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody),
         *(models.SearchBody, models.BatchBody, answers.Problem),

@@ -317,7 +317,7 @@ class ItemCases(Bench):
     # What is refused
 
     def test_what_cannot_be_kept(self) -> None:
-        """One invalid item makes a call fail, which names it; nothing changes, the next call works."""
+        """An invalid item among valid ones is refused and named; nothing changes."""
         store, state = self.store(), State()
         self.put(store, state, some(5))
         untyped: Any = Item
