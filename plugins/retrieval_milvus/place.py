@@ -13,7 +13,7 @@ from retrieval import stores
 from retrieval.errors import MissingDependency, StoreError
 
 _NAME = re.compile(r"[A-Za-z_](?:_?[A-Za-z0-9])*_?")
-_LONGEST = 200
+_MAX_NAME = 200
 
 
 class MilvusPlace(stores.RemotePlace):
@@ -42,9 +42,9 @@ class MilvusPlace(stores.RemotePlace):
         exact: bool = True,
     ) -> None:
         super().__init__(address)
-        if not _NAME.fullmatch(address.name) or len(address.name) > _LONGEST:
+        if not _NAME.fullmatch(address.name) or len(address.name) > _MAX_NAME:
             raise StoreError(
-                f"{address} names no index: a name has letters, digits and single '_', {_LONGEST}"
+                f"{address} names no index: a name has letters, digits and single '_', {_MAX_NAME}"
                 f" at most, such as {address.scheme}://HOST/photos."
             )
         if ca and not tls:

@@ -349,7 +349,7 @@ def _dimensions(generation: stores.Generation) -> int:
 def _plain_rows(
     record: dict[str, Any], vectors: Sequence[Floats], dimensions: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an item: one per sub-space or, without vectors, one hidden from searches."""
+    """Yield an item's rows: one per sub-space or, without vectors, one hidden from searches."""
     arrays = json.dumps(record.pop("arrays", {}))
     key, plain = _key(record["id"]), json.dumps(record, ensure_ascii=False)
     for space, vector in enumerate(vectors or [np.zeros(0, np.float32)]):

@@ -1,6 +1,4 @@
-"""Store plugin for Qdrant: `qdrant://host:6333/photos`, and `qdrant_local:///data/photos` without a
-server.
-"""
+"""Store plugin for Qdrant: `qdrant://host:6333/photos`, or `qdrant_local:///data/photos`."""
 
 from __future__ import annotations
 

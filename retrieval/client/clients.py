@@ -175,7 +175,7 @@ class AsyncClient:
         elif keep is not None:
             raise DataError('"keep" says what is kept of an image; the item has none.')
         else:
-            content = json_of({"vector": numbers_of(vector or ()), **_set(fields)})
+            content = json_of({"vector": numbers_of(vector or ()), **_without_none(fields)})
         return await self._send("PUT", "/item", answers.read_put, **content, **id_parameter(id))
 
     async def patch(
@@ -183,7 +183,7 @@ class AsyncClient:
     ) -> answers.PutAnswer:
         """Change an item's label or metadata, but not its image or vector; `None` keeps a value."""
         fields = {"label": label, "metadata": None if metadata is None else dict(metadata)}
-        content = json_of(_set(fields))
+        content = json_of(_without_none(fields))
         return await self._send("PATCH", "/item", answers.read_put, **content, **id_parameter(id))
 
     async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
@@ -291,11 +291,11 @@ class AsyncClient:
         return await Push(self, Path(folder), batch, progress).run(connections)
 
 
-def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _waiting(
+def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
     """Return a blocking method of `Client` for a method of `AsyncClient`."""
@@ -339,19 +339,19 @@ class Client:
             _stop(loop)
         self._closed = True
 
-    search = _waiting(AsyncClient.search)
-    search_batch = _waiting(AsyncClient.search_batch)
-    put = _waiting(AsyncClient.put)
-    patch = _waiting(AsyncClient.patch)
-    add = _waiting(AsyncClient.add)
-    get = _waiting(AsyncClient.get)
-    delete = _waiting(AsyncClient.delete)
-    push = _waiting(AsyncClient.push)
-    delete_where = _waiting(AsyncClient.delete_where)
-    image = _waiting(AsyncClient.image)
-    thumbnail = _waiting(AsyncClient.thumbnail)
-    index = _waiting(AsyncClient.index)
-    snapshot = _waiting(AsyncClient.snapshot)
+    search = _blocking(AsyncClient.search)
+    search_batch = _blocking(AsyncClient.search_batch)
+    put = _blocking(AsyncClient.put)
+    patch = _blocking(AsyncClient.patch)
+    add = _blocking(AsyncClient.add)
+    get = _blocking(AsyncClient.get)
+    delete = _blocking(AsyncClient.delete)
+    push = _blocking(AsyncClient.push)
+    delete_where = _blocking(AsyncClient.delete_where)
+    image = _blocking(AsyncClient.image)
+    thumbnail = _blocking(AsyncClient.thumbnail)
+    index = _blocking(AsyncClient.index)
+    snapshot = _blocking(AsyncClient.snapshot)
 
     def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100

@@ -44,7 +44,7 @@ _FORMATS = {
     **dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG"),
     **dict.fromkeys(("F", "I", "I;16B", "LAB", "PA", "YCbCr"), "TIFF"),
 }
-_AS = {"La": "LA", "RGBa": "RGBA"}  # keeps alpha; all other modes are saved as RGB
+_TARGET_MODES = {"La": "LA", "RGBa": "RGBA"}  # keeps alpha; all other modes are saved as RGB
 
 
 def image_bytes(image: Image) -> bytes:
@@ -64,7 +64,7 @@ def image_bytes(image: Image) -> bytes:
     if format := _FORMATS.get(picture.mode):
         picture.save(out, format)
     else:
-        picture.convert(_AS.get(picture.mode, "RGB")).save(out, "PNG")
+        picture.convert(_TARGET_MODES.get(picture.mode, "RGB")).save(out, "PNG")
     return out.getvalue()
 
 

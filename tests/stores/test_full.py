@@ -226,7 +226,7 @@ def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(structure, "MIN_ROWS", 60)
-    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 60)
+    monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 0.02)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
@@ -251,7 +251,7 @@ def test_a_pause_ends_with_the_store(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 60)
+    monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 1e6)
     monkeypatch.setattr(upkeep, "_LONGEST_PAUSE", 1e6)
     bundle = Bundle.open(plain_bundle, threads=1)

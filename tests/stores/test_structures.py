@@ -250,8 +250,8 @@ def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph's search ends among items that do not match; it once gave seven answers for ten."""
-    monkeypatch.setattr(structure, "_MOST", 0)
-    monkeypatch.setattr(structure, "_RARE", 0.0)
+    monkeypatch.setattr(structure, "_MAX_CANDIDATES", 0)
+    monkeypatch.setattr(structure, "_RARE_SHARE", 0.0)
     monkeypatch.setattr(masks, "_SMALL", COUNT)  # the filter is asked of the record
     prices = np.arange(COUNT) % 100
     with created(
@@ -292,7 +292,7 @@ def test_the_rows_behind_a_structure_are_found_too(
 def test_the_background_builds_and_compacts(
     tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 100)
+    monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 100)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("ivf"))
 

@@ -12,11 +12,11 @@ from retrieval.serving.http.keys import MAX_SENT, KeySource
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.settings import HEALTH, ROLES, Role, Settings
 
-_FREE = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
+_KEYLESS = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
 _SEARCHES = re.compile(r"/v1(?:/indexes/[^/]+)?/search(?:/batch)?")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}
-_DOES = {
+_TASKS = {
     "read": "searching and looking",
     "write": "adding, changing and deleting",
     "admin": "snapshots and metrics",
@@ -25,7 +25,7 @@ _DOES = {
 
 def is_free(method: str, path: str) -> bool:
     """Return whether a request needs no key: health, the page and the OpenAPI document."""
-    return method in ("GET", "HEAD") and _FREE.fullmatch(path) is not None
+    return method in ("GET", "HEAD") and _KEYLESS.fullmatch(path) is not None
 
 
 @lru_cache(64)
@@ -69,11 +69,11 @@ class Caller(NamedTuple):
             )
         if not self.name:
             raise _unauthorised(
-                f"A key is needed for {_DOES[role]}. Send one in the header: Authorization: Bearer"
+                f"A key is needed for {_TASKS[role]}. Send one in the header: Authorization: Bearer"
                 " KEY."
             )
         sentence = (
-            f"This key has the role {self.role}; {_DOES[role]} takes a key with the role {role}."
+            f"This key has the role {self.role}; {_TASKS[role]} takes a key with the role {role}."
         )
         scope = f'Bearer realm="retrieval", error="insufficient_scope", scope="{role}"'
         raise RequestError(403, sentence, headers={"WWW-Authenticate": scope})

@@ -100,7 +100,7 @@ def item_json(
 
 
 def explanation(query: Query, index: Index) -> dict[str, Any]:
-    """Return the `explain` member of a search: its stages and what it searched."""
+    """Return the `explain` member of a search: times of its stages, and facts about the index."""
     trail, stats = current(), index.stats()
     seconds = {} if trail is None else trail.seconds()
     return {

@@ -15,7 +15,7 @@ HEADER_SECONDS = 15.0
 HEADER_BYTES = 32_768
 HEADER_LINES = 64
 PIPELINED_REQUESTS = 8
-_ONCE = (b"host", b"content-length", b"content-type", b"transfer-encoding")
+_SINGLE_HEADERS = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 
 
 class Protocol(HttpToolsProtocol):
@@ -100,7 +100,7 @@ class Protocol(HttpToolsProtocol):
         encoding = dict(self.headers).get(b"transfer-encoding", b"chunked").lower()
         if encoding != b"chunked" or {b"transfer-encoding", b"content-length"} <= set(names):
             self._fail(400, "Give a Content-Length or one Transfer-Encoding, chunked; not both.")
-        if any(names.count(name) > 1 for name in _ONCE):
+        if any(names.count(name) > 1 for name in _SINGLE_HEADERS):
             self._fail(400, "The request repeats a header that it may give once.")
         if len(self.pipeline) >= PIPELINED_REQUESTS:
             self._fail(400, "Too many requests were sent without waiting for an answer.")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 Role = Literal["read", "write", "admin"]
-"""Permissions of a caller: "read" searches and reads, "write" also changes items, and "admin" also
-takes snapshots and reads metrics.
+"""Permissions of a caller, each including those before it.
+
+"read" searches and reads, "write" changes items, "admin" takes snapshots and reads metrics.
 """
 
 ROLES: tuple[Role, ...] = ("read", "write", "admin")
@@ -72,7 +73,7 @@ class Settings:
 
     @property
     def changeable(self) -> bool:
-        """Whether anybody, with or without a key, may change an index."""
+        """True if anybody, with or without a key, may change an index."""
         keyed = self.keys is not None or "RETRIEVAL_KEYS" in os.environ
         return keyed or self.open in ("write", "admin")
 

@@ -227,7 +227,7 @@ class Workers:
 
     @property
     def idle(self) -> bool:
-        """Whether no thread runs a job on an index."""
+        """True if no thread runs a job on an index."""
         pools = (self.searches, self.changes, self.pictures, self.snapshots)
         return all(turns.busy == 0 for turns in pools)
 

@@ -16,13 +16,13 @@ from retrieval.serving.files.places import StrPath
 
 LOCAL = "local"
 """Scheme of folders: `local:///data/photos.index` is the folder `/data/photos.index`."""
-_FORM = re.compile(r"([A-Za-z][A-Za-z0-9_.+-]+)://(.*)", re.DOTALL)
-_EATEN = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]+:/[^/]")
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9_.+-]+)://(.*)", re.DOTALL)
+_PATH_OF_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]+:/[^/]")
 _SECRET = re.compile(
     r"token|passw|pwd|secret|credential|auth|user|(^|[_-])key$|apikey", re.IGNORECASE
 )
-_LONGEST = 2000
-_OPTIONS = 50
+_MAX_CHARACTERS = 2000
+_MAX_OPTIONS = 50
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class Address:
             StoreError: `text` is not an address, or it holds a name, password or token; the
                 message does not repeat those.
         """
-        match = _FORM.fullmatch(text)
+        match = _ADDRESS.fullmatch(text)
         if match is None:
             raise StoreError(f"'{text}' is no address: write SCHEME://HOST:PORT/NAME.")
         scheme, rest = match[1], match[2]
         _refuse_secrets(scheme, rest)
         where, _, query = rest.partition("?")
-        if len(text) > _LONGEST or not text.isprintable():
+        if len(text) > _MAX_CHARACTERS or not text.isprintable():
             raise StoreError(
-                f"An address of {scheme}:// has at most {_LONGEST:,} printable characters; "
+                f"An address of {scheme}:// has at most {_MAX_CHARACTERS:,} printable characters; "
                 "this one is longer, or has others."
             )
         authority, slash, path = where.partition("/")
@@ -100,7 +100,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
     """
     if isinstance(place, Address):
         return place
-    if isinstance(place, str) and (match := _FORM.fullmatch(place)):
+    if isinstance(place, str) and (match := _ADDRESS.fullmatch(place)):
         if match[1] not in (LOCAL, f"core.{LOCAL}"):
             return Address.parse(place)
         path, mark, _ = match[2].partition("?")
@@ -110,7 +110,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
     path_text = os.fspath(place)
     if (
         not isinstance(place, str)
-        and _EATEN.match(path_text)
+        and _PATH_OF_ADDRESS.match(path_text)
         and not Path(path_text).parent.exists()
     ):
         raise StoreError(
@@ -138,7 +138,7 @@ def _options(text: str, query: str) -> dict[str, Any]:
         return {}
     try:
         pairs = parse_qsl(
-            query, keep_blank_values=True, strict_parsing=True, max_num_fields=_OPTIONS
+            query, keep_blank_values=True, strict_parsing=True, max_num_fields=_MAX_OPTIONS
         )
     except ValueError:
         raise StoreError(

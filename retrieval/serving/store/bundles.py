@@ -66,7 +66,7 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
         StoreError: the pieces do not form this bundle, or the cache cannot be written.
     """
     folder = cache_folder() / "bundles" / sha256
-    if _is(folder, sha256):
+    if _is_intact(folder, sha256):
         return folder
     occupied = StoreError(f"{folder} is there.")
     try:
@@ -76,7 +76,7 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
         ):
             _fetch(pieces(), packed)
             _unpack(packed, fresh, sha256)
-            if not _is(fresh, sha256):
+            if not _is_intact(fresh, sha256):
                 raise _damaged(sha256)
     except OSError as fault:
         raise StoreError(
@@ -119,7 +119,7 @@ def _unpack(packed: IO[bytes], folder: Path, sha256: str) -> None:
         raise _damaged(sha256) from None
 
 
-def _is(folder: Path, sha256: str) -> bool:
+def _is_intact(folder: Path, sha256: str) -> bool:
     """Return whether a folder holds this bundle and all its files match their checksums."""
     if not folder.is_dir():
         return False

@@ -34,11 +34,11 @@ ORIGINAL_BYTES = 100_000_000
 
 _KEEPS = get_args(Keep)
 _EXACT = 1 << 53  # whole numbers that float64 holds
-_SIZE = 1 << 63
-_SHOWN = 20  # field names in an error message
+_INT64_LIMIT = 1 << 63
+_MAX_SHOWN = 20  # field names in an error message
 _NOTHING = (None,) * 6
 _NESTED = (dict, list)
-_TOGETHER = 8192  # arrays that are checked in one NumPy call
+_CHECKED_AT_ONCE = 8192  # arrays that are checked in one NumPy call
 
 
 _STOP: ContextVar[float] = ContextVar("stop", default=inf)
@@ -183,7 +183,7 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
         DataError: some items are invalid; the message names each of them.
     """
     problems, texts, seen = [], [], set()
-    arrays = {name for name, width in widths.items() if _sound(items, name, width)}
+    arrays = {name for name, width in widths.items() if _are_valid(items, name, width)}
     unsure = {name: width for name, width in widths.items() if name not in arrays}
     for number, item in enumerate(items):
         text, faults = _problems(item, unsure)
@@ -202,11 +202,11 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     return texts
 
 
-def _sound(items: Sequence[Item], name: str, width: int) -> bool:
+def _are_valid(items: Sequence[Item], name: str, width: int) -> bool:
     """Return whether one array is valid in all items; this is faster than one check per item."""
-    for start in range(0, len(items), _TOGETHER):
+    for start in range(0, len(items), _CHECKED_AT_ONCE):
         try:
-            rows = [item.arrays[name] for item in items[start : start + _TOGETHER]]
+            rows = [item.arrays[name] for item in items[start : start + _CHECKED_AT_ONCE]]
             together = np.array(rows)
             if together.shape != (len(rows), width) or together.dtype.kind not in "fiu":
                 return False
@@ -293,7 +293,7 @@ def _file_problems(item: Item) -> list[str]:
     if item.stamp is not None and (not isinstance(item.stamp, str) or _unusable(item.stamp)):
         faults.append("has a stamp that is not text")
     for name, size in (("bytes", item.bytes), ("width", item.width), ("height", item.height)):
-        if size is not None and not (isinstance(size, int) and 0 <= size < _SIZE):
+        if size is not None and not (isinstance(size, int) and 0 <= size < _INT64_LIMIT):
             faults.append(f"has a number of {name} that is not a whole number from 0 to 2⁶³ - 1")
     return faults
 
@@ -360,7 +360,7 @@ def no_field(name: str, known: Sequence[str]) -> DataError:
     """Return the error for a filter on an unknown field, which lists the known ones."""
     names = ["id", "label", *known]
     return DataError(
-        f"No item of this index has a field '{name}' (there are: {', '.join(names[:_SHOWN])})."
+        f"No item of this index has a field '{name}' (there are: {', '.join(names[:_MAX_SHOWN])})."
         + did_you_mean(name, names)
     )
 

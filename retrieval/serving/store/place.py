@@ -16,7 +16,7 @@ from retrieval.serving.store.contract import StorePlace
 
 
 @cache
-def _own() -> dict[str, Factory]:
+def _built_in_stores() -> dict[str, Factory]:
     """Return the built-in stores by scheme."""
     return own_factories("stores", built_in)
 
@@ -35,8 +35,8 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
             name.
     """
     short = scheme.removeprefix(f"{BUILT_IN}.")
-    if short in _own():
-        return _own()[short]
+    if short in _built_in_stores():
+        return _built_in_stores()[short]
     from retrieval.host.plugins import load_plugins
 
     loaded = load_plugins(plugins)
@@ -52,7 +52,9 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
     for name, why in loaded.disabled("stores").items():
         if scheme in (name, name.partition(".")[0], name.rpartition(".")[2]):
             raise PluginError(f"The store '{scheme}' cannot be used: {why}")
-    names = sorted({full_name.rpartition(".")[2] for full_name in known} | _own().keys())
+    names = sorted(
+        {full_name.rpartition(".")[2] for full_name in known} | _built_in_stores().keys()
+    )
     raise PluginError(
         f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, "
         f"and folders by their path).{did_you_mean(scheme, names)} Stores come with plugins: "

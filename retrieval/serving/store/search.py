@@ -67,18 +67,16 @@ _PAIR_NUMBERS = 1 << 16
 _PAIRS = 1 << 19
 """Pairs in doubt that are measured and merged at a time, which bounds their memory."""
 _SPARSE_ONE, _SPARSE = 0.13, 0.7
-"""Matching rows are copied together before the scan if their share is at most
-min(`_SPARSE`, `_SPARSE_ONE` · √queries).
-"""
+"""Up to a share of min(`_SPARSE`, `_SPARSE_ONE` · √queries), matching rows are copied together."""
 _DOUBT_ONE, _DOUBT = 1 / 16, 1 / 64
 """Share of pairs in doubt, for one query and for several, above which sums are faster."""
-_DOUBT_LEAST = 64
+_MIN_DOUBT = 64
 """This many pairs in doubt, times k times queries, are always allowed."""
 _LARGEST = 2.0**120
 """Larger squares may overflow float32, so that no bound holds."""
 _TINY = 2.0**-100
 """Upper bound of the error of one product by underflow."""
-_WIDEST = 1 << 20
+_MAX_WIDTH = 1 << 20
 
 
 def nearest(
@@ -355,7 +353,7 @@ class _Scan:
                 if self.products or self.slack is not None:
                     doubtful += len(row)
                     share = _DOUBT if count > 1 else _DOUBT_ONE
-                    if doubtful > compared * share + _DOUBT_LEAST * k * count:
+                    if doubtful > compared * share + _MIN_DOUBT * k * count:
                         return None
                 queries = queries[near]
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
@@ -555,8 +553,8 @@ def _check(
     count, width = vectors.shape
     if queries.ndim != 2 or queries.shape[1] != width:
         raise ValueError(f"Queries {queries.shape} do not fit vectors {vectors.shape}.")
-    if width > _WIDEST:
-        raise ValueError(f"Vectors of {width:,} numbers are too wide: {_WIDEST:,} at most.")
+    if width > _MAX_WIDTH:
+        raise ValueError(f"Vectors of {width:,} numbers are too wide: {_MAX_WIDTH:,} at most.")
     if k < 1 or threads < 1:
         raise ValueError(f"k and threads must be at least 1, not {k} and {threads}.")
     if keep is not None and (keep.shape != (count,) or keep.dtype != np.bool_):

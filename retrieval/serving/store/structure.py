@@ -41,10 +41,14 @@ COMPANION = "companion"
 """Name of the structure that speeds up exact search: a narrow table (`search.Companion`)."""
 COMPANION_MIN_ROWS = 50_000
 """Exact search in one sub-space gets a companion from this many vectors on."""
-_GROWTH = 8  # a structure is rebuilt once more than 1/8 of its row count was appended
-_MARGIN = 16  # extra candidates per query, which make up for deleted items
-_MOST = 4096  # most candidates per query; if they do not suffice, the rows are searched exactly
-_RARE = 0.02  # up to this share of matching rows, exact search of a filter's matches is faster
+_GROWTH = 8
+"""A structure is rebuilt once the rows behind it exceed 1/8 of its own."""
+_MARGIN = 16
+"""Extra candidates per query, which make up for deleted items."""
+_MAX_CANDIDATES = 4096
+"""If this many candidates per query do not suffice, all rows are searched exactly."""
+_RARE_SHARE = 0.02
+"""A filter that matches at most this share of the rows is searched exactly, which is faster."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +138,12 @@ class Loaded:
             return checked_search(backend, name, queries, breadth, size)
         if filtered:
             matching = int(np.count_nonzero(keep))
-            if matching <= max(_MOST, _RARE * size) or not backend.selective:
+            if matching <= max(_MAX_CANDIDATES, _RARE_SHARE * size) or not backend.selective:
                 return None
             rows = checked_search(backend, name, queries, breadth, size, keep)
             return rows if (rows >= 0).sum(axis=1).min() >= min(count, matching) else None
         breadth += _MARGIN
-        while breadth <= min(_MOST, size):
+        while breadth <= min(_MAX_CANDIDATES, size):
             rows = checked_search(backend, name, queries, breadth, size)
             rows = np.where((rows >= 0) & keep[rows], rows, -1)
             if (rows >= 0).sum(axis=1).min() >= count:

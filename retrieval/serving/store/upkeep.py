@@ -55,7 +55,7 @@ BUNDLES = "bundles"
 Report = Callable[[int, int], object]
 
 _DEAD = 4  # a generation is compacted when more than 1/4 of its rows are dead
-_LEAST_DEAD = 1000  # and more rows than this
+_MIN_DEAD_ROWS = 1000  # and more rows than this
 _ROWS = 16_384  # rows that are copied at a time
 _REST = 1.0  # seconds between two checks for work
 _PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds until failed work is tried again
@@ -238,7 +238,7 @@ class Upkeep:
         for generation in self._generations():
             with self._turn:
                 rows = self._current(generation)
-                dead = rows is not None and rows.dead > max(_LEAST_DEAD, rows.rows // _DEAD)
+                dead = rows is not None and rows.dead > max(_MIN_DEAD_ROWS, rows.rows // _DEAD)
                 if rows is None or not (dead or self._lacks_structure(rows)):
                     continue
                 with Claim(self.record, generation.number, 0) as claim:

@@ -314,7 +314,7 @@ class ItemCases(Bench):
         assert seen, "no reader came to read"
         assert all(len(entry) == 1 for entry in seen), "a reader saw a part of a call"
 
-    # What is refused
+    # Invalid calls
 
     def test_what_cannot_be_kept(self) -> None:
         """An invalid item among valid ones is refused and named; nothing changes."""
