@@ -175,21 +175,21 @@ class Metrics:
 
         self._requests = counter("requests", "Requests answered.", "method", "route", "status")
         self._refused = counter(
-            "refused", "Requests refused, by why; by their status where it says enough.", "reason"
+            "refused", "Refused requests by reason, or by status if there is none.", "reason"
         )
         self._duration = histogram(
             "request_seconds",
-            "From a request's header to the end of its answer.",
+            "Time from a request's header to the end of its response.",
             _SECONDS,
             "route",
         )
         stages = histogram(
-            "stage_seconds", "Of these, by stage, without the stages inside it.", _SECONDS, "stage"
+            "stage_seconds", "Time of each stage, without nested stages.", _SECONDS, "stage"
         )
         self._stages = {name: stages.labels(name) for name in STAGES}
         self._sizes = {
             "encode": histogram("encode_batch", "Images or features encoded at once.", _BATCHES),
-            "search": histogram("search_batch", "Queries searched for at once.", _BATCHES),
+            "search": histogram("search_batch", "Queries searched at once.", _BATCHES),
         }
         self._gauges = _Gauges(indexes)
         if not self._has_siblings:
@@ -233,14 +233,14 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
         lengths = GaugeMetricFamily(
-            "retrieval_queue_length", "What waits for its turn.", labels=["queue"]
+            "retrieval_queue_length", "Jobs that wait for a thread.", labels=["queue"]
         )
         for name in ("searches", "images", "pictures", "changes"):
             lengths.add_metric([name], getattr(self._workers, name).waiting)
         yield lengths
         pids = self._workers.decoders.pids
         yield GaugeMetricFamily(
-            "retrieval_decode_processes", "Processes that decode.", value=len(pids)
+            "retrieval_decode_processes", "Decoding processes.", value=len(pids)
         )
         labels = ["index"] if len(self._indexes) > 1 else []
         for name, text in _INDEX_METRICS.items():
@@ -271,10 +271,10 @@ class _Gauges(Collector):
 
 
 _INDEX_METRICS = {
-    "items": "Items of the index.",
-    "bytes": "Of the index on the disk.",
-    "generation": "Number of the generation that is served.",
-    "generations": "Generations that there are.",
+    "items": "Number of items.",
+    "bytes": "Size of the index on the disk.",
+    "generation": "Number of the served generation.",
+    "generations": "How many generations exist.",
 }
 
 

@@ -14,17 +14,17 @@ from retrieval.serving.http.access import is_free, needed_role
 from retrieval.serving.http.problems import MEDIA_TYPE
 
 _INTRODUCTION = (
-    "Search an index of images and change it. Errors are `application/problem+json`. An address"
-    " with `/indexes/{index}` names the index; without it, the server's only one is meant. Where"
-    " the server has keys, an operation takes one of the role that its `security` names, or of a"
-    " higher one: read, write, admin. Where it has none, or is open for so much, none is sent."
+    "Search and change an index of images. Errors are `application/problem+json`. A path with"
+    " `/indexes/{index}` names the index; other paths use the server's only index. If the server"
+    " has keys, an operation needs a key with the role that its `security` names or a higher one"
+    " (read, write, admin). No key is needed if the server has none or is open for the operation."
 )
 _KEY = {
     "type": "http",
     "scheme": "bearer",
     "description": (
-        "An API key from the server's operator. 401: none, or an unknown one; 403: one of another"
-        " role or index."
+        "An API key from the server's operator. Status 401 means a missing or unknown key, 403 a"
+        " key without the role or index."
     ),
 }
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/bmp", "image/webp")
@@ -33,10 +33,10 @@ _TEXT = {"type": "string"}
 _SEVERAL = {"type": "array", "items": _BINARY, "minItems": 1}
 _ID = {"type": "string", "minLength": 1, "maxLength": 1000}
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
-_FIELDS = {"type": "string", "description": "names divided by commas, or a JSON list"}
+_FIELDS = {"type": "string", "description": "names separated by commas, or a JSON list"}
 _FILTER = {
     "type": "string",
-    "description": "text, or JSON that begins with a brace",
+    "description": "a filter as text, or as JSON that begins with a brace",
     "minLength": 1,
 }
 _VECTOR = {"vector": {"type": "boolean", "default": False}}
@@ -50,7 +50,10 @@ _OPTIONS = {
     "explain": {"type": "boolean", "default": False},
 }
 _LIST = {
-    "cursor": {"type": "string", "description": "of the page before; with the same filter"},
+    "cursor": {
+        "type": "string",
+        "description": "cursor of the previous page, with the same filter",
+    },
     "limit": {"type": "integer", "minimum": 1, "maximum": models.MAX_PAGE, "default": 100},
     "filter": _FILTER,
     "fields": _FIELDS,
@@ -131,7 +134,7 @@ _SEARCH = {**_IMAGE_BODIES, _JSON: _ref(models.SearchBody)}
 _BATCH = {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}
 _ITEMS = {
     "type": "string",
-    "description": "a JSON list that says what each image is, in their order",
+    "description": "a JSON list with one item per image, in the same order",
 }
 _ADD = {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}
 _DELETE = {_JSON: _ref(models.DeleteBody)}
@@ -211,7 +214,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     if operation.answer is None:
         kinds = ("image/jpeg",) if "thumbnail" in operation.handler else _IMAGES
         content = {kind: {"schema": _BINARY} for kind in kinds}
-        responses["304"] = {"description": "It is what the request's If-None-Match names."}
+        responses["304"] = {"description": "The image has the ETag of the request's If-None-Match."}
     else:
         content = {
             _JSON: {
@@ -220,10 +223,10 @@ def _responses(operation: Operation) -> dict[str, Any]:
         }
     responses[str(operation.status)] = {"description": "Done.", "content": content}
     failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}
-    sentence = "The request cannot be answered; the sentence says why."
+    sentence = "The request failed; `detail` says why."
     responses["4XX"] = {"description": sentence, "content": failed}
     responses["503"] = {
-        "description": "Too much at a time, or the index is not to be had: come again.",
+        "description": "The server is busy or the index unavailable; try again later.",
         "content": failed,
         "headers": {"Retry-After": {"schema": {"type": "integer"}}},
     }
