@@ -243,11 +243,11 @@ class Sender:
         tried = f" It was tried {done + 1} times." if done else ""
         if isinstance(outcome, _Answer):
             sentence, request = _problem(outcome)
-            come_again = f" It asks to come again in {later:,.0f} seconds." if later else ""
+            retry = f" It asks to retry after {later:,.0f} seconds." if later else ""
             name = f" (request {request})" if request else ""
             text = (
                 f"The server at {self._url} answered {outcome.status}:"
-                f" {sentence}{come_again}{tried}{name}"
+                f" {sentence}{retry}{tried}{name}"
             )
             return ServerError(text, outcome.status, request, sentence)
         failed = "broke the connection off"

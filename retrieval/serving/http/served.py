@@ -495,7 +495,7 @@ def _write(
     if missing := [new.id for new in changes if new.id not in stored]:
         more = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
         raise DataError(
-            f"There is no item {missing[0][:80]!a}, so that it needs an image or a vector{more}."
+            f"There is no item {missing[0][:80]!a} yet: give it an image or a vector{more}."
         )
     size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
     if len(changes) > 1 and size > _COPIED_BYTES:

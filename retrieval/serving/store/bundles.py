@@ -139,6 +139,5 @@ def _is_intact(folder: Path, sha256: str) -> bool:
 
 def _damaged(sha256: str) -> StoreError:
     return StoreError(
-        f"What the store gives for the bundle {sha256[:16]}… is another bundle, or none: it is"
-        " damaged."
+        f"The store returned other data for the bundle {sha256[:16]}…: it is damaged."
     )

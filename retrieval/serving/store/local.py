@@ -226,7 +226,7 @@ class LocalStore(Store):
         """Return a page of items; see `Store`."""
         if after and not usable([after]):
             raise DataError(
-                f"{printable(after)!r} is no id that an item can have: nothing begins behind it."
+                f"{printable(after)!r} is no id that an item can have: no page begins after it."
             )
         condition, values = ("true", ()) if where is None else to_sql(where)
         sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"

@@ -274,7 +274,9 @@ class RemoteStore(Engine, Store):
     ) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
-            raise DataError("A scan goes on after an id; this one is no id of an item.")
+            raise DataError(
+                "A scan continues after an id, but `after` cannot be the id of an item."
+            )
         served, page = self._current(), list[Row]()
         refuse_fields(where, self._fields)
         for rows in self._matching(served, where, False, after):
@@ -355,7 +357,7 @@ class RemoteStore(Engine, Store):
         for latest in self._listed(self._notes() if notes is None else notes):
             if latest.number == generation.number:
                 return latest
-        raise StoreError("This generation is not there any more.")
+        raise StoreError("This generation does not exist any more.")
 
     def _add(
         self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool

@@ -125,7 +125,7 @@ class Claim:
             if time.monotonic() > end:
                 raise StoreUnavailable(
                     f"{held[0][0].capitalize()} is compacting the index {self.record.folder}, or "
-                    "building what speeds its search up. Wait for it."
+                    "building its search structure. Wait for it."
                 )
             time.sleep(0.2)
         _ACTIVE.add(self.stem)
@@ -226,7 +226,7 @@ class Upkeep:
                 pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
                 # `StoreUnavailable` usually means that another process does the work.
                 level = logging.DEBUG if isinstance(fault, StoreUnavailable) else logging.WARNING
-                text = "The index %s cannot be tended: %s It is tried again in %g seconds."
+                text = "Upkeep of the index %s failed: %s It is tried again in %g seconds."
                 log.log(level, text, self.record.folder, fault, pause)
             with self._wake:  # many small writes in a row share one check
                 if self._wake.wait_for(lambda: self._stop, pause):

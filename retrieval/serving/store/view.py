@@ -491,4 +491,4 @@ def missing_file(folder: Path, name: str) -> StoreError:
 
 def gone() -> StoreError:
     """Return the error for a generation that was dropped."""
-    return StoreError("This generation is not there any more.")
+    return StoreError("This generation does not exist any more.")
